@@ -27,9 +27,9 @@ from gpumem_exporter.errors import ActionForbiddenError, GroupIncompleteError
 if TYPE_CHECKING:
     from gpumem_exporter.actions.dispatcher import Dispatcher
 
+# The actions that release memory to the driver or take memory from it. A garbage collection leaves the memory in the
+# allocator's cache, and a fraction releases nothing, with or without force.
 _DISTURBING = frozenset({"empty_cache", "terminate", "release_memory", "resume_memory"})
-"""The actions that release memory to the driver or take memory from it. A garbage collection leaves the memory in the
-allocator's cache, and a fraction releases nothing, with or without force."""
 _MAX_NAMED = 4
 
 

@@ -31,8 +31,8 @@ from gpumem_exporter.core.store import Store
 MIN_IDLE_SECONDS = 120.0
 """Policies and alerts let no engine sleep that had a request in this time, or whose last request is not known."""
 _THREADS = 16
+# The number of engines of one user or container that are spoken with at the same time.
 _CALLS_OF_OWNER = 4
-"""The number of engines of one user or container that are spoken with at the same time."""
 _ASK_AGAIN_SECONDS = 0.5
 _MEASURE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
@@ -119,10 +119,10 @@ class EngineMemory:
         self._poll_soon = poll_soon
         self._changed = changed
         self._threads = asyncio.Semaphore(_THREADS)
+        # By share: root of a container can become every uid.
         self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_CALLS_OF_OWNER))
-        """By share: root of a container can become every uid."""
+        # The calls under way, by action and engine: all processes of an engine sleep together.
         self._calls: dict[tuple[str, Hashable], asyncio.Task[None]] = {}
-        """The calls under way, by action and engine: all processes of an engine sleep together."""
 
     def engines_among(self, targets: list[OutsideTarget], others: int) -> list[OutsideTarget]:
         """Return the targets that seem to be engines; all of them if there is no engine, so that the results say so."""

@@ -14,10 +14,10 @@ from gpumem_exporter.errors import GroupIncompleteError
 
 GROUP_LEAD_SECONDS = 5.0
 """The minimum time until a group's step: enough to reach every rank, and to withdraw the commands again."""
+# The owners, and the processes of each, that a message names.
 _MAX_SHOWN = 8
-"""The owners, and the processes of each, that a message names."""
+# The minimum number of steps between the last report of a rank and the step at which it acts.
 _LEAD_STEPS = 2
-"""The minimum number of steps between the last report of a rank and the step at which it acts."""
 
 
 @dataclass(frozen=True, slots=True)

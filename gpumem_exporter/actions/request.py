@@ -39,8 +39,8 @@ DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")
 """The actions that apply to the target devices only. All others apply to every device of a process."""
 
 _MAX_VALUES = 1000
+# The events of an action have its target, and an event has at most 64 KiB.
 _MAX_TARGET_BYTES = 16 << 10
-"""The events of an action have its target, and an event has at most 64 KiB."""
 _MAX_PID = 2**31 - 1
 _PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?")
 

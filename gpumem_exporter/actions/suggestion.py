@@ -15,8 +15,8 @@ from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS, MAX_DEADLI
 from gpumem_exporter.actions.selection import SelectedProcess, select_reporting
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 
+# A job that trains has the time of this number of its steps, because a step may take longer than the last ones.
 _DEADLINE_STEPS = 4
-"""A job that trains has the time of this number of its steps, because a step may take longer than the last ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.host import Host
 
+# Seconds between SIGTERM and SIGKILL.
 _GRACE_SECONDS = 10.0
-"""Seconds between SIGTERM and SIGKILL."""
+# A killed process may stay in the kernel for this time while the kernel releases its memory.
 _KILL_SECONDS = 10.0
-"""A killed process may stay in the kernel for this time while the kernel releases its memory."""
 
 
 class Terminator:

@@ -375,9 +375,9 @@ def kv_cache_size_bytes(sample: DeviceSample) -> int:
     return sample.component_bytes.get("kv_cache") or sum(sample.kv_cache_bytes.values())
 
 
+# The number of steps after which a training has reached its peak. Optimizers create their state in the first step, so
+# the second step is the first with all memory in use.
 _FULL_STEPS = 2
-"""The number of steps after which a training has reached its peak. Optimizers create their state in the first step, so
-the second step is the first with all memory in use."""
 
 
 def plan_error_ratio(sample: DeviceSample, step: int | None) -> float | None:

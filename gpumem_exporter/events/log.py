@@ -30,17 +30,17 @@ many processes, has tens of KiB."""
 MAX_READERS = 16
 OWNER_SHARE = 4
 """One owner may have this part of the queue, so that a user who fills it while the disk hangs loses its own events."""
+# An event with long lists, such as an action on many processes, counts once for each of this number of items.
 _ITEMS = 16
-"""An event with long lists, such as an action on many processes, counts once for each of this number of items."""
+# The maximum number of events in one commit.
 _BATCH = 256
-"""The maximum number of events in one commit."""
 _MAINTENANCE_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
 _DROP_WARNING_SECONDS = 60.0
+# A disk operation that takes longer counts as slow, and no caller waits for it.
 _SLOW_SECONDS = 1.0
-"""A disk operation that takes longer counts as slow, and no caller waits for it."""
+# The longest time that a reply waits for a commit.
 _KEPT_SECONDS = 1.0
-"""The longest time that a reply waits for a commit."""
 _READ_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
@@ -109,17 +109,17 @@ class EventLog:
         self._failures = FailureLog(_log, clock)
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
+        # The number of events in the queue. `status` reads it without the lock, so it does not count the queue.
         self._waiting_events = 0
-        """The number of events in the queue. `status` reads it without the lock, so it does not count the queue."""
+        # The part of the queue that each owner takes.
         self._waiting_sizes: Counter[tuple[bool, str]] = Counter()
-        """The part of the queue that each owner takes."""
         self._readers: deque[tuple[Query, Future[Page]]] = deque()
         self._dropped = 0
         self._stopping = False
         self._error = ""
         self._busy_since_seconds: float | None = None
+        # When the storage is next opened, retried or pruned.
         self._due_seconds = float("-inf")
-        """When the storage is next opened, retried or pruned."""
         self._drop_warned_seconds = float("-inf")
         self._thread = threading.Thread(target=self._run, name="gpumem-events", daemon=True)
 

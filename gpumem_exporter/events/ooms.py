@@ -20,10 +20,10 @@ MAX_PER_MINUTE = 60
 MAX_OF_OWNER_PER_MINUTE = 600
 """The same for all processes of a user."""
 _SESSIONS = 4096
+# The numbers of a sample.
 _SAMPLE_FIELDS = tuple(
     f.name for f in fields(DeviceSample) if f.default is None and f.name != "planned_reserved_peak_bytes"
 )
-"""The numbers of a sample."""
 _ERROR_VALUES = ("requested_bytes", "device_free_bytes", "limit_bytes")
 _ALLOCATOR_VALUES = ("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes")
 
@@ -41,8 +41,8 @@ class OomDeduplicator:
     def __init__(self) -> None:
         self._highest: OrderedDict[str, int] = OrderedDict()
         self._minute = 0
+        # The errors of each process, and of each owner.
         self._in_minute: Counter[ProcessKey | str] = Counter()
-        """The errors of each process, and of each owner."""
 
     def knows(self, session: str, number: int) -> bool:
         """Return whether a reporter has sent this error to this exporter, which may be not stored yet."""

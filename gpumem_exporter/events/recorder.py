@@ -24,10 +24,10 @@ T = TypeVar("T")
 _COMMON = ("id", "action", "requested_by", "caller", "created_unix_seconds", "reason", "mode", "group", "at_step")
 _RESULT = (*PLACE, "outcome", "reason", "reason_code", "freed_bytes", "step")
 
+# For a report of an older error, the node has changed since.
 _NEAR_SECONDS = 5.0
-"""For a report of an older error, the node has changed since."""
+# The last errors of a process among which an error before a restart of the exporter is found.
 _MAX_ERRORS = 100
-"""The last errors of a process among which an error before a restart of the exporter is found."""
 MAX_RESULTS = 512
 """The maximum number of results in an event. Of more results, it has the first ones and the number of the others."""
 
@@ -36,10 +36,10 @@ class DeviceHistory:
     """Compares each reading with the one before. Not thread-safe."""
 
     def __init__(self) -> None:
+        # The last reading of a driver that answered.
         self._reading: NodeReading | None = None
-        """The last reading of a driver that answered."""
+        # The type of the last event of each device, by subject.
         self._last_types: dict[str, str] = {}
-        """The type of the last event of each device, by subject."""
 
     def take_reading(self, reading: NodeReading) -> list[Event]:
         """Take a reading of a driver that answers, and return its events."""
@@ -132,8 +132,8 @@ class Recorder:
         )
         self._ooms = OomDeduplicator()
         self._devices = DeviceHistory()
+        # By session, the errors that are not committed; a report that repeats them must not be acknowledged before.
         self._uncommitted: dict[str, Future[bool]] = {}
-        """By session, the errors that are not committed; a report that repeats them must not be acknowledged before."""
 
     def take_report(self, process: ReportingProcess) -> Future[bool] | None:
         """Record an accepted report.

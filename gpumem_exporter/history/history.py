@@ -16,21 +16,21 @@ from gpumem_exporter.history.series import UNKNOWN, VALUES, Series, Subject, Tra
 
 MAX_BYTES = 16 << 20
 """The memory of all series."""
+# The budget of the series. The rest is for the peaks of `Points`, and for growth between two checks.
 _BUDGET_BYTES = MAX_BYTES - (2 << 20)
-"""The budget of the series. The rest is for the peaks of `Points`, and for growth between two checks."""
+# The part of the budget that devices may use, whatever jobs there are.
 _DEVICES_SHARE = 0.75
-"""The part of the budget that devices may use, whatever jobs there are."""
+# The part of the budget that is freed at once when it is used up, so that this is seldom.
 _FREED_SHARE = 0.05
-"""The part of the budget that is freed at once when it is used up, so that this is seldom."""
+# A job without a row for this time has ended.
 _LIVE_SECONDS = 60
-"""A job without a row for this time has ended."""
+# A smaller series is removed rather than shortened.
 _SMALL_BYTES = 4096
-"""A smaller series is removed rather than shortened."""
+# The maximum number of points in a document, of all series together: then it has about 4 MB.
 _MAX_POINTS = 64_000
-"""The maximum number of points in a document, of all series together: then it has about 4 MB."""
 _CLOCK_STEP_SECONDS = 1.0
+# A second without a row is a gap only if the next row is this late.
 _LATE_SECONDS = 3.0
-"""A second without a row is a gap only if the next row is this late."""
 _FOLD_SECONDS = 10
 _EXPIRY_SECONDS = 60
 
@@ -68,16 +68,16 @@ class History:
         self._clock = clock
         self._wall_clock = wall_clock
         self._origin_seconds = wall_clock() - clock()
+        # The wall clock minus the time of the rows.
         self._shift_seconds = 0
-        """The wall clock minus the time of the rows."""
         self._points = Points()
         self._lock = threading.Lock()
         self._series: dict[str, Series] = {}
+        # The bytes of the series of each owner; the devices' owner is empty.
         self._bytes: defaultdict[str, int] = defaultdict(int)
-        """The bytes of the series of each owner; the devices' owner is empty."""
         self._sizes: dict[str, int] = {}
+        # The end of the last second that has rows.
         self._recorded_seconds = 0
-        """The end of the last second that has rows."""
         self._folded_step = self._expired_step = 0
         self.kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
         """By window, for the name of each process and the uuid of each device of the last snapshot that has a key-value

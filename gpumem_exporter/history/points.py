@@ -10,12 +10,12 @@ from gpumem_exporter.history.series import Subject, row_of
 from gpumem_exporter.view.documents import SeenProcess
 from gpumem_exporter.view.jobs import Job, job_of_process, jobs_of
 
+# The maximum number of peaks that are kept, about 1 MiB. The in-use peaks of further parts come from samples alone.
 _MAX_PEAKS = 4096
-"""The maximum number of peaks that are kept, about 1 MiB. The in-use peaks of further parts come from samples alone."""
 
 Point = tuple[Subject, list[int]]
+# A process on a device: its key, its session and the uuid.
 _Part = tuple[ProcessKey, str, str]
-"""A process on a device: its key, its session and the uuid."""
 
 
 class Points:

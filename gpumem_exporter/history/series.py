@@ -16,8 +16,8 @@ VALUES = ("used", "allocated", "idle_cache", "in_use_peak")
 UNKNOWN = (1 << 32) - 1
 """No value. It is larger than every value, so `min` ignores it."""
 _UNIT_BITS = 10
+# The Python objects of a series without its arrays and texts, as tracemalloc counts them.
 _FIXED_BYTES = 640
-"""The Python objects of a series without its arrays and texts, as tracemalloc counts them."""
 
 
 class Resolution(NamedTuple):

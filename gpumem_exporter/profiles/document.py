@@ -47,8 +47,8 @@ MAX_DEVICES = 64
 MAX_NOTES = 64
 MAX_TEXT = 4096
 """The maximum length of a path, a function or a name in characters."""
+# The argument of zlib that stands for gzip.
 _GZIP = 31
-"""The argument of zlib that stands for gzip."""
 
 
 def read_profile(body: bytes) -> tuple[ProcessIdentity, Profile]:

@@ -53,13 +53,13 @@ class Profiles:
         self._folder = None if folder is None else folder / FOLDER_NAME
         self._max_bytes = max_bytes // SHARE_OF_STORAGE
         self._failures = FailureLog(_log, clock)
+        # Held while the entries change; never during an operation of the disk.
         self._lock = threading.Lock()
-        """Held while the entries change; never during an operation of the disk."""
         self._disk = threading.Lock()
+        # By id, the oldest first.
         self._entries: dict[str, _Entry] = {}
-        """By id, the oldest first."""
+        # The id of the profile of an out-of-memory error, by share, session and number.
         self._of_errors: dict[tuple[str, str, int], str] = {}
-        """The id of the profile of an out-of-memory error, by share, session and number."""
 
     def load(self) -> None:
         """Find the files of earlier runs. Files of other programs and damaged ones are logged and stay."""

@@ -10,11 +10,11 @@ SPAN_SECONDS = 3600.0
 MIN_SECONDS = 300.0
 """A shorter rise is a start: a model loads, and its optimizer creates its state."""
 _MIN_BYTES = 64 << 20
+# A rise of a smaller share of the allocated bytes is noise: batches of different sizes, caches of libraries.
 _MIN_SHARE = 0.02
-"""A rise of a smaller share of the allocated bytes is noise: batches of different sizes, caches of libraries."""
 _PARTS = 3
+# The share of the whole rise that each part of the time must add. After a start the last part adds nothing.
 _MIN_STEADINESS = 0.25
-"""The share of the whole rise that each part of the time must add. After a start the last part adds nothing."""
 
 
 class Growth(NamedTuple):

@@ -20,9 +20,9 @@ NEAR_SECONDS = 5.0
 OF_DEVICE = ("used_bytes", "idle_cache_bytes")
 """What a device shows of each job on it."""
 _MAX_JOBS = 32
+# Of the jobs as JSON, half of what an event may have. An event that is too long is not stored, and users choose the
+# names of their jobs: a character of a name takes up to 12 bytes.
 _MAX_JOBS_BYTES = 32 << 10
-"""Of the jobs as JSON, half of what an event may have. An event that is too long is not stored, and users choose the
-names of their jobs: a character of a name takes up to 12 bytes."""
 
 Document = dict[str, Any]
 

@@ -25,8 +25,8 @@ MOUNT = "/run/gpumem"
 """Where the client looks for the exporter's socket."""
 CLIENT = f"{MOUNT}/client"
 _VOLUME = "gpumem"
+# All annotations of a pod have 256 KiB together. With more, the API server refuses the pod.
 _RESULT_CHARACTERS = 2000
-"""All annotations of a pod have 256 KiB together. With more, the API server refuses the pod."""
 
 Object: TypeAlias = Mapping[str, Any]
 

@@ -111,10 +111,10 @@ def _parts(line: str) -> list[str]:
     return [part for part in parts if part]
 
 
+# For all devices; with `_0`, `_1` and so on for one device. Sizes such as `3000m`.
 _HAMI_VARIABLE = "CUDA_DEVICE_MEMORY_LIMIT"
-"""For all devices; with `_0`, `_1` and so on for one device. Sizes such as `3000m`."""
+# Bytes on the device that a container shares.
 _KAI_VARIABLE = "GPU_MEMORY_LIMIT"
-"""Bytes on the device that a container shares."""
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
 
 

@@ -32,8 +32,8 @@ class Settling:
 
     def __init__(self) -> None:
         self._cleared: deque[tuple[CommandResult, float | None]] = deque()
+        # By device.
         self._waiting: dict[str, _Clear] = {}
-        """By device."""
         self._ended: list[StillFree] = []
 
     def cleared(self, result: CommandResult, due_seconds: float | None) -> None:

@@ -26,6 +26,7 @@ _METHODS = {
         *("EngineCoreProc.run_busy_loop", "DPEngineCoreProc.run_busy_loop"),
     ),
 }
+# The component of each tag of vLLM's allocator of sleep mode; any other tag is `other`.
 _COMPONENTS = {
     "weights": "weights",
     "kv_cache": "kv_cache",
@@ -33,7 +34,6 @@ _COMPONENTS = {
     "runtime": "runtime",
     "workspace": "runtime",
 }
-"""The component of each tag of vLLM's allocator of sleep mode; any other tag is `other`."""
 # A count of the cached blocks is followed by a pause of this multiple of its CPU time: 0.1 % of a core.
 _COUNT_SHARE = 1000
 # Blocks that are counted without a pause for other threads: 0.1 ms.

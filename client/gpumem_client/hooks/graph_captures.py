@@ -34,8 +34,8 @@ class CaptureHook:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a finalizer may remove a listener while its thread holds the lock
         self._listeners: tuple[CaptureListener, ...] = ()
+        # The graphs that are being captured.
         self._started: dict[int, weakref.ref[Any]] = {}
-        """The graphs that are being captured."""
         self._graph_class: Any = None
         self._originals: dict[str, Any] = {}
         self._replacements: dict[str, Any] = {}

@@ -16,8 +16,8 @@ from gpumem_client.hooks.cuda_start import when_cuda_starts
 from gpumem_client.hooks.lifecycle import once
 from gpumem_client.torch_access import uncompiled
 
+# An optimizer counts as unused if it makes no step while others make this number of steps.
 _ABANDONED_STEPS = 8
-"""An optimizer counts as unused if it makes no step while others make this number of steps."""
 
 
 class _Thread(threading.local):

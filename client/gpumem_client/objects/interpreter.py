@@ -28,8 +28,8 @@ _FRAMES_MAX = 500
 _SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
 _OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
 
+# Yields lists, each of which is created at `next`.
 _Lists = Iterator[List[Any]]
-"""Yields lists, each of which is created at `next`."""
 
 
 def count_tracked(generation: int) -> int:

@@ -49,8 +49,8 @@ NO_REFERRER = "no Python object, perhaps an autograd graph"
 _CELL = "a closure's cell"
 
 
+# Returns an attribute of a class without running code of its metaclass.
 _of = type.__getattribute__
-"""Returns an attribute of a class without running code of its metaclass."""
 
 
 class _Link(NamedTuple):
@@ -78,14 +78,14 @@ class _Search:
         self._end = end
         self._frozen = frozen
         self._sizes = sizes
+        # Names of objects: globals, attributes, closures.
         self._names: dict[int, str] = {}
-        """Names of objects: globals, attributes, closures."""
+        # By the id of a dictionary: a format for the names of its values.
         self._namespaces: dict[int, str] = {}
-        """By the id of a dictionary: a format for the names of its values."""
         self._links: dict[int, list[_Link]] = {}
         self._locals: dict[int, str] = {}
+        # The containers of the next level by id, if there are few.
         self._few: dict[int, Any] = {}
-        """The containers of the next level by id, if there are few."""
         self._resolved: dict[int, tuple[str, bool]] = {}
 
     def run(self) -> dict[int, str]:

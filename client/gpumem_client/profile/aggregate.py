@@ -11,8 +11,8 @@ from gpumem_client.profile.blocks import Stacks, resting
 from gpumem_client.profile.history import Lifetime
 from gpumem_client.profile.model import Owner, Profile, Row
 
+# Device, pool, stack, owner.
 _Key = Tuple[int, str, "int | None", "int | None"]
-"""Device, pool, stack, owner."""
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,11 @@ class _Search:
         self._addresses_read = addresses_read
         self._reader = TensorReader(torch)
         self._owners: dict[Place, Owner] = {}
+        # The number of further tensors of the same kind with this storage.
         self._more: dict[Place, int] = {}
-        """The number of further tensors of the same kind with this storage."""
         self._seen: set[tuple[str, int]] = set()
+        # The parameters of models and optimizers, by id.
         self._parameters: dict[int, NamedTensor] = {}
-        """The parameters of models and optimizers, by id."""
         self._texts: dict[tuple[Any, ...], tuple[str, str]] = {}
         self._notes: list[str] = []
         self._started_us = 0

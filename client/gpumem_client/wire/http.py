@@ -24,10 +24,10 @@ MAX_ANSWER_BYTES = 64 << 20
 """The default of `max_answer_bytes`."""
 
 _MAX_LINE_BYTES = 64 << 10
+# The maximum number of headers, and of trailers.
 _MAX_HEADERS = 100
-"""The maximum number of headers, and of trailers."""
+# The maximum number of informational responses (1xx) before the response.
 _MAX_INTERIM = 8
-"""The maximum number of informational responses (1xx) before the response."""
 _RECEIVE_BYTES = 256 << 10
 _TIMEVAL = struct.Struct("@ll")
 # The names of the errors of `ssl`, which is not imported here, for a connection that the exporter closed.

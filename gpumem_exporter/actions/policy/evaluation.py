@@ -92,8 +92,8 @@ class RuleState:
         """For a dry run, the subjects on which it would have acted, until their conditions are false."""
         self.held_back: dict[str, str] = {}
         """The engines whose start the rule waits for, by subject; of the last evaluation."""
+        # When it acted, by `ProcessKey.share`.
         self._acted: dict[str, deque[float]] = {}
-        """When it acted, by `ProcessKey.share`."""
         self._subjects: dict[str, _SubjectState] = {}
 
     def subject(self, observation: Observation) -> str:

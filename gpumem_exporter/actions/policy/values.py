@@ -103,8 +103,8 @@ class IdleClock:
 
     def __init__(self, stale_seconds: float) -> None:
         self._stale_seconds = stale_seconds
+        # The activity of each process, since when it is unchanged, and when it was last seen.
         self._seen: dict[str, tuple[object, float, float]] = {}
-        """The activity of each process, since when it is unchanged, and when it was last seen."""
 
     def update(self, processes: Mapping[str, tuple[ReportingProcess, float]]) -> dict[str, float]:
         """Return the idle seconds of each process at its last sample, whose time is given; forget all others."""

@@ -68,8 +68,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
 
 
+# A name, a number where a name is expected, or a list of both.
 _Names = Annotated[str | int | list[str | int], BeforeValidator(_names)]
-"""A name, a number where a name is expected, or a list of both."""
 
 
 class KnownFields(BaseModel):

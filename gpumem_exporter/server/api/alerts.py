@@ -48,6 +48,7 @@ _TARGET = "target_"
 
 _log = logging.getLogger(__name__)
 
+# The values of an alert's request, by name without the prefix.
 _OPTIONS: Mapping[str, RequestOption] = {
     "action": RequestOption({}, choices=ACTIONS),
     **{_TARGET + name: option for name, option in SELECTORS.items()},
@@ -57,7 +58,6 @@ _OPTIONS: Mapping[str, RequestOption] = {
     **{name: option for name, option in OPTIONS.items() if name not in ("at_step", "settle_seconds")},
     "cooldown_seconds": RequestOption({}, kind=float, least=0, most=MAX_COOLDOWN_SECONDS, unit="seconds"),
 }
-"""The values of an alert's request, by name without the prefix."""
 ALERT_KEYS = frozenset(f"{PREFIX}{name}" for name in _OPTIONS)
 """The labels and annotations with which an alert requests an action."""
 _BODY: dict[str, Any] = {

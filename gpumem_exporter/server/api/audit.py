@@ -30,8 +30,8 @@ _RESTORED_SECONDS = 2 * MAX_DEADLINE_SECONDS
 _RETRY_SECONDS = 1.0
 _WAIT_SECONDS = 5.0
 _PAGE = 500
+# The dispatcher keeps about this number of actions and results. The audit trail may have many times more.
 _MAX_ROWS = 16384
-"""The dispatcher keeps about this number of actions and results. The audit trail may have many times more."""
 
 _log = logging.getLogger(__name__)
 

@@ -51,6 +51,7 @@ _PID = core_schema.int_schema(ge=1, le=2**31 - 1)
 _AT_LEAST_ONE = core_schema.nullable_schema(core_schema.int_schema(ge=1, le=MAX_INTEGER))
 _REQUIRED_TEXT = core_schema.str_schema(min_length=1, max_length=MAX_TEXT_LENGTH)
 
+# The rules of fields that are stricter than their type, by name.
 _SPECIAL: Mapping[str, CoreSchema] = {
     "pid": _PID,
     "uuid": core_schema.str_schema(min_length=1, max_length=MAX_UUID_LENGTH),
@@ -68,13 +69,12 @@ _SPECIAL: Mapping[str, CoreSchema] = {
     # Negative if other threads allocated memory while the command ran.
     "freed_bytes": core_schema.nullable_schema(core_schema.int_schema(ge=-MAX_INTEGER, le=MAX_INTEGER)),
 }
-"""The rules of fields that are stricter than their type, by name."""
+# The fields of a sample whose names become labels, with the number of names that are kept.
 _LABELED = {
     "phase_peak_bytes": MAX_PHASES,
     "component_bytes": MAX_COMPONENTS,
     "component_unmapped_bytes": MAX_COMPONENTS,
 }
-"""The fields of a sample whose names become labels, with the number of names that are kept."""
 
 
 class ReportReader:

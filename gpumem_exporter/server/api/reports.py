@@ -42,8 +42,8 @@ _LIMITS = (
     "that contradict others"
 )
 _NAMED_SECONDS = 3600.0
+# The maximum number of processes of one user that are named for each outcome in an hour. A user can invent others.
 _MAX_NAMED = 16
-"""The maximum number of processes of one user that are named for each outcome in an hour. A user can invent others."""
 
 _log = logging.getLogger(__name__)
 
@@ -79,10 +79,10 @@ class ReportsRoute:
         self._report_interval_seconds = report_interval_seconds
         self._reader = ReportReader()
         self._turns = Turns(2)
+        # The reply to most reports.
         self._nothing_to_do = self._encoded((), ())
-        """The reply to most reports."""
+        # When the log has named each process, by outcome and `ProcessKey.share`.
         self._named: dict[tuple[str, str], dict[ProcessKey, float]] = {}
-        """When the log has named each process, by outcome and `ProcessKey.share`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a report, unless the client has closed the connection. The guard has admitted the sender."""

@@ -22,12 +22,12 @@ from gpumem_exporter.nvml.failures import FailureLog
 
 _LOOK_SECONDS = 1.0
 _INTERVAL_SECONDS = 15.0
+# The age at which a use no longer describes the engine.
 _KNOWN_SECONDS = 30.0
-"""The age at which a use no longer describes the engine."""
+# Of the interval, for an engine that does not answer: 2 minutes.
 _MAX_DOUBLINGS = 3
-"""Of the interval, for an engine that does not answer: 2 minutes."""
+# The engines of one user, or of one container, get no further request in a round that has taken this time for them.
 _SECONDS_OF_OWNER = 0.25
-"""The engines of one user, or of one container, get no further request in a round that has taken this time for them."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ class CacheUse:
     ) -> None:
         self._snapshot = snapshot
         self._clock = clock
+        # By process and start time. Only the thread replaces it.
         self._workers: dict[tuple[ProcessKey, int], _Worker] = {}
-        """By process and start time. Only the thread replaces it."""
+        # A report without the use of its cache has arrived. Most nodes have no such process, and the thread waits.
         self._wanted = threading.Event()
-        """A report without the use of its cache has arrived. Most nodes have no such process, and the thread waits."""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         if engines is not None:

@@ -52,8 +52,8 @@ class PolicyRunner:
         self._instruments = instruments
         self._event_log = log
         self._wall_clock = wall_clock
+        # The decisions whose actions have not finished or settled, by the id of the action.
         self._running: dict[str, Decision] = {}
-        """The decisions whose actions have not finished or settled, by the id of the action."""
         self._reading = asyncio.Lock()
         self.evaluator = PolicyEvaluator((), stale_seconds=stale_seconds)
         """The rules in force with their state."""

@@ -13,9 +13,9 @@ from gpumem_exporter.host import Host
 
 _log = logging.getLogger(__name__)
 
+# The pauses before the checks of a process whose connection broke. The sockets of a killed process close before it
+# ends, and a large process takes time to end.
 _EXIT_CHECK_DELAYS_SECONDS = (0.0, 0.05, 0.2, 0.5)
-"""The pauses before the checks of a process whose connection broke. The sockets of a killed process close before it
-ends, and a large process takes time to end."""
 
 
 class Presence:
@@ -41,11 +41,11 @@ class Presence:
         self._clock = clock
         self._on_ended = on_ended
         self._quiet_seconds = 2 * report_interval_seconds
+        # The host pid and the program (None if it is unknown) of each process at the first report of a session.
         self._programs: dict[ProcessKey, tuple[int, int | None]] = {}
-        """The host pid and the program (None if it is unknown) of each process at the first report of a session."""
         self._watches: set[asyncio.Task[None]] = set()
+        # The time of the last report of reporters without a known host pid whose connection broke after it.
         self._disconnected: dict[ProcessKey, float] = {}
-        """The time of the last report of reporters without a known host pid whose connection broke after it."""
 
     def started(self, process: ReportingProcess) -> None:
         """Note the program of a process at the first report of a session."""

@@ -245,7 +245,8 @@ def _require_own_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _umask(mask: int) -> Iterator[None]:
-    """Create files with their final mode: a later chmod could reach a file that another user put at the path."""
+    """Create files with their final mode."""
+    # A later chmod could reach a file that another user put at the path.
     before = os.umask(mask)
     try:
         yield
@@ -264,7 +265,7 @@ def _remove_unused_socket(path: str) -> None:
         probe.settimeout(PROBE_SECONDS)
         try:
             probe.connect(path)
-        except ConnectionRefusedError:
+        except ConnectionRefusedError:  # no process listens: its exporter was killed
             Path(path).unlink(missing_ok=True)
             return
         except FileNotFoundError:
@@ -321,6 +322,7 @@ def _add_from_systemd(listeners: Listeners, descriptor: int) -> None:
         "use ListenStream= and Accept=no in the socket unit"
     )
     try:
+        # systemd passes descriptors that children inherit: they would keep the port open.
         os.set_inheritable(descriptor, False)
         sock = socket.socket(fileno=descriptor)
     except OSError:

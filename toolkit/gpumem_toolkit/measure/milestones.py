@@ -72,8 +72,8 @@ class Milestones(ShownAsText):
         self._epochs = 0
         self._forwards = 0
         self._stop_forwards: Callable[[], None] = lambda: None
+        # The model until it is on a device.
         self._on_host: weakref.ref[Any] | None = None
-        """The model until it is on a device."""
         location = _location(model)
         self._record(
             " and ".join(filter(None, (location, "optimizer created" if optimizer is not None else ""))) or "start"

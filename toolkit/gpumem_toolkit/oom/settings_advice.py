@@ -20,8 +20,8 @@ _FRAGMENTED_SHARE = 0.1
 _FRAGMENTED_LEAST = 256 << 20
 _ROUNDED_SHARE = 0.1
 _RETRIES_MANY = 3
+# A setting and its value, both empty if none helps; what was observed; the effect of the setting, or other advice.
 _Cause = tuple[str, str, str, str]
-"""A setting and its value, both empty if none helps; what was observed; the effect of the setting, or other advice."""
 _NO_OPTION = "expandable segments are no option, because {}: use fewer tensor sizes or less memory"
 
 

@@ -25,8 +25,8 @@ _log = logging.getLogger("gpumem_toolkit")
 # Lower than the priorities of torch's taggers (10 and up). Must be unique: torch cannot sort equal priorities.
 _PRIORITY = -9844
 
+# The bytes of the saved storages, by type of device and address.
 _Sizes = dict[tuple[str, int], int]
-"""The bytes of the saved storages, by type of device and address."""
 _GATHER = (
     "gather the state on all ranks"
     " (torch.distributed.checkpoint.state_dict.get_model_state_dict, get_optimizer_state_dict,"
