@@ -1,8 +1,7 @@
 """Releases and resumes the memory of inference engines, and measures what the driver then lists. Event loop only.
 
 An engine whose reporter can speak with it runs the action as a command. With any other engine, the exporter itself
-speaks: `Engines` finds it. In both cases the effect is the difference of the driver's values for the process, and never
-what the engine says.
+speaks: `Engines` finds it.
 """
 
 from __future__ import annotations
@@ -154,6 +153,7 @@ class EngineMemory:
     async def act(self, running: RunningAction, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
         """Let the engine of a process release or resume its memory. Return the result, and what the driver lists."""
         action_id, target = running.action.id, part.target
+        # The effect is the difference of the driver's values for the process, and never what the engine says.
         started, before = self._clock(), self.used_by(target.host_pid)
         try:
             engine = await self._call(target, lambda: self._find(target))
@@ -161,7 +161,7 @@ class EngineMemory:
             if key not in self._calls:
                 self._calls[key] = asyncio.ensure_future(self._drive(running, part, engine))
                 self._calls[key].add_done_callback(lambda _: self._calls.pop(key, None))
-            await asyncio.shield(self._calls[key])
+            await asyncio.shield(self._calls[key])  # other processes of the engine wait for the same call
         except EngineRefusedError as error:
             return CommandResult(action_id, error.outcome, str(error), error.code), None
         duration_seconds = self._clock() - started
@@ -255,7 +255,8 @@ class EngineMemory:
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
-    """Run a function in a thread of its own: a daemon, so that an engine that hangs does not delay the exit."""
+    """Run a function in a thread of its own."""
+    # A daemon, unlike the threads of a pool: an engine that hangs must not delay the exit.
     future: Future[T] = Future()
 
     def run() -> None:

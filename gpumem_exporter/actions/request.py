@@ -1,8 +1,7 @@
 """The one declaration of an action's request: its fields, what they accept, and the actions that accept them.
 
 The HTTP API, the command line, alerts and policies read their options from `OPTIONS` and `SELECTORS`, and check a
-request with `invalid_fields`. The declaration is a dataclass and not a pydantic model, because every command of the
-terminal imports it, and the import of pydantic takes longer than most commands.
+request with `invalid_fields`.
 """
 
 from __future__ import annotations
@@ -45,6 +44,8 @@ _MAX_PID = 2**31 - 1
 _PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?")
 
 
+# Dataclasses and not pydantic models, because every command of the terminal imports them, and the import of pydantic
+# takes longer than most commands.
 @dataclass(frozen=True, slots=True)
 class RequestOption:
     """A field of a request, as the API, the command line, alerts and policies need it."""

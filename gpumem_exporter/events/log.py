@@ -1,8 +1,7 @@
 """The queue of events, and the thread `gpumem-events` that stores them, so that no other thread waits for the disk.
 
 An event is acknowledged only when it is committed: `EventLog.read` returns committed events only, and the future of
-`EventLog.put` is then true. If the disk fails, events stay in the queue in memory until a retry succeeds. If the queue
-is full, events are dropped and counted.
+`EventLog.put` is then true.
 """
 
 from __future__ import annotations
@@ -153,12 +152,14 @@ class EventLog:
         if not accepted:
             self._drop([new])
         elif self._error:
+            # The disk fails. The events stay in the queue until a retry succeeds, but no caller waits for that.
             _complete(new.committed, False)
         return new.committed
 
     def _has_room(self, new: _Waiting) -> bool:
         waiting = sum(size for (audit, _), size in self._waiting_sizes.items() if audit == new.audit)
         own = self._waiting_sizes[new.owner] + new.size
+        # The events of the node itself belong to no user, and have no share.
         is_node = not new.owner[1]
         return waiting + new.size <= self._max_waiting and (is_node or own <= max(1, self._max_waiting // OWNER_SHARE))
 
@@ -301,7 +302,8 @@ class EventLog:
             _complete(each.committed, False)
 
     def _serve_readers(self) -> None:
-        """Answer the queries that wait now. Later ones wait for the next commit, so that none is delayed for ever."""
+        """Answer the queries that wait now."""
+        # Later ones wait for the next commit: clients that ask without end must not delay the events.
         for _ in range(len(self._readers)):
             with self._changed:
                 query, page = self._readers.popleft()

@@ -31,12 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class OomDeduplicator:
-    """Finds the new errors in each report. Not thread-safe.
-
-    A report repeats every error that the exporter has not acknowledged, so the numbers of a session arrive in order.
-    Errors up to the highest known number are known. A restarted exporter knows no numbers; the storage then detects
-    duplicates by the event's subject, which has the session and the number.
-    """
+    """Finds the new errors in each report. Not thread-safe."""
 
     def __init__(self) -> None:
         self._highest: OrderedDict[str, int] = OrderedDict()
@@ -54,6 +49,9 @@ class OomDeduplicator:
         """Return the events of the new errors in the last report of a process; `gpus` are NVML indexes by uuid."""
         ooms = process.report.ooms
         session = process.report.process.session
+        # A report repeats every error that the exporter has not acknowledged, so the numbers of a session arrive in
+        # order: errors up to the highest known number are known. A restarted exporter knows no numbers; the storage
+        # then detects duplicates by the event's subject, which has the session and the number.
         seen = self._highest.get(session, -1)
         self._highest[session] = max(seen, *(oom.number for oom in ooms))
         self._highest.move_to_end(session)
@@ -95,10 +93,8 @@ def session_of(event: Event) -> str:
 
 
 def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: float) -> list[LastOom]:
-    """Convert `oom` events to the records that the metrics page shows, with the same values.
-
-    An event in the future (the clock was set back) counts as happening now.
-    """
+    """Convert `oom` events to the records that the metrics page shows, with the same values."""
+    # After the clock was set back, an event may be in the future: it counts as happening now.
     return [
         LastOom(
             gpu=event.gpu or "",

@@ -153,6 +153,7 @@ class ProcessHistory:
                 return self._start_tracking(process)
             last = tracked.process.report
             if last.process.session != identity.session:
+                # An exec, or a second start of the reporter, keeps the start time.
                 reason = "another process has its pid"
                 if last.process.start_time_ticks == identity.start_time_ticks:
                     reason = "another reporter represents the process"

@@ -1,8 +1,6 @@
 """The SQLite database of events: a file in the folder of `--storage.path`, or memory.
 
-WAL mode with `synchronous=FULL` writes and syncs a commit before any reader sees it. Committed events therefore survive
-SIGKILL, and power loss if the disk honors syncs. The file is locked while it is open, so a second exporter on the same
-folder gets an error.
+Committed events survive SIGKILL, and power loss if the disk honors syncs.
 """
 
 from __future__ import annotations
@@ -32,6 +30,8 @@ _PAGE_BYTES = 4096
 _WAL_PAGES = 256
 # The largest size of the write-ahead log between checkpoints, which is subtracted from the limit of the file.
 _WAL_BYTES = 2 << 20
+# WAL mode with `synchronous=FULL` writes and syncs a commit before any reader sees it. The file is locked while it is
+# open, so that a second exporter on the same folder gets an error.
 _SETTINGS = (
     f"page_size = {_PAGE_BYTES}",
     "locking_mode = EXCLUSIVE",
@@ -210,11 +210,10 @@ class Storage:
         self._sizes = None
 
     def _start_running_time(self, connection: sqlite3.Connection) -> None:
-        """Continue the running time of the file.
-
-        While the machine stays on, its clock shows how long the file was closed. If the clock shows less than when the
-        file was last used, the machine has been restarted, and the file was closed for at least what the clock shows.
-        """
+        """Continue the running time of the file."""
+        # While the machine stays on, its clock shows how long the file was closed. If the clock shows less than when
+        # the file was last used, the machine has been restarted, and the file was closed for at least what the clock
+        # shows.
         now = self._clock()
         row = connection.execute("SELECT seconds, monotonic_seconds FROM running_time").fetchone()
         if row is None:
@@ -232,7 +231,8 @@ class Storage:
         )
 
     def _was_replaced(self) -> bool:
-        """Return whether the file was removed or replaced, so that further writes to it would be lost."""
+        """Return whether the file was removed or replaced."""
+        # SQLite would go on with the file that it has open, and the events would be lost with it.
         if self._path is None:
             return False
         try:

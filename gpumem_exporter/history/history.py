@@ -53,12 +53,7 @@ class _Steps(NamedTuple):
 class History:
     """The values of devices and jobs for `retention_seconds`, one row a second. Thread-safe.
 
-    Rows are at seconds of an own time: `clock`, which is monotonic, plus the difference to the wall clock at the start.
-    So the order of rows never changes. The wall clock that a document shows is that time plus the present difference:
-    after a step of the wall clock, earlier rows have the times that the new clock would have shown.
-
-    If the memory is used up, the owner of jobs with the most bytes loses rows: first its ended jobs in the order
-    of their ends, then the oldest rows of its largest jobs.
+    After a step of the wall clock, earlier rows have the times that the new clock would have shown.
     """
 
     def __init__(
@@ -67,6 +62,8 @@ class History:
         self._resolutions = resolutions(retention_seconds)
         self._clock = clock
         self._wall_clock = wall_clock
+        # Rows are at seconds of an own time: the monotonic clock plus the difference to the wall clock at the start. So
+        # a step of the wall clock never changes their order.
         self._origin_seconds = wall_clock() - clock()
         # The wall clock minus the time of the rows.
         self._shift_seconds = 0
@@ -171,6 +168,7 @@ class History:
 
     def saved(self) -> Iterator[tuple[Subject, list[tuple[int, bytes]]]]:
         """Return each series with the first step and the values of each track, at the wall clock's present times."""
+        # The lock is released between two series: the caller compresses each, and rows arrive meanwhile.
         with self._lock:
             keys = list(self._series)
         for key in keys:
@@ -185,10 +183,9 @@ class History:
             yield series.subject, tracks
 
     def restore(self, saved: Iterable[tuple[Subject, list[tuple[int, bytes]]]]) -> None:
-        """Put the series of an earlier run before the rows of this run.
+        """Put the series of an earlier run before the rows of this run; the time between them is a gap.
 
-        The time between them is a gap. Rows that the wall clock has not reached are dropped. Raises ValueError if the
-        values of a track are not whole rows.
+        Raises ValueError if the values of a track are not whole rows.
         """
         for subject, tracks in saved:
             restored = Series(subject, self._resolutions)
@@ -200,6 +197,7 @@ class History:
                     track.values.frombytes(values)
                     if len(track.values) % track.resolution.width:
                         raise ValueError("a row is not complete")
+                    # Rows that the wall clock has not reached would hide the rows of this run.
                     track.drop_from(int(now_seconds // step_seconds))
                 restored.expire(now_seconds)
                 present = self._series.get(subject.key)
@@ -282,6 +280,8 @@ class History:
 
     def _make_room(self, now_seconds: float) -> None:
         """Free a part of the budget, from the owners with the most bytes."""
+        # So no user can shorten the history of another one. An owner loses first its ended jobs in the order of their
+        # ends, then the oldest rows of its largest jobs.
         target = _BUDGET_BYTES * (1 - _FREED_SHARE)
         by_end: dict[str, list[str]] = {}
         """The series of each owner; the series that ended first is the last."""
