@@ -44,8 +44,8 @@ def starts_on(
     if request.action not in _DISTURBING or not snapshot.starting:
         return ()
     devices, pids = set(uuids), set(() if request.action == "empty_cache" else ended)
-    # With `force`, the caller accepts that the start of an engine fails, if the engine is its own or it may act on every
-    # process.
+    # With `force`, the caller accepts that the start of an engine fails. It may do so for its own engine, or if it may
+    # act on every process.
     return tuple(
         engine
         for engine in snapshot.starting

@@ -23,9 +23,9 @@ from gpumem_exporter.view.jobs import Job, job_uuids, jobs_by_device
 from gpumem_exporter.view.orphans import left_behind
 
 SEVERITIES = ("critical", "warning", "info")
-# By age alone, readers missed an error behind three older warnings: the page shows a few findings at first.
+# Of one severity, these kinds come first: what failed, what will fail, and what a termination or a clear helps. By age
+# alone, readers missed an error behind three older warnings: the page shows a few findings at first.
 _URGENT = ("driver", "device_lost", "oom", "growth", "check", "orphan", "idle_cache")
-"""Of one severity, these kinds come first: what failed, what will fail, and what a termination or a clear helps."""
 SEVERITY = {
     "oom_ended_process": "critical",
     "oom_caught": "warning",
@@ -58,11 +58,9 @@ _FRAGMENTED = 0.1
 # Shares of the device's memory from which they are findings.
 _UNATTRIBUTED = 0.02
 _FAILS_SOON_SECONDS = 3600.0
+# Fragmented and unattributed memory change with each step, so they must last for this time. A process that starts uses
+# memory before its first report.
 _LASTING_SECONDS = 10.0
-"""Fragmented and unattributed memory change with each step, so they must last for this time.
-
-A process that starts uses memory before its first report.
-"""
 _LASTING = ("fragmented", "unattributed", "unreported")
 INJECTION_LABEL = 'gpumem.io/inject: "true"'
 """The label of pods, or of their namespace, into which the webhook injects the client."""

@@ -79,9 +79,8 @@ class NodeView:
         """Return the document without its time.
 
         `node` has what the snapshot does not have: the host's name, the version, the checks and, if an exporter runs,
-        the folder of its client. The identities of
-        others' processes are hidden from `viewer`; None shows them. `details` is the id of the job whose processes have
-        all their values, or `all`. Unknown values are null.
+        the folder of its client. The identities of others' processes are hidden from `viewer`; None shows them.
+        `details` is the id of the job whose processes have all their values, or `all`. Unknown values are null.
         """
         shares, ledgers = node_shares(snapshot), node_ledgers(snapshot)
         jobs = jobs_of(snapshot, viewer)

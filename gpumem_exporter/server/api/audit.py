@@ -1,8 +1,6 @@
 """Records actions: each before a process gets its command, and its end before the caller gets the reply.
 
-With `--storage.path`, the records are on disk by then. Otherwise only ends are recorded, in memory. After a restart, an
-action without a recorded end has failed. Processes that keep its command forget it. It is unknown whether other
-processes have run it.
+With `--storage.path`, the records are on disk by then. Otherwise only ends are recorded, in memory.
 """
 
 from __future__ import annotations
@@ -112,6 +110,8 @@ class Audit:
         finished = dict(_readable(events, "action", read_action))
         ended_ids = {event.detail.get("id") for event in events if event.type == "action"}
         known = [(action, submitted.get(action_id)) for action_id, action in finished.items()]
+        # After a restart, an action without a recorded end has failed. Processes that keep its command forget it. It is
+        # unknown whether other processes have run it.
         for action_id, origin in submitted.items():
             if action_id not in ended_ids and dispatcher.get(action_id) is None:
                 lost = _lost(origin)

@@ -1,8 +1,4 @@
-"""Reads how much of its key-value cache a vLLM with several workers uses, from the engine's own metrics.
-
-Its workers have the cache and report the size. Only its scheduler knows the use, in a process without CUDA and without
-a reporter. The use is the same part of the cache on each worker, because all workers have the same blocks.
-"""
+"""Reads how much of its key-value cache a vLLM with several workers uses, from the engine's own metrics."""
 
 from __future__ import annotations
 
@@ -89,6 +85,8 @@ class CacheUse:
         use = worker.use if worker is not None else None
         if use is None or self._clock() - use.read_seconds > _KNOWN_SECONDS:
             return report
+        # The workers have the cache and report the size. Only the scheduler knows the use, in a process without CUDA
+        # and without a reporter. It is the same part on each worker, because all workers have the same blocks.
         devices = [
             replace(sample, kv_cache_bytes={"used": round(use.ratio * sample.component_bytes["kv_cache"])})
             if _lacks_use(report, sample)

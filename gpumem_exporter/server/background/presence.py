@@ -95,11 +95,9 @@ class Presence:
         self.forget(*ended)
 
     def connection_lost(self, process: ReportingProcess) -> None:
-        """Check soon whether a process whose held request broke has exited.
-
-        If its host pid is unknown, /proc does not show it, and the process is removed when its report expires. A
-        running process reports again before, and a stopped process keeps its connection.
-        """
+        """Check soon whether a process whose held request broke has exited."""
+        # Without a host pid, /proc does not show it: the process is removed when its report expires. A running process
+        # reports again before, and a stopped process keeps its connection.
         if process.host_pid is None:
             self._disconnected[process.key] = process.received_seconds
         else:
