@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
+# The width below which headings are short.
 _NARROW = 100
-"""The width below which headings are short."""
+# Columns that are cut get this width before optional columns are added.
 _READABLE_WIDTH = 22
-"""Columns that are cut get this width before optional columns are added."""
 
 
 @dataclass(frozen=True, slots=True)
