@@ -56,10 +56,7 @@ class _Titled:
 
 
 class StartingEngines:
-    """Follows the processes with the title of an engine. Not thread-safe: the store's lock protects it.
-
-    A reading without an answer of the driver changes nothing, because no engine has started because of it.
-    """
+    """Follows the processes with the title of an engine. Not thread-safe: the store's lock protects it."""
 
     def __init__(self) -> None:
         self.titled: dict[tuple[str, int], _Titled] = {}
@@ -72,6 +69,7 @@ class StartingEngines:
     def put_reading(self, reading: NodeReading) -> None:
         """Take the use of each process with the title of an engine."""
         if not reading.up:
+            # Without the engines of the last reading, each would be new when the driver answers again, and so start.
             return
         unread = {device.uuid for device in reading.devices if device.processes is None}
         titled = {key: known for key, known in self.titled.items() if key[0] in unread}

@@ -28,12 +28,12 @@ class Growth(NamedTuple):
 def growth(minima: Sequence[tuple[float, int]]) -> Growth | None:
     """Return the growth of a job; None if it does not grow, or is not known for long enough.
 
-    `minima` are times in seconds and the smallest allocated bytes until then since the time before. Minima, because
-    memory that is free at any time has not leaked. The time before the last minimum of all does not count, so a job
-    that was restarted counts from its restart.
+    `minima` are times in seconds and the smallest allocated bytes until then since the time before: memory that is free
+    at any time has not leaked.
     """
     if not minima:
         return None
+    # The time before the last minimum of all does not count, so a job that was restarted counts from its restart.
     lowest = min(value for _, value in minima)
     start = max(index for index, (_, value) in enumerate(minima) if value == lowest)
     rising = minima[start:]

@@ -2,8 +2,7 @@
 
 PyTorch keeps one peak per device since its last reset. If it rises during the span, it is the span's own peak, exactly.
 Otherwise the span's peak lies between the largest value that was read and the old peak. So there are always two bounds,
-often equal. A reset by the user's code removes the upper bound. The bounds are wrong only if all peaks rise to their
-old values between such a reset and the next reading, because then the reset cannot be seen.
+often equal. A reset by the user's code removes the upper bound. If nobody sees such a reset, the bounds may be wrong.
 """
 
 from __future__ import annotations
