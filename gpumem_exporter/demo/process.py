@@ -222,11 +222,9 @@ class DeviceSlot:
         return replace(asleep, component_bytes=mapped, component_unmapped_bytes=components)
 
     def unused(self) -> DeviceSample:
-        """Return a sample with the smallest reclaimable value since the last call.
-
-        Everything that a program does in a tick happens at one time. A real reporter reads the cache at random moments
-        of a step, and so sees what the step needs; this one would see the ends of ticks alone.
-        """
+        """Return a sample with the smallest reclaimable value since the last call."""
+        # A real reporter reads the cache at random moments of a step, and so sees what the step needs. Here all that
+        # a program does in a tick happens at one time, and a reader would see the ends of ticks alone.
         sample = replace(self.sample(), reclaimable_bytes=self._least())
         self._least_reclaimable_bytes = None
         return sample

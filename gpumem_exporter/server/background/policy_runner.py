@@ -86,7 +86,8 @@ class PolicyRunner:
             return rules
 
     async def reload_on_hangup(self) -> None:
-        """Read the file again after SIGHUP. An error is only logged, because a signal has no reply."""
+        """Read the file again after SIGHUP."""
+        # `reload` has logged the error, and a signal has no reply.
         with contextlib.suppress(ConfigurationError):
             await self.reload("SIGHUP")
 

@@ -291,9 +291,10 @@ def _reason(error: OSError) -> str:
 def take_systemd_sockets(environ: MutableMapping[str, str] = os.environ) -> Listeners:
     """Take over the sockets that systemd passes by socket activation: sd_listen_fds(3).
 
-    The variables of the environment are removed, so that children do not use the sockets. Raises BindError without a
-    socket, or with one that the exporter cannot listen on; then all of them are closed.
+    Removes the variables from the environment. Raises BindError without a socket, or with one that the exporter cannot
+    listen on; then all of them are closed.
     """
+    # Removed, so that children do not use the sockets.
     pid, count, *_ = (environ.pop(name, "") for name in _SYSTEMD_VARIABLES)
     if not pid or not count.isdecimal() or int(count) == 0:
         raise BindError(
