@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -52,7 +51,7 @@ def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
     body = b""
 
     def page(of: Exposition, *, openmetrics: bool = False) -> bytes:
-        return b"".join(chain.from_iterable(of.render(snapshot, openmetrics=openmetrics)))
+        return b"".join(of.render(snapshot, openmetrics=openmetrics))
 
     for turn in progress.turns(rounds):
         tick = turn + 1

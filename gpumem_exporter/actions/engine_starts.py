@@ -152,16 +152,20 @@ class EngineStarts:
         viewer = caller if self.hide_identities else None
         return waits(starting, snapshot, unix_offset_seconds=self.unix_offset_seconds(), viewer=viewer)
 
-    def require_permission(
-        self, request: ActionRequest, caller: Caller, starting: Sequence[StartingEngine], snapshot: Snapshot
-    ) -> None:
-        """Raise ActionForbiddenError if `force` is not sufficient: engines of other users, as of `starts_on`, start."""
+    def admit(self, request: ActionRequest, caller: Caller, selection: Selection) -> tuple[StartingEngine, ...]:
+        """Return the engines that an action waits for.
+
+        Raises ActionForbiddenError if `force` is not sufficient: engines of other users, as of `starts_on`, start.
+        """
+        starting = starts_of_selection(request, caller, selection)
         if request.force and starting:
+            waiting = self.seen_by(caller, starting, selection.snapshot)
             raise ActionForbiddenError(
-                f"{describe(self.seen_by(caller, starting, snapshot))}, and memory that is released meanwhile can end "
-                f"its start. For the engine of another user, {request.action} with force needs "
-                f"{caller.missing_rights}. Without force, the action waits until the engine has started"
+                f"{describe(waiting)}, and memory that is released meanwhile can end its start. For the engine of "
+                f"another user, {request.action} with force needs {caller.missing_rights}. Without force, the action "
+                "waits until the engine has started"
             )
+        return starting
 
     def refusal(self, running: RunningAction, starting: Sequence[StartingEngine], snapshot: Snapshot) -> CommandResult:
         """Return the result of a part that does not run because these engines start."""
@@ -222,7 +226,7 @@ class EngineStarts:
         """Continue a part whose engines have started. The parts of a group continue together."""
         if isinstance(part, OutsidePart):
             part.unblock()
-            self.dispatcher.start_outside(running, part)
+            self.dispatcher.outside.start(running, part)
         elif running.action.group:
             self._unblock_group(running, now)
         else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.results import unsupported
 from gpumem_exporter.actions.selection import SelectedProcess, Selection, select_reporting
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import GroupIncompleteError
@@ -102,7 +103,7 @@ def group_step(request: ActionRequest, ranks: Sequence[SelectedProcess], now_sec
     obstacles: list[str] = []
     for rank in ranks:
         report = rank.process.report
-        refusal = rank.refusal(request)
+        refusal = unsupported(rank.process, request)
         if refusal is not None:
             obstacles.append(f"{rank}: {refusal.reason}")
         elif report.step is None or not report.step_seconds:

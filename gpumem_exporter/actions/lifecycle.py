@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
@@ -280,6 +280,12 @@ class RunningAction:
     def size(self) -> int:
         """The number of its parts and results."""
         return len(self.commands) + len(self.outside) + len(self.action.results)
+
+    def offer(self, wake: Callable[[ProcessKey], None]) -> None:
+        """Record that processes may get their commands, and wake the requests that wait for one."""
+        self.recorded.set()
+        for key in self.commands:
+            wake(key)
 
     def start(self) -> None:
         """Record that a part has started. A repetition has no effect."""

@@ -134,6 +134,8 @@ class Target:
     """The names or the uids of users."""
     orphans: bool
     all: bool
+    given: Mapping[str, tuple[str, ...]] = field(compare=False, repr=False)
+    """The fields that narrow the target, by selector."""
 
     def __init__(
         self,
@@ -147,9 +149,11 @@ class Target:
         orphans: bool = False,
         all: bool = False,  # noqa: A002 - the name in the API
     ) -> None:
-        given = {"gpu": gpu, "uuid": uuid, "pid": pid, "workload": workload, "rank": rank, "user": user}
-        for name, value in given.items():
-            object.__setattr__(self, name, _values(value))
+        values = {"gpu": gpu, "uuid": uuid, "pid": pid, "workload": workload, "rank": rank, "user": user}
+        selectors = {name: _values(value) for name, value in values.items()}
+        for name, selected in selectors.items():
+            object.__setattr__(self, name, selected)
+        object.__setattr__(self, "given", {name: selected for name, selected in selectors.items() if selected})
         object.__setattr__(self, "orphans", orphans)
         object.__setattr__(self, "all", all)
 
@@ -158,15 +162,11 @@ class Target:
         wanted = getattr(self, selector)
         return not wanted or any(value in wanted for value in values)
 
-    def given(self) -> dict[str, tuple[str, ...]]:
-        """Return the fields that narrow the target."""
-        return {name: values for name in SELECTORS if (values := getattr(self, name))}
-
     def document(self) -> dict[str, Any]:
         """Return the target as JSON: several values are a list, and a pid is a number if possible."""
         given = {
             name: [_json_pid(v) for v in values] if name == "pid" else list(values)
-            for name, values in self.given().items()
+            for name, values in self.given.items()
         }
         selected = {name: values if len(values) > 1 else values[0] for name, values in given.items()}
         flags = {name: True for name in ("orphans", "all") if getattr(self, name)}
@@ -174,7 +174,7 @@ class Target:
 
     def describe(self) -> str:
         """Return the target as a caller writes it: `gpu=0,1 workload=llm`."""
-        words = [f"{name}={','.join(values)}" for name, values in self.given().items()]
+        words = [f"{name}={','.join(values)}" for name, values in self.given.items()]
         return " ".join([*words, *(["orphans"] if self.orphans else [])]) or "all"
 
 
@@ -356,7 +356,7 @@ def invalid_fields(request: ActionRequest) -> tuple[InvalidField, ...]:
 
 
 def _invalid_target(target: Target) -> Iterator[InvalidField]:
-    given = target.given()
+    given = target.given
     size = len(json.dumps(target.document()))
     if size > _MAX_TARGET_BYTES:
         yield InvalidField("target", size, f"at most {_MAX_TARGET_BYTES} bytes of JSON")

@@ -9,8 +9,7 @@ from heapq import nlargest
 from itertools import islice
 from typing import NamedTuple
 
-from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult, DeviceSample
-from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, DeviceSample
 from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.request import OUTSIDE_ACTIONS, ActionRequest, Target
@@ -42,17 +41,6 @@ class SelectedProcess(NamedTuple):
     process: ReportingProcess
     samples: tuple[DeviceSample, ...]
     """Its samples of the selected devices."""
-
-    def refusal(self, request: ActionRequest) -> CommandResult | None:
-        """Return the result of a request that the process's reporter does not support; None if it supports it."""
-        report = self.process.report
-        if report.actions and request.action not in report.actions:
-            reason = f"its reporter supports only {', '.join(report.actions)}"
-            return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_ACTION)
-        if request.mode not in report.modes:
-            reason = f"its reporter supports only the mode {', '.join(report.modes)}"
-            return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_MODE)
-        return None
 
     def __str__(self) -> str:
         rank = self.process.report.process.rank
@@ -212,7 +200,7 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
 
 def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
     """Return the reporting processes of a target. A target with a device excludes processes that do not use it."""
-    wanted, gpus = target.given(), snapshot.gpus
+    wanted, gpus = target.given, snapshot.gpus
     by_device = "uuid" in wanted or "gpu" in wanted
     selected = []
     for name, process in snapshot.names.reporting:
@@ -247,7 +235,7 @@ def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ..
     node = snapshot.node
     if node is None or target.workload or target.rank:  # which only reports name
         return ()
-    wanted, unreported = target.given(), _listed_pids(snapshot)
+    wanted, unreported = target.given, _listed_pids(snapshot)
     found: dict[int, list[tuple[str, int | None]]] = {}
     for device in node.devices:
         for listed in device.processes or () if _admits(wanted, uuid=(device.uuid,), gpu=(device.gpu,)) else ():
@@ -271,7 +259,7 @@ def _title(process: ReportingProcess, snapshot: Snapshot) -> str:
 def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting, shown: _Reporting) -> None:
     """Check that each name of the target exists."""
     # An action on only some of the names would hide a typing error.
-    given = request.target.given()
+    given = request.target.given
     if not given:
         return
     names, listed = snapshot.names, _listed_pids(snapshot)
@@ -355,7 +343,7 @@ def nothing_matches(target: Target, reporting: _Reporting) -> str:
 
 def _unknown(target: Target, known: _Names, shown: _Names, unreported: Collection[str]) -> Iterator[str]:
     suggested = False
-    for selector, values in target.given().items():
+    for selector, values in target.given.items():
         unreachable = unreported if selector == "pid" else ()
         listed = set(known[selector])
         if silent := [value for value in values if value in unreachable]:

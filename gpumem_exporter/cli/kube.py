@@ -161,7 +161,7 @@ class Kubectl:
 
 
 class Forward:
-    """A port of this machine that leads to the exporter of a node, until `close`."""
+    """A port of this machine that leads to the exporter of a node, from `start` until `close`."""
 
     def __init__(self, kubectl: Kubectl, target: str, pods: Sequence[ExporterPod] | None = None) -> None:
         self.failure = ""
@@ -174,11 +174,16 @@ class Forward:
         self._started, self._closed = threading.Event(), threading.Event()
         # Linux ends a child with the thread that started it, so the thread must live as long as the child.
         self._thread = threading.Thread(target=self._run, name="gpumem-kubectl", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start kubectl, unless it was started."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     @property
     def url(self) -> str:
         """The URL on this machine; waits for the first connection. Raises the errors of `Kubectl.pods` and `find`."""
+        self.start()
         if not self._started.wait(_START_SECONDS):
             self.close()
             raise ExporterUnreachableError(
@@ -201,6 +206,8 @@ class Forward:
     def close(self) -> None:
         """End kubectl."""
         self.end()
+        if self._thread.ident is None:
+            return
         self._thread.join(_END_SECONDS)
         self._signal(signal.SIGKILL)
         self._thread.join(_END_SECONDS)
@@ -287,6 +294,8 @@ class Forwards:
             kubectl = Kubectl.from_environment()
             pods = kubectl.pods()
             self._by_target |= {target: Forward(kubectl, target, pods) for target in missing}
+            for target in missing:
+                self._by_target[target].start()
 
     def url(self, target: str) -> str:
         """Return the URL on this machine for a target of `open`. Raises the errors of `Forward.url`."""

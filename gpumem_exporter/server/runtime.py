@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpumem_exporter import __version__
-from gpumem_exporter.actions.caller import RateLimits
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.engines import Engines
+from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments

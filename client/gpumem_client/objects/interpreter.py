@@ -15,11 +15,11 @@ from functools import partial
 from itertools import chain, compress, starmap, tee
 from operator import eq, itemgetter, not_
 from types import FrameType
-from typing import AbstractSet, Any, Collection, Iterator, List, NamedTuple
+from typing import AbstractSet, Any, Callable, Collection, Iterator, List, NamedTuple
 
 GENERATIONS = (0, 1, 2)
 MAX_OBJECTS = 5_000_000
-# The number of frozen objects between two readings of the clock.
+# The number of objects between two readings of the clock.
 _CHUNK = 1024
 # The number of parts in which a search examines a generation. Each part keeps the GIL for less time than a full garbage
 # collection. More parts would take longer in total, because each lists all objects again.
@@ -44,6 +44,22 @@ def tracked_of_types(generation: int, types: Collection[type], *, skip: int = 0)
     """
     these, used = tee(_tracked(generation, slice(skip, None)))
     return list(chain(_of_types(these, types), _cleared(used)))
+
+
+def each_tracked(types: Collection[type], late: Callable[[], bool], max_objects: int = MAX_OBJECTS) -> Iterator[Any]:
+    """Yield the objects of exactly these types, the youngest generation first, until `late()`.
+
+    Refers to no object that it has yielded, so that other threads can free it. Within a generation the oldest objects
+    come first. Leaves the oldest objects out if there are more than `max_objects`.
+    """
+    left = max_objects
+    for generation in GENERATIONS:
+        size = count_tracked(generation)
+        found = tracked_of_types(generation, types, skip=max(0, size - max(0, left)))
+        left -= size
+        found.reverse()
+        while found and not (len(found) % _CHUNK == 0 and late()):
+            yield found.pop()
 
 
 class Frozen(NamedTuple):

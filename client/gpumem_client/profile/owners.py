@@ -10,7 +10,7 @@ import time
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 from gpumem_client import torch_access
-from gpumem_client.objects.interpreter import GENERATIONS, find_frozen, tracked_of_types
+from gpumem_client.objects.interpreter import GENERATIONS, each_tracked, find_frozen, tracked_of_types
 from gpumem_client.objects.referrers import NO_REFERRER, describe_referrers, instance_dictionary, items_of
 from gpumem_client.objects.tensors import TensorReader, subclasses
 from gpumem_client.profile.gradients import Gradients, Place
@@ -254,11 +254,7 @@ class _Search:
 
     def _tensors(self) -> Iterator[Any]:
         """Yield all tensors, and release each of them before the next."""
-        for generation in GENERATIONS:
-            found = tracked_of_types(generation, self._reader.types)
-            found.reverse()
-            while found and not (len(found) % _CHUNK == 0 and self._late()):
-                yield found.pop()
+        yield from each_tracked(self._reader.types, self._late)
         yield from (each for each in self._frozen.objects if type(each) in self._reader.types)
 
     def _name(self, others: Mapping[Place, _Other]) -> None:

@@ -347,11 +347,11 @@ class ActionRoutes:
 
     async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
         """Request an action on the target processes and wait up to `wait_seconds` for its results."""
-        action_request = body.request()
         suggested: tuple[ActionRequest, ...] = ()
         if idempotency_key is not None:
             await self._audit.wait_until_restored()
         with refusals_as_problems():
+            action_request = body.request()
             if body.dry_run and body.action == "empty_cache" and body.mode is None and not body.group:
                 suggestion = self._dispatcher.suggest_clears(
                     action_request,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from gpumem_exporter.collectors.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.server.http.connections import PIECE_BYTES
 from gpumem_exporter.server.http.problems import ProblemError, problem_response
 from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
 from gpumem_exporter.server.http.turns import Turns, cut
@@ -35,7 +35,7 @@ class MetricsRoute:
     """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
     def __init__(self, exposition: Exposition, store: Store, clock: Callable[[], float]) -> None:
-        def page(*, openmetrics: bool) -> Iterator[Sequence[bytes]]:
+        def page(*, openmetrics: bool) -> Iterator[bytes]:
             yield from exposition.render(store.snapshot(clock()), openmetrics=openmetrics)
 
         self._pages = SharedPages(page)
@@ -94,9 +94,7 @@ class SharedPages:
     between which the event loop answers other requests.
     """
 
-    def __init__(
-        self, render: Callable[..., Iterable[Sequence[bytes]]], *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, render: Callable[..., Iterable[bytes]], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._render = render
         self._clock = clock
         self._due_seconds = 0.0
@@ -132,7 +130,7 @@ class SharedPages:
     async def _page(self, openmetrics: bool) -> Page:
         pieces: list[bytes] = []
         spent_seconds, started_seconds = 0.0, self._clock()
-        for piece in _joined(self._render(openmetrics=openmetrics)):
+        for piece in self._render(openmetrics=openmetrics):
             if piece:
                 pieces.append(piece)
             if (step_seconds := self._clock() - started_seconds) > _STEP_SECONDS:
@@ -142,26 +140,9 @@ class SharedPages:
         # After a page, as much time as it took is left for other work; readers that come meanwhile share the next one.
         now = self._clock()
         self._due_seconds = now + spent_seconds + now - started_seconds
-        return Page(tuple(pieces))
-
-
-def _joined(page: Iterable[Sequence[bytes]]) -> Iterator[bytes]:
-    """Join the lines of a page to pieces of the size in which they are sent, and yield b"" after other steps."""
-    # The heap has room for short pieces. A block for the whole page would be mapped and cleared by the kernel for each
-    # page, which takes three times as long as joining the lines.
-    piece: list[bytes] = []
-    size = 0
-    for lines in page:
-        for line in lines:
-            if size + len(line) > PIECE_BYTES:
-                yield from cut(b"".join(piece))
-                piece, size = [], 0
-            piece.append(line)
-            size += len(line)
-        yield b""
-    yield from cut(b"".join(piece))
+        return Page(tuple(chain.from_iterable(map(cut, pieces))))
 
 
 def _gzip(page: tuple[bytes, ...]) -> tuple[bytes, ...]:
     compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    return tuple(filter(None, _joined([[*map(compressor.compress, page), compressor.flush()]])))
+    return tuple(cut(b"".join([*map(compressor.compress, page), compressor.flush()])))

@@ -17,8 +17,9 @@ from uuid import uuid4
 from fastapi import Request, Response
 
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.actions.caller import CallerKind, RateLimits
+from gpumem_exporter.actions.caller import CallerKind
 from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store

@@ -67,8 +67,10 @@ class LimitedServer(uvicorn.Server):
     def stop(self) -> None:
         """Let the server exit. Any thread, and a signal handler, may call this."""
         self.should_exit = True
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._exiting.set)
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # another thread has closed the loop: the server has stopped
+                loop.call_soon_threadsafe(self._exiting.set)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal to exit."""

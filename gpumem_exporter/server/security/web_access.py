@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -102,11 +103,18 @@ def _read(path: Path) -> tuple[WebConfig, Certificate | None]:
 def _refuse_changes_that_need_a_restart(path: Path, before: WebConfig, now: WebConfig) -> None:
     """Raise ConfigurationError for changes that open listeners cannot take over."""
     # A handshake can use another certificate and other client authorities, but no other settings.
-    if _of_listeners(before) != _of_listeners(now):
-        settings = "http_server_config, min_version or client_auth_type"
-        raise ConfigurationError(f"{path}: turning TLS on or off, and changing {settings}, need a restart")
+    if changed := list(_changes_of_listeners(before, now)):
+        raise ConfigurationError(f"{path}: {' and '.join(changed)} changed, which needs a restart")
 
 
-def _of_listeners(config: WebConfig) -> object:
-    tls = config.tls_server_config
-    return config.http_server_config, tls is not None and (tls.min_version, tls.client_auth_type)
+def _changes_of_listeners(before: WebConfig, now: WebConfig) -> Iterator[str]:
+    if before.http_server_config != now.http_server_config:
+        yield "http_server_config"
+    old, new = before.tls_server_config, now.tls_server_config
+    if old is None or new is None:
+        if old is not new:
+            yield "tls_server_config (TLS on or off)"
+        return
+    for name in ("min_version", "client_auth_type"):
+        if getattr(old, name) != getattr(new, name):
+            yield f"tls_server_config.{name}"

@@ -20,8 +20,9 @@ from gpumem_client.phases.measured import phase_at_error
 from gpumem_client.torch_access import DeviceState, rank_and_size
 from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_client.wire.units import ShownAsText, human_bytes
-from gpumem_toolkit.leaks.detector import descriptions, frequent, known_leak
+from gpumem_toolkit.leaks.detector import known_leak
 from gpumem_toolkit.leaks.live_tensors import walk
+from gpumem_toolkit.leaks.suspects import frequent
 from gpumem_toolkit.measure.tensor_bytes import Storages, tensors_in
 from gpumem_toolkit.oom.advice import Advice, advise
 from gpumem_toolkit.oom.growth import BlockHistory
@@ -187,10 +188,10 @@ def _leak(device: int | None, run: Run | None) -> dict[str, Any]:
         found = run.history.leaked() if run is not None else None
         if run is None or found is None:
             return {}
-        leaked, rate = found[0], found[1].slope
+        leaked, rate = found
         least = max(8, run.history.runs // 2)
         live = walk(sys.modules["torch"], referrers=True)
-        suspects = descriptions(frequent(live, least=least))
+        suspects = frequent(live, least=least)
     return {"leaked": leaked, "leak_per_step": round(rate), "leak_suspects": suspects}
 
 
