@@ -16,7 +16,7 @@ from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.allocator.snapshot_file import write_snapshot
 from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands.profiling import Profiling
-from gpumem_client.commands.settling import Settling
+from gpumem_client.commands.still_free import Settling
 from gpumem_client.engines.reader import process_engine
 from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import raised_by_signal_handler

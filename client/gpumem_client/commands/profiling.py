@@ -11,8 +11,8 @@ from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.guest_safety import log
 from gpumem_client.profile.heap_reader import HeapReader
 from gpumem_client.profile.model import Profile
+from gpumem_client.profile.profiler import ENTRIES_ENOUGH, Recording, live_profile
 from gpumem_client.profile.recorder import Recorder
-from gpumem_client.profile.recording import ENTRIES_ENOUGH, Recording, live_profile
 from gpumem_client.wire.errors import CommandRefusedError, ConfigurationError, ExporterError, WireError
 from gpumem_client.wire.protocol import Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode

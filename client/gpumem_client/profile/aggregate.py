@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Tuple
 
 from gpumem_client.profile.blocks import Stacks, resting
-from gpumem_client.profile.history import Lifetime
+from gpumem_client.profile.lifetimes import Lifetime
 from gpumem_client.profile.model import Owner, Profile, Row
 
 # Device, pool, stack, owner.
