@@ -17,11 +17,11 @@ from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import ActionForbiddenError, ActionNotAllowedError
 
 _MAX_ALERT_NAME = 128
+# The actions that need `Rights.ALL`.
 _ONLY_ALL = frozenset({"terminate"})
-"""The actions that need `Rights.ALL`."""
+# The actions that need no more rights with `force`. `engine_starts` decides whose engines they may disturb, and a
+# profile stops its own process only.
 _FORCED_FOR_OWN = frozenset({"empty_cache", "profile", "release_memory", "resume_memory"})
-"""The actions that need no more rights with `force`. `engine_starts` decides whose engines they may disturb, and a
-profile stops its own process only."""
 
 
 def share_of(key: str) -> str:
@@ -155,28 +155,24 @@ class Caller:
         )
 
     def may_act_on(self, process: ReportingProcess) -> bool:
-        """Return whether a process is a possible target. The kernel names the process's owner: its uid and its place.
-
-        Outside of containers, a user owns its processes wherever they run, as with kill(2). In a container, a user owns
-        its processes in the same container, and root owns all processes there.
-        """
+        """Return whether a process is a possible target. The kernel names its owner: its uid and its place."""
         return self.may_act_for(process.owner_uid, process.key.place)
 
     def may_act_for(self, owner_uid: int | None, place: Place) -> bool:
         """Return whether a process of this user in this place is a possible target; None if only a token vouches."""
         if self.rights is not Rights.OWN:
             return self.rights is Rights.ALL
+        # Outside of containers, a user owns its processes wherever they run, as with kill(2). In a container, a user
+        # owns its processes in the same container, and root owns all processes there.
         if self.uid is None or owner_uid is None or not self.place.reaches(place):
             return False
         return owner_uid == self.uid or (self.uid == 0 and not self.place.here)
 
     def may_act_on_listed(self, owner_uid: int | None) -> bool:
-        """Return whether a process that only the driver lists is a possible target; its effective uid is given.
-
-        The driver's list has no place, so in a container a user may act only on processes that report.
-        """
+        """Return whether a process that only the driver lists is a possible target; its effective uid is given."""
         if self.rights is not Rights.OWN:
             return self.rights is Rights.ALL
+        # The driver's list has no place, so in a container a user may act only on processes that report.
         return self.place.here and self.uid is not None and owner_uid == self.uid
 
     def __str__(self) -> str:

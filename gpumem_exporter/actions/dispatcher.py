@@ -4,9 +4,8 @@ The path of an action: `submit` creates a part for each process, `commands` deli
 process's report, `take_results` takes the result from a later report, and the last result finishes the action. The
 states of actions and of their parts are in `lifecycle`. Used on the event loop only.
 
-A command is sent again with each reply until the process reports that it keeps it: a reply may get lost, and a reporter
-that gets a command twice repeats the first result. A command is bound to one process and one reporter session in it. No
-later process with the same pid gets it, and no other program in the same process.
+A command is bound to one process and one reporter session in it. No later process with the same pid gets it, and no
+other program in the same process.
 
 A group acts on all ranks or on none, as far as that is possible without a barrier. Its step is some seconds ahead. If a
 rank does not have its command in time, the dispatcher recalls the commands of all ranks.
@@ -135,6 +134,7 @@ class Dispatcher:
             TooManyActionsError: the caller, or a process, has reached its limit.
             IdempotencyConflictError: the caller used the key for another request.
         """
+        # Before all checks: the repetition of a request gets its action, whatever has changed since.
         if idempotency_key is not None:
             earlier = self._actions.with_key(requested_by.key, idempotency_key, request)
             if earlier is not None:
@@ -155,6 +155,7 @@ class Dispatcher:
         starting = self._engine_starts.admit(request, requested_by, selection) if snapshot.starting else ()
         if not request.dry_run:
             self._actions.require_room(share, len(selection.reporting))
+        # After all checks: an action that is refused does not count.
         self._limits.take(share, limited)
 
         action = replace(action, at_step=selection.at_step)
@@ -250,6 +251,8 @@ class Dispatcher:
 
     def commands(self, process: ReportingProcess) -> tuple[Command, ...]:
         """Return the commands for a process, which count as delivered."""
+        # Until the process reports that it keeps a command, each reply has it: a reply may get lost. A reporter that
+        # gets a command twice repeats the first result.
         now = self._clock()
         pending = [
             (running, part)

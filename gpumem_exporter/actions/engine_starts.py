@@ -27,9 +27,9 @@ from gpumem_exporter.errors import ActionForbiddenError, GroupIncompleteError
 if TYPE_CHECKING:
     from gpumem_exporter.actions.dispatcher import Dispatcher
 
+# The actions that release memory to the driver or take memory from it. A garbage collection leaves the memory in the
+# allocator's cache, and a fraction releases nothing, with or without force.
 _DISTURBING = frozenset({"empty_cache", "terminate", "release_memory", "resume_memory"})
-"""The actions that release memory to the driver or take memory from it. A garbage collection leaves the memory in the
-allocator's cache, and a fraction releases nothing, with or without force."""
 _MAX_NAMED = 4
 
 
@@ -39,12 +39,13 @@ def starts_on(
     """Return the engines that start on these devices and whose start this action must not spoil.
 
     `ended` are the host pids that the action terminates, or the engine that it addresses: their own start does not
-    matter. With `force`, the caller accepts that the start of an engine fails, if the engine is its own or it may act
-    on every process.
+    matter.
     """
     if request.action not in _DISTURBING or not snapshot.starting:
         return ()
     devices, pids = set(uuids), set(() if request.action == "empty_cache" else ended)
+    # With `force`, the caller accepts that the start of an engine fails. It may do so for its own engine, or if it may
+    # act on every process.
     return tuple(
         engine
         for engine in snapshot.starting
@@ -233,7 +234,8 @@ class EngineStarts:
             self.dispatcher.wake(part.key)
 
     def _unblock_group(self, running: RunningAction, now: float) -> None:
-        """Choose the step of a group again: its ranks have made steps while it was blocked."""
+        """Choose the step of a group again, and continue it."""
+        # Its ranks have made steps while it was blocked: the step that was chosen may have passed.
         parts = [part for part in running.commands.values() if part.blocked]
         reported = [self.store.find(part.key) for part in parts]
         ranks = [

@@ -24,11 +24,11 @@ DRY_RUN_OUTCOMES: Mapping[str, str] = {
     "resume_memory": "would_resume",
 }
 """The outcome in a dry run of each action, in a process that would do it."""
+# About the memory of a result with its numbers and names, or of an action without results.
 _RESULT_BYTES = 1024
-"""About the memory of a result with its numbers and names, or of an action without results."""
 _BLOCK_BYTES = 512
+# A string without its characters.
 _TEXT_BYTES = 64
-"""A string without its characters."""
 
 
 def is_done(outcome: str) -> bool:

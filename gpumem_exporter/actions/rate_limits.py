@@ -48,8 +48,8 @@ class _Buckets:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        # The level of each bucket, and when it had that level.
         self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
-        """The level of each bucket, and when it had that level."""
 
     def wait_seconds(self, key: Hashable, now: float) -> float:
         """Return the seconds until an action is permitted; 0 if one is permitted now."""
@@ -59,6 +59,7 @@ class _Buckets:
     def take(self, key: Hashable, now: float) -> None:
         self._levels[key] = self._level(key, now) - 1.0, now
         self._levels.move_to_end(key)
+        # The bucket that was used longest ago is the one most likely to be full again, as a new one is.
         while len(self._levels) > _MAX_BUCKETS:
             self._levels.popitem(last=False)
 

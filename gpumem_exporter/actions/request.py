@@ -1,8 +1,7 @@
 """The one declaration of an action's request: its fields, what they accept, and the actions that accept them.
 
 The HTTP API, the command line, alerts and policies read their options from `OPTIONS` and `SELECTORS`, and check a
-request with `invalid_fields`. The declaration is a dataclass and not a pydantic model, because every command of the
-terminal imports it, and the import of pydantic takes longer than most commands.
+request with `invalid_fields`.
 """
 
 from __future__ import annotations
@@ -39,12 +38,14 @@ DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")
 """The actions that apply to the target devices only. All others apply to every device of a process."""
 
 _MAX_VALUES = 1000
+# The events of an action have its target, and an event has at most 64 KiB.
 _MAX_TARGET_BYTES = 16 << 10
-"""The events of an action have its target, and an event has at most 64 KiB."""
 _MAX_PID = 2**31 - 1
 _PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?")
 
 
+# Dataclasses and not pydantic models, because every command of the terminal imports them, and the import of pydantic
+# takes longer than most commands.
 @dataclass(frozen=True, slots=True)
 class RequestOption:
     """A field of a request, as the API, the command line, alerts and policies need it."""

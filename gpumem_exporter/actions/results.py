@@ -15,8 +15,8 @@ from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, Selected
 from gpumem_exporter.core.samples import ReportingProcess
 
 _RESERVED = ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
+# What a process measures on each device.
 _MEASURED = (*_RESERVED, "freed_bytes", "device_free_before_bytes", "device_free_after_bytes")
-"""What a process measures on each device."""
 
 
 class DriverValues(NamedTuple):

@@ -23,10 +23,10 @@ from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.errors import TargetNotFoundError
 
 _ACTIONS = "/api/v1/actions"
+# Routes that every client may read, unless the exporter has passwords.
 _PUBLIC = ("/health", "/api/v1/devices", "/api/v1/history", "/api/v1/live", "/api/v1/processes")
-"""Routes that every client may read, unless the exporter has passwords."""
+# The timeout of a file that the exporter has to build, such as a large profile.
 _FILE_SECONDS = 30.0
-"""The timeout of a file that the exporter has to build, such as a large profile."""
 _ID_LENGTH = 32
 _FINAL_STATES = ("done", "failed", "expired", "cancelled")
 
@@ -46,8 +46,7 @@ def has_settled(action: Document) -> bool:
 class ExporterApi:
     """The API at the first of several addresses that answers. Not thread-safe.
 
-    With `token_for_reads`, public routes receive the token too: it shows the identities that an exporter hides.
-    Otherwise, they receive it after a 401, because the exporter has passwords and accepts the token instead. By
+    With `token_for_reads`, public routes receive the token too: it shows the identities that an exporter hides. By
     default, only servers that the environment names receive the token. The timeout is for each answer, in addition to a
     delay that the request permits. Raises ConfigurationError if an address is invalid. A function that returns the
     addresses is called before the first request.
@@ -162,6 +161,7 @@ class ExporterApi:
             try:
                 first = sent if public else with_token
                 answer = transport.request(method, path, body, first, timeout_seconds=timeout_seconds)
+                # The exporter has passwords, and accepts the token instead.
                 if public and self._authorization and answer.status == http.client.UNAUTHORIZED:
                     self._token_for_reads = True
                     answer = transport.request(method, path, body, with_token, timeout_seconds=timeout_seconds)

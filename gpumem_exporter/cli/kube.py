@@ -161,11 +161,7 @@ class Kubectl:
 
 
 class Forward:
-    """A port of this machine that leads to the exporter of a node, from `start` until `close`.
-
-    If kubectl ends, because the pod was replaced or the connection was lost, it is started again for the pod that the
-    node has by then, with the same local port.
-    """
+    """A port of this machine that leads to the exporter of a node, from `start` until `close`."""
 
     def __init__(self, kubectl: Kubectl, target: str, pods: Sequence[ExporterPod] | None = None) -> None:
         self.failure = ""
@@ -238,6 +234,8 @@ class Forward:
             if self._error is not None:
                 self._started.set()
                 return
+            # kubectl has ended, because the pod was replaced or the connection was lost. It is started again for the
+            # pod that the node has by then, with the same local port.
             self._closed.wait(self._pause_seconds * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
             self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
 
@@ -259,6 +257,8 @@ class Forward:
         except OSError as error:
             raise self._kubectl.missing(error) from None
         self._process = process
+        # `end` sets the flag, then signals the process. Here the process is set, then the flag is read: one of the two
+        # signals it.
         if self._closed.is_set():
             self._signal(signal.SIGTERM)
         last = ""
@@ -303,6 +303,7 @@ class Forwards:
 
     def close(self) -> None:
         """End every kubectl."""
+        # All at once: each may take seconds to end.
         for forward in self._by_target.values():
             forward.end()
         for forward in self._by_target.values():

@@ -39,8 +39,8 @@ from gpumem_exporter.cli.usage import quiet_option
 if TYPE_CHECKING:
     from gpumem_exporter.cli.kube import Forward
 
+# The settling time of a clear on a terminal.
 _SETTLE_SECONDS = 10.0
-"""The settling time of a clear on a terminal."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 

@@ -57,8 +57,8 @@ r reverses, c clears after a question, ? helps, q quits. The mouse works, too.
 \b
 Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.
 """
+# The timeout for an answer, which is short because the driver may replace the exporter.
 _ANSWER_SECONDS = 2.0
-"""The timeout for an answer, which is short because the driver may replace the exporter."""
 
 
 @click.command(epilog=_EXAMPLES)

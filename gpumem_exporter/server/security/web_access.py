@@ -76,10 +76,8 @@ class WebAccess:
         return application if headers else app
 
     def refresh(self) -> None:
-        """Load the certificate, the key and the client authorities again if their files changed. Any thread may call.
-
-        The web configuration itself is read only on SIGHUP: half of a file could be a valid one without users.
-        """
+        """Load the certificate, the key and the client authorities again if their files changed. For any thread."""
+        # The web configuration itself is read only on SIGHUP: half of a file could be a valid one without users.
         certificate = self._certificate
         if certificate is not None:
             certificate.refresh()
@@ -103,10 +101,8 @@ def _read(path: Path) -> tuple[WebConfig, Certificate | None]:
 
 
 def _refuse_changes_that_need_a_restart(path: Path, before: WebConfig, now: WebConfig) -> None:
-    """Raise ConfigurationError for changes that open listeners cannot take over.
-
-    A handshake can use another certificate and other client authorities, but no other settings.
-    """
+    """Raise ConfigurationError for changes that open listeners cannot take over."""
+    # A handshake can use another certificate and other client authorities, but no other settings.
     if changed := list(_changes_of_listeners(before, now)):
         raise ConfigurationError(f"{path}: {' and '.join(changed)} changed, which needs a restart")
 

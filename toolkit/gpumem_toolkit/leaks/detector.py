@@ -139,8 +139,8 @@ class LeakDetector:
                 self.add(device, state["allocated_bytes"]["current"], functools.partial(_free_bytes, torch, device))
 
 
+# The detectors of this process: the diagnosis of an out-of-memory error reads their leaks.
 _active: weakref.WeakSet[LeakDetector] = weakref.WeakSet()
-"""The detectors of this process: the diagnosis of an out-of-memory error reads their leaks."""
 
 
 def known_leak(device: int) -> Leak | None:

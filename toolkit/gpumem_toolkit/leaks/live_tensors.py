@@ -130,10 +130,7 @@ def walk(
     referrers: bool = False,
     count_frozen: bool = False,
 ) -> LingeringTensors:
-    """Walk as `lingering_tensors` does.
-
-    Counts frozen tensors only with `count_frozen`: two such counts differ if a limit ends one of them.
-    """
+    """Walk as `lingering_tensors` does. Counts frozen tensors only with `count_frozen`."""
     frozen = Frozen([])
     if referrers or count_frozen:
         frozen = find_frozen(time.thread_time() + max_seconds, max_objects)
@@ -142,6 +139,7 @@ def walk(
     with torch_access.without_torch_function(torch):
         walker.count(each_tracked(walker.types, lambda: time.thread_time() >= end, max_objects))
         complete = time.thread_time() < end and sum(map(count_tracked, GENERATIONS)) <= max_objects
+        # Not for two counts that are compared: they would differ if a limit ended one of them.
         if count_frozen:
             walker.count(each for each in frozen.objects if type(each) in walker.types)
     hidden = max(0, gc.get_freeze_count() - len(frozen.objects))

@@ -9,14 +9,12 @@ from gpumem_client.objects.referrers import NO_REFERRER
 from gpumem_client.torch_access import initialized_torch
 from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup, walk
 
+# For each recount, in steps after the first count: the number of new tensors that makes a kind a suspect. A leak need
+# not keep a tensor at each step, so the later recounts accept fewer.
 _RECOUNTS = {16: 3, 32: 2, 48: 1}
-"""For each recount, in steps after the first count: the number of new tensors that makes a kind a suspect.
-
-A leak need not keep a tensor at each step: the later recounts accept fewer.
-"""
 _SUSPECTS_MAX = 3
+# A kind without its shape, of which only the number of dimensions counts.
 _Alike = tuple[int, str, int, bool]
-"""A kind without its shape, of which only the number of dimensions counts."""
 _NONE = TensorGroup((), "", 0, 0, 0)
 _OF_MODELS = ("attribute _parameters of", "attribute state of")
 
@@ -70,10 +68,8 @@ class _Growth(NamedTuple):
 
 
 def grown(before: LingeringTensors, after: LingeringTensors, *, least: int) -> tuple[str, ...]:
-    """Describe the kinds that grew, the likeliest cause first, if there are `least` more tensors or graph nodes.
-
-    Shapes with the same number of dimensions are counted together, because each batch may have another length.
-    """
+    """Describe the kinds that grew, the likeliest cause first, if there are `least` more tensors or graph nodes."""
+    # Shapes with the same number of dimensions are counted together: each batch may have another length.
     more: Counter[_Alike] = Counter()
     more_nodes: Counter[_Alike] = Counter()
     for sign, count in ((1, after), (-1, before)):

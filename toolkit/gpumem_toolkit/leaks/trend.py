@@ -23,24 +23,23 @@ from statistics import fmean, median
 
 POINTS_MAX = 192
 POINTS_MIN = 16
+# A judgement takes about a millisecond of a training step.
 _JUDGE_EVERY = 8
-"""A judgement takes about a millisecond of a training step."""
+# Steps per point, and the points that a window needs before it judges.
 _WINDOWS = ((1, 112), (4, 48), (16, 48), (64, 48))
-"""Steps per point, and the points that a window needs before it judges."""
+# The numbers of blocks into which a window is divided. Fewer blocks rise evenly by chance, unless a block is a period.
 _BLOCKS = (48, 16, 12, 9)
-"""The numbers of blocks into which a window is divided. Fewer blocks rise evenly by chance, unless a block is a period.
-"""
+# A longer period has to repeat this much better than the best shorter one.
 _PERIOD_GAIN = 0.7
-"""A longer period has to repeat this much better than the best shorter one."""
+# The later half has to grow at this share of the rate of the earlier half.
 _STEADY = 0.7
-"""A cache that fills up slows down: the later half has to grow at this share of the rate of the earlier half."""
+# A sawtooth falls back to its floor: the growth has to be this many times the largest fall.
 _ABOVE_FALLS = 1.5
-"""A sawtooth falls back to its floor: the growth has to be this many times the largest fall."""
 _CORRELATION_MAX = 0.98
+# If a window grows by less than this share of the growth that was found, the growth has stopped.
 _STOPPED_SHARE = 0.25
-"""If a window grows by less than this share of the growth that was found, the growth has stopped."""
+# The standard errors by which a slope must exceed 0: a chance of one in a million. A run makes many judgements.
 _SIGMAS = 4.75
-"""The standard errors by which a slope must exceed 0: a chance of one in a million. A run makes many judgements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,7 @@ class Trend:
 class Growing:
     """Follows a series that grows, to see whether the growth continues.
 
-    Compares the floors of windows that are as long as the one in which the growth `slope` was found: spikes and a
-    sawtooth do not change them. So the end of a growth, or its release, is seen after three such windows at the latest.
+    The end of a growth, or its release, is seen after three windows as long as that of `slope` at the latest.
     """
 
     def __init__(self, slope: Slope) -> None:
@@ -101,6 +99,7 @@ class Growing:
         self._steps += 1
         if self._steps % self.slope.steps:
             return True
+        # The floors of whole windows: spikes and a sawtooth do not change them.
         grown = self._floor - self._floor_before
         self._floor_before, self._floor = self._floor, math.inf
         return grown >= _STOPPED_SHARE * self.slope.grown
@@ -161,6 +160,7 @@ def _sure_slope(ats: Sequence[int], values: Sequence[int], least_growth: int) ->
     largest_fall = max(highest - value for highest, value in zip(accumulate(values, max), values, strict=True))
     if growth < max(least_growth, _ABOVE_FALLS * largest_fall) or slope <= _margin(ats, values, slope):
         return None
+    # A cache that fills up slows down.
     half = (len(values) + 1) // 2
     early, late = _theil_sen(ats[:half], values[:half]), _theil_sen(ats[-half:], values[-half:])
     return slope if late > 0 and late >= _STEADY * early else None
@@ -176,17 +176,15 @@ def _theil_sen(ats: Sequence[int], values: Sequence[int]) -> float:
 
 
 def _margin(ats: Sequence[int], values: Sequence[int], slope: float) -> float:
-    """Return `_SIGMAS` standard errors of a slope through four points or more, and more with few points.
-
-    Neighboring residuals that are correlated widen the margin too, because a series that wanders slowly does not grow
-    (B. D. Santer et al., Statistical significance of trends in layer-average atmospheric temperature time series,
-    2000).
-    """
+    """Return `_SIGMAS` standard errors of a slope through four points or more, and more with few points."""
     count = len(values)
     residuals = [value - slope * at for at, value in zip(ats, values, strict=True)]
     mean, mean_at = fmean(residuals), fmean(ats)
     residuals = [residual - mean for residual in residuals]
     squares = sum(residual * residual for residual in residuals)
+    # Neighboring residuals that are correlated widen the margin, because a series that wanders slowly does not grow
+    # (B. D. Santer et al., Statistical significance of trends in layer-average atmospheric temperature time series,
+    # 2000).
     correlation = sum(now * later for now, later in pairwise(residuals)) / squares if squares else 0.0
     correlation = min(max(correlation, 0.0) + 2 / math.sqrt(count), _CORRELATION_MAX)  # two standard errors above it
     spread = sum((at - mean_at) ** 2 for at in ats)
