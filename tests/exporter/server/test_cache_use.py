@@ -187,13 +187,3 @@ def test_the_thread_waits_for_a_report_without_a_use_and_ends(node: Node, monkey
     node.cache_use.stop()
     thread.join(patient(10))
     assert not thread.is_alive()
-
-
-def test_the_thread_ends_without_any_report(node: Node) -> None:
-    idle = CacheUse(node.engine, lambda: node.store.snapshot(node.now), clock=lambda: node.now)  # type: ignore[arg-type]
-    before = set(threading.enumerate())
-    idle.start()
-    (thread,) = set(threading.enumerate()) - before
-    idle.stop()
-    thread.join(patient(10))
-    assert not thread.is_alive()
