@@ -100,15 +100,6 @@ def test_growth_after_a_release_counts() -> None:
     assert bench.starting(after=GROWTH_PAUSE_SECONDS - 1) == STARTS
 
 
-def test_growth_does_not_extend_a_start_beyond_its_limit() -> None:
-    bench = Bench()
-    for minute in range(15):
-        bench.reads((minute + 1) * GROWTH_BYTES, after=59.0)
-    assert bench.starting() == STARTS
-    bench.reads(20 * GROWTH_BYTES, after=1000.0 + TITLED_START_SECONDS - bench.now)
-    assert not bench.starting()
-
-
 def test_an_engine_without_a_size_starts_for_the_pause_only() -> None:
     bench = Bench()
     bench.reads(None)
