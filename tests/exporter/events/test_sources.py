@@ -97,14 +97,6 @@ def test_a_user_has_a_limited_number_of_errors_and_starts_in_a_minute() -> None:
     assert sum(bench.left_out) == 30 * 50 - MAX_OF_OWNER_PER_MINUTE + 2 * 20
 
 
-def test_each_session_numbers_its_errors_separately() -> None:
-    bench = Bench()
-    bench.report(7, oom(1))
-    bench.report(7, oom(1), session="second", session_started_seconds=2.0)
-    assert bench.types() == ["process_started", "oom", "process_ended", "process_started", "oom"]
-    assert len({event.subject for event in bench.log.events if event.type == "oom"}) == 2
-
-
 def test_a_process_starts_with_its_first_report_and_ends_with_its_last_values() -> None:
     bench = Bench()
     facts = ProcessFacts(4711, 1000, command="python train.py", user="ada", k8s_pod="llm-0")
@@ -168,15 +160,6 @@ def test_driver_values_much_older_than_the_last_report_are_left_out() -> None:
     assert (row["used_bytes"], row["non_torch_bytes"], row["allocated_bytes"]) == (None, None, MIB)
 
 
-def test_the_bytes_of_another_process_with_the_same_pid_are_not_used() -> None:
-    bench = Bench()
-    bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
-    bench.reading(device(UUIDS[0], processes={7: 30 * MIB}), facts={7: ProcessFacts(7, 5000)})
-    bench.forget(bench.process(), "exited")
-    (row,) = bench.log.events[-1].detail["devices"]
-    assert row["used_bytes"] is None
-
-
 def test_a_silent_process_has_ended_and_starts_again_with_its_next_report() -> None:
     bench = Bench()
     bench.report()
@@ -211,24 +194,34 @@ def lost(gpu: int = 0, **changes: Any) -> DeviceReading:
     return DeviceReading(gpu=str(gpu), uuid=UUIDS[gpu], error="GPU is lost", **changes)
 
 
-def changes(before: NodeReading | None, after: NodeReading) -> list[tuple[str, str | None, str]]:
+WELL, ILL, ONE = node(device(), device(UUIDS[1], gpu="1")), node(device(), lost(1)), node(device())
+LOST, RETURNED = ("device_lost", "1", ""), ("device_returned", "1", "")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (WELL, WELL, []),
+        (WELL, ILL, [LOST]),
+        (ILL, ILL, []),
+        (ILL, WELL, [RETURNED]),
+        (WELL, ONE, []),  # removed
+        # The first reading creates events only for changes to stored states.
+        (None, ILL, [("device_returned", "0", "device_lost"), LOST]),
+        (None, node(DeviceReading(gpu="0", uuid="", error="no handle")), []),
+    ],
+)
+def test_a_device_that_stops_answering_is_lost_and_returns_when_it_answers(
+    before: NodeReading | None, after: NodeReading, expected: list[tuple[str, str, str]]
+) -> None:
     history = DeviceHistory()
     if before is not None:
         history.take_reading(before)
-    return [(event.type, event.gpu, event.only_after) for event in history.take_reading(after)]
-
-
-def test_a_device_that_stops_answering_is_lost_and_returns_when_it_answers() -> None:
-    well, ill = node(device(), device(UUIDS[1], gpu="1")), node(device(), lost(1))
-    assert changes(well, well) == changes(ill, ill) == []
-    assert changes(well, ill) == [("device_lost", "1", "")]
-    assert changes(ill, well) == [("device_returned", "1", "")]
-    (event, _) = DeviceHistory().take_reading(node(lost(1), device()))
-    assert (event.uuid, event.detail["error"]) == (UUIDS[1], "GPU is lost")
-
-
-def test_the_first_reading_creates_events_only_for_changes_to_stored_states() -> None:
-    assert changes(None, node(device(), lost(1))) == [("device_returned", "0", "device_lost"), ("device_lost", "1", "")]
+    events = history.take_reading(after)
+    assert [(event.type, event.gpu, event.only_after) for event in events] == expected
+    assert [event.detail["error"] for event in events if event.type == "device_lost"] == ["GPU is lost"] * (
+        LOST in expected
+    )
 
 
 def test_an_unavailable_driver_is_not_the_loss_of_a_device() -> None:
@@ -237,10 +230,6 @@ def test_an_unavailable_driver_is_not_the_loss_of_a_device() -> None:
     bench.reading(up=False)
     bench.reading(device())
     assert [event.type for event in bench.log.events if not event.only_after] == []
-
-
-def test_a_removed_device_is_not_lost() -> None:
-    assert changes(node(device(), device(UUIDS[1], gpu="1")), node(device())) == []
 
 
 def test_a_mig_device_is_lost_after_two_failures_with_one_event() -> None:
@@ -253,10 +242,6 @@ def test_a_mig_device_is_lost_after_two_failures_with_one_event() -> None:
     bench.reading(part)
     bench.reading(part)
     assert bench.types() == ["device_lost"]
-
-
-def test_a_device_without_a_uuid_is_left_out() -> None:
-    assert changes(None, node(DeviceReading(gpu="0", uuid="", error="no handle"))) == []
 
 
 def test_a_finished_action_has_an_event_with_its_results_but_a_dry_run_has_none() -> None:
