@@ -166,13 +166,6 @@ def test_a_device_lost_during_a_read_keeps_its_identity_and_has_no_values(reader
     assert (len(up(reading)), device(reading, "GPU-3").error) == (7, "KeyError: 'unforeseen'")
 
 
-def test_a_lost_device_without_a_uuid_keeps_its_known_identity(reader: NodeReader, node: Node) -> None:
-    reader.read()
-    node.listed[3] = DeviceIdentity("3", "", error="GPU is lost")
-    for _ in range(3):
-        assert device(reader.read(), "GPU-3") == DeviceReading("3", "GPU-3", "H100", error="GPU is lost")
-
-
 def test_a_lost_device_that_the_driver_no_longer_counts_stays_lost_until_it_returns(
     reader: NodeReader, node: Node
 ) -> None:
@@ -220,16 +213,9 @@ def test_nvml_is_initialized_again_with_backoff_to_recover_a_lost_device(reader:
     node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
     poll_for(reader, node, 200)
     assert [at - node.opened_at[0] for at in node.opened_at] == [0, 3, 7, 15, 31, 63, 123, 183]
-
-
-def test_a_driver_without_devices_is_up_and_is_initialized_again(reader: NodeReader, node: Node) -> None:
-    listed, node.listed = node.listed, []
-    reading = reader.read()
-    assert (reading.up, reading.devices) == (True, ())
-    poll_for(reader, node, 10)
-    assert len(node.opened_at) > 1
-    node.listed = listed
-    assert len(up(poll_for(reader, node, 1))) == 8
+    node.listed = []
+    reading = poll_for(reader, node, 60)
+    assert (reading.up, len(node.opened_at)) == (True, 9)
 
 
 def test_nvml_unavailable_for_every_device_is_an_error_of_the_driver(reader: NodeReader, node: Node) -> None:
@@ -239,14 +225,6 @@ def test_nvml_unavailable_for_every_device_is_an_error_of_the_driver(reader: Nod
     reading = reader.read()
     assert (reading.up, reading.error, reading.devices) == (False, "NVML is not initialized", ())
     assert not node.is_open
-
-
-def test_the_driver_is_up_even_if_all_devices_are_lost(reader: NodeReader, node: Node) -> None:
-    for i in range(8):
-        node.failures["memory", f"GPU-{i}"] = NvmlDeviceLostError("GPU is lost")
-    reading = reader.read()
-    assert reading.up
-    assert [d.error for d in reading.devices] == ["GPU is lost"] * 8
 
 
 @pytest.mark.parametrize(
