@@ -88,6 +88,8 @@ AMBIGUOUS = {
 @pytest.mark.parametrize("case", AMBIGUOUS)
 def test_ambiguous_containers_have_no_name(case: str) -> None:
     assert named(*AMBIGUOUS[case]) == {}
+    _, has_new = name_containers(*AMBIGUOUS[case])
+    assert has_new == (case in ("newer than the list", "unknown start time"))
 
 
 def test_two_containers_of_one_pod_that_share_a_device_have_the_pods_name() -> None:
@@ -104,12 +106,6 @@ def test_a_device_of_a_resource_claim_is_found_by_its_minor_number() -> None:
         1: ("ml", "llm-0", "trainer"),
         2: ("web", "chat-0", "server"),
     }
-
-
-def test_a_container_newer_than_the_list_is_detected() -> None:
-    for started, unknown in ((QUERIED - 1, False), (QUERIED, True)):
-        _, found = name_containers(reading(facts(1, "c1", "p1", started=started), on={1: (0,)}), given(d0=(TRAINER,)))
-        assert found is unknown
 
 
 def test_shared_devices_have_their_uuid_and_names_of_other_plugins_are_no_uuids() -> None:
@@ -137,11 +133,3 @@ def test_an_expired_answer_of_the_kubelet_is_not_used(tmp_path: Path) -> None:
         pods.stop()
     now[0] += 90
     assert pods.name(known).facts[1].k8s_pod == ""
-
-
-def test_without_a_kubelet_there_are_no_queries(tmp_path: Path) -> None:
-    absent = {"GPUMEM_POD_RESOURCES_SOCKET": str(tmp_path / "absent" / "kubelet.sock")}
-    assert PodResources.of_this_node(absent) is None
-    pods = PodResources.of_this_node({"GPUMEM_POD_RESOURCES_SOCKET": str(tmp_path / "kubelet.sock")})
-    assert pods is not None
-    assert pods.socket == tmp_path / "kubelet.sock"
