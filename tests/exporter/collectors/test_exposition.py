@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
+import weakref
 from dataclasses import replace
 from itertools import chain
 
@@ -12,7 +12,6 @@ import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
 from tests.support.exposition_builders import SAMPLE, device, exposition, lines, node, process, read, snapshot, text_of
 
@@ -42,9 +41,17 @@ def test_the_process_is_described_as_by_prometheus_client() -> None:
         assert value == pytest.approx(expected[name, frozenset()], rel=0.2), name
 
 
-def test_label_values_are_escaped() -> None:
-    shown = lines(snapshot(process(7, SAMPLE, workload='a\\b"c\nd')), "gpumem_reporter_up")
-    assert shown == [r'gpumem_reporter_up{pid="70",workload="a\\b\"c\nd",rank="0"} 1']
+class Label(str):
+    """A label value whose lifetime can be watched."""
+
+
+def test_a_process_that_is_no_longer_on_the_page_is_forgotten() -> None:
+    writer, label = exposition(), Label("w")
+    text_of(writer, snapshot(process(7, SAMPLE, workload=label)))
+    forgotten = weakref.ref(label)
+    del label
+    text_of(writer, snapshot())
+    assert forgotten() is None
 
 
 def test_bytes_that_are_not_utf8_are_replaced() -> None:
@@ -78,10 +85,3 @@ def test_a_failing_subject_is_left_out_and_logged_and_the_others_stay(caplog: py
     assert 'gpumem_scrape_collector_success{collector="torch"} 1' in partly
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert text_of(writer, valid).splitlines() == whole
-
-
-def test_each_part_of_the_page_has_its_duration() -> None:
-    ticks = itertools.count()
-    writer = Exposition(Instruments(), version="1", source="nvml", clock=lambda: next(ticks) * 0.25)
-    text = text_of(writer, snapshot())
-    assert 'gpumem_scrape_collector_duration_seconds{collector="device"} 0.5\n' in text

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import NodeReading, ProcessFacts, Snapshot
+from gpumem_exporter.core.samples import NodeReading
 from tests.support.exposition_builders import (
     SAMPLE,
     UUID,
@@ -60,37 +59,3 @@ def test_without_the_driver_only_torch_series_stay_without_an_index(reading: Nod
     assert 'pid="70",workload="w",rank="0",command="python own.py"' in info, "the values of the report are still known"
     absent = ("gpumem_device_", "gpumem_ledger_", "gpumem_process_memory_", "gpumem_torch_non_torch_")
     assert [line for line in page(known) if line.startswith(absent)] == []
-
-
-def test_the_last_poll_has_its_time_and_duration_until_it_expires() -> None:
-    assert "gpumem_poll_duration_seconds 0.5" in page(snapshot(on=node()))
-    assert "gpumem_poll_timestamp_seconds 1000000000.0" in page(snapshot(on=node()))
-    assert not [line for line in page(snapshot()) if "gpumem_poll_" in line]
-
-
-def info(known: Snapshot) -> dict[str, dict[str, str]]:
-    """Return the labels of each pid's info series."""
-    return {
-        sample.labels["pid"]: dict(sample.labels)
-        for family in parse_text("\n".join(page(known)))
-        for sample in family.samples
-        if sample.name == "gpumem_process_info"
-    }
-
-
-def test_host_facts_of_another_process_with_the_same_pid_are_not_shown() -> None:
-    earlier = {70: ProcessFacts(70, 2, "another program", "mallory")}
-    known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=earlier))
-    assert info(known)["70"]["command"] == "python own.py"
-    assert info(known)["70"]["user"] == ""
-    assert lines(known, "gpumem_torch_allocated_bytes")
-    assert lines(known, "gpumem_torch_non_torch_bytes") == [], "the driver's value is of the earlier process"
-
-
-def test_a_reporter_whose_pid_was_reused_is_not_shown() -> None:
-    later = {70: ProcessFacts(70, 10_000_000, "another program", "mallory")}
-    known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=later))
-    assert info(known)["70"]["command"] == "another program"
-    assert (info(known)["70"]["workload"], info(known)["70"]["reporting"]) == ("", "false")
-    assert lines(known, "gpumem_torch_") == []
-    assert any("other_processes" in line and line.endswith(" 999") for line in lines(known, "gpumem_ledger_bytes"))
