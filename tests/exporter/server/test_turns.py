@@ -158,24 +158,6 @@ async def test_only_long_bodies_wait_for_a_turn(length: str, waits: bool) -> Non
     assert read == ["/first", "/second"]
 
 
-async def test_the_turn_of_a_body_ends_when_the_application_has_read_it() -> None:
-    read: list[str] = []
-
-    async def app(scope: Any, receive: Any, __: Any) -> None:
-        await receive()
-        scope["state"]["end_body_turn"]()
-        await receive()
-        read.append(scope["path"])
-        await asyncio.sleep(10)
-
-    served = fair(app)
-    requests = [asyncio.ensure_future(served(scope(path, "POST"), empty, ignored)) for path in ("/a", "/b")]
-    await settle()
-    assert read == ["/a", "/b"]
-    for request in requests:
-        request.cancel()
-
-
 @pytest.mark.parametrize("shared", [False, True])
 async def test_a_long_reply_is_sent_in_pieces(shared: bool) -> None:
     body = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end"
