@@ -8,7 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.collectors.instruments import Instruments
-from tests.support.exposition_builders import exposition, read, snapshot, text_of
+from gpumem_exporter.core.samples import Snapshot
+from tests.support.exposition_builders import exposition, read, text_of
 
 
 def action(*results: ActionResult, dry_run: bool = False) -> Action:
@@ -24,7 +25,7 @@ def result(pid: int, uuid: str, outcome: str = "done", freed: int | None = None)
 
 def value(instruments: Instruments, name: str, **labels: str) -> float:
     """Return the value of a series on a page."""
-    page = text_of(exposition(instruments), snapshot())
+    page = text_of(exposition(instruments), Snapshot(10.0, None))
     return read(text_string_to_metric_families(page))[1][name, frozenset(labels.items())]
 
 
