@@ -128,24 +128,17 @@ def test_a_process_starts_with_its_first_report_and_ends_with_its_last_values() 
 
 def test_a_process_that_leaves_its_devices_one_by_one_has_the_last_values_of_each() -> None:
     bench = Bench()
+    devices = (device(UUIDS[0], processes={7: 30 * MIB}), device(UUIDS[1], processes={7: 20 * MIB}))
+    bench.reading(*devices, facts={7: ProcessFacts(7, 1000, user="ada")})
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB), sample(UUIDS[1], MIB)))
-    bench.reading(device(UUIDS[0], processes={7: 30 * MIB}), device(UUIDS[1], processes={7: 20 * MIB}))
     bench.wait(1)
     bench.reading(device(UUIDS[0], processes={}), device(UUIDS[1], processes={7: 10 * MIB}))
     bench.wait(1)
     bench.reading(device(UUIDS[0], processes={}), device(UUIDS[1], processes={7: None}))
     bench.forget(bench.process(), "exited")
-    assert [row["used_bytes"] for row in bench.log.events[-1].detail["devices"]] == [30 * MIB, 10 * MIB]
-
-
-def test_a_process_that_ends_before_the_next_poll_has_the_values_of_the_last_poll() -> None:
-    bench = Bench()
-    bench.reading(device(UUIDS[0], gpu="0", processes={7: 30 * MIB}), facts={7: ProcessFacts(7, 1000, user="ada")})
-    bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
-    bench.forget(bench.process(), "exited")
-    ended = bench.log.events[-1]
-    assert [row["used_bytes"] for row in ended.detail["devices"]] == [30 * MIB]
-    assert ended.detail["user"] == "ada"
+    ended = bench.log.events[-1].detail
+    assert [row["used_bytes"] for row in ended["devices"]] == [30 * MIB, 10 * MIB]
+    assert ended["user"] == "ada"
 
 
 def test_driver_values_much_older_than_the_last_report_are_left_out() -> None:
