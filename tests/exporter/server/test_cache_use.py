@@ -147,7 +147,6 @@ def test_a_later_process_with_the_pid_does_not_get_the_use(node: Node) -> None:
     [
         {"engine": "sglang"},
         {"uid": None},
-        {"sample": DeviceSample("GPU-1", allocated_bytes=10)},
         {"sample": DeviceSample("GPU-1", component_bytes={"kv_cache": 0})},
         {"sample": DeviceSample("GPU-1", component_bytes=CACHE, kv_cache_bytes={"used": 1})},
     ],
