@@ -203,6 +203,16 @@ def test_queued_events_are_stored_and_the_storage_is_closed_on_stop() -> None:
     assert bench.dropped == [1]
 
 
+def test_events_that_could_not_be_stored_before_stop_count_as_dropped() -> None:
+    bench = Bench()
+    bench.disk.error = "disk full"
+    committed = bench.put("a", "b")
+    bench.log.start()
+    assert bench.log.stop(WAIT)
+    assert committed.result(0) is False
+    assert bench.dropped == [2]
+
+
 def test_queries_beyond_the_limit_are_rejected(bench: Bench) -> None:
     pages = [bench.log.read(Query()) for _ in range(20)]
     bench.log.start()

@@ -123,6 +123,7 @@ def test_an_expired_answer_of_the_kubelet_is_not_used(tmp_path: Path) -> None:
     def query(path: Path, deadline_seconds: float) -> DeviceAssignments:
         return given(d0=(TRAINER,))
 
+    assert PodResources.of_this_node({"GPUMEM_POD_RESOURCES_SOCKET": str(tmp_path / "absent" / "kubelet.sock")}) is None
     pods = PodResources(socket, query=query, clock=lambda: now[0])
     known = reading(facts(1, "c1", "p1"), on={1: (0,)})
     assert pods.name(known).facts[1].k8s_pod == ""

@@ -159,9 +159,13 @@ def test_devices_are_in_the_drivers_order_with_their_identity(
 ) -> None:
     if mig_mode:
         library.codes["nvmlDeviceGetMigMode"] = mig_mode
-    assert provider.devices() == (
-        DeviceIdentity("0", "GPU-0", "NVIDIA H100 80GB HBM3", "00000000:01:00.0", 4),
-        DeviceIdentity("1", "GPU-1", "NVIDIA H100 80GB HBM3", "00000000:02:00.0", 3),
+    assert (
+        provider.devices()
+        == provider.devices()
+        == (
+            DeviceIdentity("0", "GPU-0", "NVIDIA H100 80GB HBM3", "00000000:01:00.0", 4),
+            DeviceIdentity("1", "GPU-1", "NVIDIA H100 80GB HBM3", "00000000:02:00.0", 3),
+        )
     )
 
 

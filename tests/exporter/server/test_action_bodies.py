@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.server.api.actions import ActionBody
+from gpumem_exporter.server.http.problems import ProblemError
 
 
 def body(**changes: Any) -> bytes:
@@ -49,6 +50,15 @@ def test_a_field_of_the_wrong_type_is_reported_once(location: tuple[str, ...], c
     with pytest.raises(ValidationError) as caught:
         ActionBody.model_validate_json(body(**changes))
     assert [error["loc"] for error in caught.value.errors()] == [location]
+
+
+def test_each_field_that_breaks_a_rule_of_requests_is_reported() -> None:
+    with pytest.raises(ProblemError) as caught:
+        ActionBody.model_validate_json(body(action="explode", deadline_seconds=3601)).request()
+    assert (caught.value.status, [error.field for error in caught.value.errors]) == (
+        422,
+        ["action", "deadline_seconds"],
+    )
 
 
 def test_a_body_with_thousands_of_unknown_fields_has_one_error() -> None:

@@ -96,6 +96,7 @@ def test_refused_connections_are_bounded_too(connections: Connections) -> None:
         connections.remove(each)
         connections.remove(each)
     assert len(connections) == 1
+    assert connections.close_one()
     assert connections.admit(Connection(Peer(), "1"))
 
 

@@ -123,6 +123,7 @@ def test_an_error_names_the_source_of_the_value(tmp_path: Path) -> None:
         ("collect.interval: 1\ncollect:\n  interval: 1", (":3: ", "'collect.interval'", ":1: ")),
         ("collect.interval:", (": collect.interval:",)),
         ("- 1", ("keys",)),
+        ("a: [", ("YAML",)),
         ("log.level: !!python/object/apply:os.system [true]", (":1: log.level:", "YAML")),
         ("log: {level: {a: 1}}", (":1: ", "'log.level.a'", "'log.level'")),
         ("\x00", ("YAML",)),

@@ -82,6 +82,12 @@ def test_a_change_of_the_users_forgets_the_changed_ones_alone(checks: list[tuple
     assert len(checks) == 2
 
 
+async def test_simultaneous_connections_are_verified_once(checks: list[tuple[bytes, bytes]]) -> None:
+    users = Users({"ada": ADA})
+    assert await asyncio.gather(*(users.admit(b"ada:secret") for _ in range(MAX_WAITING))) == [True] * MAX_WAITING
+    assert len(checks) == 1
+
+
 async def test_logins_beyond_the_limit_are_refused_and_known_ones_are_not() -> None:
     users = Users({"ada": ADA})
     assert await users.admit(b"ada:secret")
