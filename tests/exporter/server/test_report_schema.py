@@ -132,7 +132,7 @@ def test_fields_of_a_newer_reporter_are_ignored() -> None:
 
 def test_an_older_reporter_may_omit_fields_with_a_default() -> None:
     names = ("pid", "start_time_ticks", "pid_namespace", "session", "session_started_seconds")
-    document = {"process": {name: wire()["process"][name] for name in names}, "sequence": 1}
+    document: dict[str, Any] = {"process": {name: wire()["process"][name] for name in names}, "sequence": 1}
     document["process"]["ray_job_id"] = "ffffffff"
     read = READER.read(json.dumps(document).encode())
     assert read.process.ray_job_id == "", "Ray's nil id is no job"
