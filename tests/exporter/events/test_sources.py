@@ -253,16 +253,13 @@ def test_a_finished_action_has_an_event_with_its_results_but_a_dry_run_has_none(
     assert (detail["id"], detail["requested_by"], detail["target"]) == ("id", "alice", {"pid": 4711})
     assert detail["freed_bytes"] == 11
     assert [result["freed_bytes"] for result in detail["results"]] == [5, 6]
+    many = tuple(dataclasses.replace(results[0], pid=pid) for pid in range(1, MAX_RESULTS + 8))
+    large = action_event(dataclasses.replace(action, results=many), 2.0)
+    assert (len(large.detail["results"]), large.detail["results_left_out"]) == (MAX_RESULTS, 7)
+    assert (large.pid, large.gpu) == (None, "0")
 
 
-def test_the_event_of_a_large_action_has_the_first_results_and_the_number_left_out() -> None:
-    results = tuple(ActionResult(pid, "w", "", "0", UUIDS[0], "done") for pid in range(1, MAX_RESULTS + 8))
-    event = action_event(Action("id", "reset_peak", "done", "a", 1.0, Target(all=True), results=results), 2.0)
-    assert (len(event.detail["results"]), event.detail["results_left_out"]) == (MAX_RESULTS, 7)
-    assert (event.pid, event.gpu) == (None, "0")
-
-
-def test_the_mean_counts_time_and_a_long_gap_counts_nothing() -> None:
+def test_a_mean_counts_time_without_long_gaps_and_a_peak_outlives_a_reset() -> None:
     usage = DeviceUsage()
     assert usage.row() == dict.fromkeys(usage.row()), "nothing is known"
     usage.take_used(400, 10.0)
@@ -274,11 +271,6 @@ def test_the_mean_counts_time_and_a_long_gap_counts_nothing() -> None:
     usage.take_used(1000, 5000.0)
     assert usage.row()["used_mean_bytes"] == (300 * 10 + 200 * 30) // 40
     assert usage.row()["used_peak_bytes"] == 1000
-
-
-def test_the_highest_reserved_peak_outlives_a_reset_and_an_unknown_value() -> None:
-    usage = DeviceUsage()
     for peak, idle in ((500, None), (100, 40), (None, 20)):
         usage.take_sample(DeviceSample(UUIDS[0], reserved_peak_bytes=peak, idle_cache_bytes=idle), 1.0)
-    assert usage.row()["reserved_highest_bytes"] == 500
-    assert usage.row()["idle_cache_mean_bytes"] == 20
+    assert (usage.row()["reserved_highest_bytes"], usage.row()["idle_cache_mean_bytes"]) == (500, 20)

@@ -172,7 +172,9 @@ def test_a_file_that_cannot_be_read_is_a_warning(
     assert restarted(bench, tmp_path).document(5)["series"]
 
 
-def test_a_failed_save_keeps_the_previous_file(bench: HistoryBench, tmp_path: Path) -> None:
+def test_a_failed_save_keeps_the_previous_file(
+    bench: HistoryBench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "new"
     before = (folder / FILE_NAME).read_bytes()
     (folder / (FILE_NAME + ".new")).mkdir()
@@ -184,9 +186,4 @@ def test_a_failed_save_keeps_the_previous_file(bench: HistoryBench, tmp_path: Pa
     with pytest.raises(OSError, match="exists"):
         HistoryFile(blocked).save(bench.history)
     HistoryFile(blocked).load(bench.history)
-
-
-def test_an_unreadable_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / FILE_NAME).mkdir()
-    HistoryFile(tmp_path).load(HistoryBench().history)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]

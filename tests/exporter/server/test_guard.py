@@ -143,6 +143,20 @@ def test_a_request_through_a_local_proxy_has_no_user(header: bytes, client: str)
         assert pass_through(path, client=client, headers=[HOST, JSON, (header, b"10.0.0.5")]).status == 403
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        (b"origin", b"http://localhost:9844", 200),
+        *((b"origin", value, 403) for value in (b"http://localhost:3000", b"null", b"", b"file://localhost:9844")),
+        (b"sec-fetch-site", b"same-site", 403),
+        (b"sec-fetch-site", b"same-origin", 200),
+        (b"sec-fetch-site", b"none", 200),
+    ],
+)
+def test_a_browser_may_send_requests_only_from_the_exporters_page(name: bytes, value: bytes, status: int) -> None:
+    assert pass_through(ACTIONS_PATH, headers=[HOST, JSON, (name, value)]).status == status
+
+
 def test_a_profile_is_compressed_json() -> None:
     gzip = (b"content-encoding", b"gzip")
     assert pass_through(PROFILES_PATH, headers=[HOST, JSON, gzip]).status == 200
@@ -161,9 +175,18 @@ def test_readable_routes_are_open_to_every_client_under_any_name(path: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("host", "status"), [(b"localhost:9844", 200), (b"127.0.0.1", 200), (b"node-7", 200), (b"evil.example", 403)]
+    ("host", "status"),
+    [
+        *(
+            (name, 200)
+            for name in (b"LOCALHOST:9844", b"localhost.", b"[::1]:9844", b"[::1]", b"10.1.2.3", b"node-7:1")
+        ),
+        *((name, 403) for name in (b"evil.example:9844", b"localhost.evil.example", b"127.0.0.1.evil.example")),
+        *((name, 403) for name in (b"node-77", b"[", b":1")),
+    ],
 )
 def test_an_exporter_on_loopback_alone_has_only_its_own_names(host: bytes, status: int, tmp_path: Path) -> None:
+    assert pass_through(ACTIONS_PATH, headers=[(b"host", host), JSON]).status == status, "also of any exporter"
     for path in ("/metrics", "/", "/api/v1/processes"):
         answer = pass_through(path, method="GET", headers=[(b"host", host)], loopback_only=True)
         assert (answer.status, len(answer.seen)) == (status, status == 200)
