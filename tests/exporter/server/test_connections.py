@@ -93,6 +93,7 @@ def test_a_busy_connection_makes_room_for_another_owner_if_all_are_busy(
 
 
 def test_refused_connections_are_bounded_too(connections: Connections) -> None:
+    assert not connections.close_one()
     mine = [Connection(Peer(), "1") for _ in range(200)]
     for each in mine:
         connections.admit(each)

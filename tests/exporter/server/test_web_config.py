@@ -37,12 +37,16 @@ def refusal(folder: Path, text: str) -> str:
     return message.removeprefix(str(path))
 
 
-def test_the_tls_settings_are_applied(folder: Path) -> None:
+def test_the_settings_are_applied(folder: Path) -> None:
+    """A relative path is relative to the file."""
     (folder / "web.yml").write_text(
-        TLS
-        + f", min_version: TLS13, client_auth_type: VerifyClientCertIfGiven, client_ca_file: {folder}/authority.crt}}"
+        f"basic_auth_users: {{ada: {HASH}}}\n"
+        f"{TLS}, min_version: TLS13, client_auth_type: VerifyClientCertIfGiven,\n"
+        f"  client_ca_file: {folder}/authority.crt}}\n"
     )
-    context = WebAccess(folder / "web.yml").context
+    access = WebAccess(folder / "web.yml")
+    assert len(access.users) == 1
+    context = access.context
     assert context is not None
     assert context.minimum_version == ssl.TLSVersion.TLSv1_3
     assert context.verify_mode == ssl.CERT_OPTIONAL
@@ -56,6 +60,7 @@ def test_the_tls_settings_are_applied(folder: Path) -> None:
         ("- x\n", r":1: .*tls_server_config, http_server_config, basic_auth_users"),
         ("{}\n---\n{}\n", r":2: .*YAML"),
         ("\ntls_config: {}\n", r":2: .*'tls_config'.*tls_server_config, http_server_config"),
+        ("http_server_config: {http2: maybe}", r":1: http_server_config.http2: 'maybe'.*true or false"),
         ("http_server_config:\n http3: true\n", r":2: http_server_config: .*'http3'.*http2, headers"),
         (
             "http_server_config: {headers:\n {Server: x}}",
