@@ -91,6 +91,8 @@ def test_non_torch_is_absent_if_the_driver_or_the_report_lacks_the_value() -> No
         on=node(device(processes={70: None, 80: 60, 10: 999})),
     )
     assert lines(unknown, "gpumem_torch_non_torch_bytes{") == []
+    (others,) = [line for line in lines(unknown, "gpumem_ledger_bytes{") if "other_processes" in line]
+    assert others.endswith(" 999")
 
 
 @pytest.mark.parametrize("reading", [None, node(device(processes={70: 50}), up=False)])
