@@ -92,7 +92,7 @@ def test_non_torch_is_absent_if_the_driver_or_the_report_lacks_the_value() -> No
     )
     assert lines(unknown, "gpumem_torch_non_torch_bytes{") == []
     (others,) = [line for line in lines(unknown, "gpumem_ledger_bytes{") if "other_processes" in line]
-    assert others.endswith(" 999")
+    assert others.endswith(" 1059")
 
 
 @pytest.mark.parametrize("reading", [None, node(device(processes={70: 50}), up=False)])

@@ -71,15 +71,12 @@ def test_page_documents_and_targets_use_the_same_name() -> None:
         if process["reporting"]
     }
     assert [json_pid(name) for name in page] == [*documents] == ["1@11", "1@12", "8@12", "70@12"]
+    for pid in (1, 70, "1@13", 8, 11):
+        assert list(select_reporting(Target(pid=pid), AMBIGUOUS)) == []
     for pid, document in documents.items():
         ((name, process, _),) = select_reporting(Target(pid=pid), AMBIGUOUS)
         assert name == pid
         assert process.key[:2] == (document["pid_namespace"], document["own_pid"])
-
-
-@pytest.mark.parametrize("pid", [1, 70, "1@13", 8, 11])
-def test_a_pid_that_is_not_a_name_matches_no_process(pid: int | str) -> None:
-    assert list(select_reporting(Target(pid=pid), AMBIGUOUS)) == []
 
 
 def test_a_process_whose_pid_was_reused_has_no_name_and_is_no_target() -> None:

@@ -43,9 +43,6 @@ def test_an_expired_reporter_is_listed_as_silent(store: Store) -> None:
     assert [process.key.pid for process in snapshot.processes] == [200]
     assert [(silent.key.pid, silent.rank) for silent in snapshot.silent] == [(100, "3")]
     assert store.snapshot(20.1).processes == ()
-
-
-def test_an_expired_poll_is_not_shown(store: Store) -> None:
     store.put_reading(node(device(), taken=10.0))
     assert store.snapshot(15.0).node is not None
     assert store.snapshot(15.1).node is None
@@ -111,9 +108,14 @@ def test_a_refused_report_displaces_no_process(store: Store) -> None:
     store.put_reading(node(device(UUIDS[0])))
     for pid in (1, 2):
         _put(store, pid, owner_uid=1001)
-    with pytest.raises(UnknownDeviceError):
-        _put(store, 3, owner_uid=1002, devices=(sample("GPU-nowhere"),))
-    assert len(store.snapshot(0.0).processes) == 2
+    with pytest.raises(UnknownDeviceError, match="GPU-nowhere"):
+        _put(store, 3, owner_uid=1002, devices=(sample("GPU-nowhere"), sample("GPU-elsewhere")))
+    with pytest.raises(TooManyProcessesError, match=r"--report\.max-processes"):
+        _put(store, 3, owner_uid=1001)
+    _put(store, 2, owner_uid=1001, sequence=2)
+    assert {process.key.pid for process in store.snapshot(0.0).processes} == {1, 2}
+    _put(store, 3, owner_uid=1001, now=16.0)  # both are silent by now
+    assert [process.key.pid for process in store.snapshot(16.0).processes] == [3]
 
 
 def test_a_user_has_a_share_of_the_page() -> None:
@@ -146,29 +148,6 @@ def test_results_and_errors_are_not_stored(store: Store) -> None:
     assert (len(taken.report.ooms), len(taken.report.results)) == (1, 1)
     (stored,) = store.snapshot(0.0).processes
     assert (stored.report.ooms, stored.report.results) == ((), ())
-
-
-def test_new_processes_beyond_the_limit_are_rejected_and_known_ones_are_accepted(store: Store) -> None:
-    _put(store, 1)
-    _put(store, 2)
-    with pytest.raises(TooManyProcessesError, match=r"--report\.max-processes"):
-        _put(store, 3)
-    _put(store, 2, sequence=2)
-    assert {process.key.pid for process in store.snapshot(0.0).processes} == {1, 2}
-
-
-def test_silent_processes_make_room_for_new_ones(store: Store) -> None:
-    _put(store, 1)
-    _put(store, 2)
-    _put(store, 3, now=16.0)
-    assert {process.key.pid for process in store.snapshot(16.0).processes} == {3}
-
-
-def test_a_report_with_only_unknown_devices_is_rejected_and_the_error_names_one(store: Store) -> None:
-    store.put_reading(node(device(UUIDS[0])))
-    with pytest.raises(UnknownDeviceError, match="GPU-nowhere"):
-        _put(store, devices=(sample("GPU-nowhere"), sample("GPU-elsewhere")))
-    assert store.snapshot(0.0).processes == ()
 
 
 @pytest.mark.parametrize(

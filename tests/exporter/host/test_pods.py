@@ -53,12 +53,10 @@ def test_the_container_of_a_device_is_that_of_its_processes() -> None:
         2: ("ml", "llm-0", "trainer"),
         3: ("web", "chat-0", "server"),
     }
-
-
-def test_the_devices_of_all_processes_of_a_container_are_combined() -> None:
-    known = reading(facts(1, "c1", "p1"), facts(2, "c1", "p1"), on={1: (0,), 2: (1,)})
-    shared = given(d0=(TRAINER, SERVER), d1=(TRAINER,))
-    assert named(known, shared) == {1: ("ml", "llm-0", "trainer"), 2: ("ml", "llm-0", "trainer")}
+    # A device that another container shares is the container's if it has another one, and the pod's in any case.
+    assert named(known, given(d0=(TRAINER,), d1=(TRAINER, SERVER)))[2] == ("ml", "llm-0", "trainer")
+    known = reading(facts(1, "c1", "p1"), facts(2, "c2", "p1"), on={1: (0,), 2: (0,)})
+    assert named(known, given(d0=(TRAINER, SIDECAR))) == {1: ("ml", "llm-0", ""), 2: ("ml", "llm-0", "")}
 
 
 ONE = facts(1, "c1", "p1")
@@ -90,11 +88,6 @@ def test_ambiguous_containers_have_no_name(case: str) -> None:
     assert named(*AMBIGUOUS[case]) == {}
     _, has_new = name_containers(*AMBIGUOUS[case])
     assert has_new == (case in ("newer than the list", "unknown start time"))
-
-
-def test_two_containers_of_one_pod_that_share_a_device_have_the_pods_name() -> None:
-    known = reading(facts(1, "c1", "p1"), facts(2, "c2", "p1"), on={1: (0,), 2: (0,)})
-    assert named(known, given(d0=(TRAINER, SIDECAR))) == {1: ("ml", "llm-0", ""), 2: ("ml", "llm-0", "")}
 
 
 def test_a_device_of_a_resource_claim_is_found_by_its_minor_number() -> None:

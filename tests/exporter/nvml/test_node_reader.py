@@ -142,13 +142,22 @@ def test_a_missing_driver_is_retried_after_1_2_4_8_16_and_then_every_30_seconds(
     assert [at - node.opened_at[0] for at in node.opened_at] == [0, 1, 3, 7, 15, 31, 61, 91, 121]
 
 
-@pytest.mark.parametrize("error", [NvmlUnavailableError("unavailable"), NvmlError("unknown"), KeyError("unforeseen")])
-def test_a_driver_that_cannot_list_its_devices_is_closed_and_opened_again(
-    reader: NodeReader, node: Node, error: Exception
+@pytest.mark.parametrize(
+    "failures",
+    [
+        {("devices", ""): NvmlUnavailableError("unavailable")},
+        {("devices", ""): KeyError("unforeseen")},
+        {("memory", f"GPU-{number}"): NvmlUnavailableError("NVML is not initialized") for number in range(8)},
+    ],
+)
+def test_a_driver_that_lists_or_reads_no_device_is_closed_and_opened_again(
+    reader: NodeReader, node: Node, failures: dict[tuple[str, str], Exception]
 ) -> None:
     reader.read()
-    node.failures["devices", ""] = error
-    assert not poll_for(reader, node, 1).up
+    node.failures |= failures
+    reading = poll_for(reader, node, 1)
+    assert (reading.up, reading.devices) == (False, ())
+    assert reading.error
     assert not node.is_open
     node.failures.clear()
     assert poll_for(reader, node, 1).up
@@ -203,15 +212,6 @@ def test_nvml_is_initialized_again_with_backoff_to_recover_a_lost_device(reader:
     node.listed = []
     reading = poll_for(reader, node, 60)
     assert (reading.up, len(node.opened_at)) == (True, 9)
-
-
-def test_nvml_unavailable_for_every_device_is_an_error_of_the_driver(reader: NodeReader, node: Node) -> None:
-    reader.read()
-    for i in range(8):
-        node.failures["memory", f"GPU-{i}"] = NvmlUnavailableError("NVML is not initialized")
-    reading = reader.read()
-    assert (reading.up, reading.error, reading.devices) == (False, "NVML is not initialized", ())
-    assert not node.is_open
 
 
 @pytest.mark.parametrize(
