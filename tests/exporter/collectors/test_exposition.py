@@ -240,9 +240,3 @@ def test_a_policy_rule_starts_at_0_and_its_series_end_with_it() -> None:
     assert value(instruments, "gpumem_policy_evaluations_total", rule="b", result="busy") == 0
     with pytest.raises(KeyError):
         value(instruments, "gpumem_policy_evaluations_total", rule="a", result="acted")
-
-
-def test_counters_of_actions_exist_before_the_first_action() -> None:
-    instruments = Instruments()
-    assert value(instruments, "gpumem_actions_total", action="reset_peak", outcome="gone") == 0
-    assert value(instruments, "gpumem_processes_dropped_total") == 0

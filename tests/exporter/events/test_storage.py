@@ -72,14 +72,6 @@ def test_a_stored_event_is_read_unchanged(bench: Bench) -> None:
     assert third.pid == "1@4026532007"
 
 
-def test_a_query_without_a_start_returns_the_last_events(bench: Bench) -> None:
-    bench.put(*range(10))
-    page = bench.page(limit=3)
-    assert [event.detail["number"] for event in page.events] == [7, 8, 9]
-    assert not page.more
-    assert bench.numbers(after=page.next_after) == []
-
-
 def test_a_query_returns_the_events_that_meet_all_conditions(bench: Bench) -> None:
     results = [{"pid": 7, "uuid": "GPU-0"}, {"pid": "1@5", "uuid": "GPU-1"}]
     bench.put(0, pid=7)

@@ -197,21 +197,6 @@ def test_the_history_of_a_pid_ends_with_its_process() -> None:
     assert series["used"]["max"] == [None] * 5 + [50 * MIB] * 5
 
 
-def test_hidden_commands_are_not_names() -> None:
-    bench = HistoryBench()
-    reading = dataclasses.replace(node(used(100, p7=50)), facts={7: ProcessFacts(7, 1, command="python secret.py")})
-    bench.run(1, reading=reading)
-    job = job_of(reading=reading)
-    chosen: dict[str, Any] = {"uuids": (), "jobs": [job], "points": 600, "to_unix_seconds": bench.unix_seconds}
-
-    def name(names: dict[str, str] | None) -> str:
-        document = bench.history.document(from_unix_seconds=bench.unix_seconds - 10, names=names, **chosen)
-        return str(document["series"][0]["name"])
-
-    assert name(None) == name({job: "python secret.py"}) == "python secret.py"
-    assert name({}) == "pid 7"
-
-
 def test_the_minima_of_a_job_are_those_of_whole_minutes() -> None:
     bench = HistoryBench()
     for minute in range(5):
@@ -232,14 +217,6 @@ def test_values_are_whole_kib_and_too_large_ones_are_unknown() -> None:
     bench.run(1, reading=node(device(UUIDS[0], total=1 << 50, used=1 << 42)))
     bench.run(1, reading=node(device(UUIDS[0], total=1 << 50, used=(1 << 42) - 2048)))
     assert bench.document(3)["series"][0]["used"]["max"] == [4096, None, (1 << 42) - 2048]
-
-
-def test_a_short_retention_limits_every_resolution() -> None:
-    bench = HistoryBench(retention_seconds=600)
-    bench.run(1800, step=2)
-    document = bench.document(7200, points=2000)
-    assert document["step_seconds"] == 1
-    assert document["from_unix_seconds"] == bench.unix_seconds - 660
 
 
 def serving(used_mib: int | None, *, pid: int = 7, **changes: Any) -> Any:

@@ -33,10 +33,14 @@ ME = ProcessIdentity(
 )
 
 
-def facts_of(tree: Tree, pid: int = 30) -> ProcessFacts:
-    facts = LinuxHost(tree.root).facts(pid)
+def facts_of_host(host: LinuxHost, pid: int = 30) -> ProcessFacts:
+    facts = host.facts(pid)
     assert facts is not None
     return facts
+
+
+def facts_of(tree: Tree, pid: int = 30) -> ProcessFacts:
+    return facts_of_host(LinuxHost(tree.root), pid)
 
 
 @pytest.fixture
@@ -92,7 +96,7 @@ def test_a_real_process_is_alive_until_it_exits_even_as_a_zombie(child: subproce
     assert host.facts(child.pid) is None
 
 
-def test_a_user_name_is_used_once_the_directory_service_is_available_again(
+def test_facts_are_read_again_after_a_minute_and_a_user_name_once_its_directory_service_answers(
     tree: Tree, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_up: list[int] = []
@@ -108,26 +112,17 @@ def test_a_user_name_is_used_once_the_directory_service_is_available_again(
     host = LinuxHost(tree.root, clock=clock)
 
     def users() -> list[str]:
-        return [facts.user for pid in (30, 31) if (facts := host.facts(pid)) is not None]
+        return [facts_of_host(host, pid).user for pid in (30, 31)]
 
     assert users() == ["3999999999"] * 2
     assert looked_up == [3_999_999_999], "a directory that does not answer is queried again for each process"
-    names[3_999_999_999] = pwd.struct_passwd(("ada", "x", 3_999_999_999, 100, "", "/", "/bin/sh"))
-    clock.now += 61
-    assert users() == ["ada"] * 2
-
-
-def test_facts_are_cached_for_a_minute(tree: Tree, clock: Clock) -> None:
-    host = LinuxHost(tree.root, clock=clock)
-    directory = tree.process(30)
-    first = host.facts(30)
-    (directory / "cmdline").write_bytes(b"python\0serve.py\0")
+    (tree.root / "30" / "cmdline").write_bytes(b"python\0serve.py\0")
     clock.now += 59
-    assert host.facts(30) is first
+    assert facts_of_host(host).command == "python train.py", "cached for a minute"
+    names[3_999_999_999] = pwd.struct_passwd(("ada", "x", 3_999_999_999, 100, "", "/", "/bin/sh"))
     clock.now += 2
-    again = host.facts(30)
-    assert again is not None
-    assert again.command == "python serve.py"
+    assert users() == ["ada"] * 2
+    assert facts_of_host(host).command == "python serve.py"
 
 
 def test_facts_are_read_again_after_a_real_exec() -> None:

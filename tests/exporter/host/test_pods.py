@@ -53,7 +53,7 @@ def test_the_container_of_a_device_is_that_of_its_processes() -> None:
         2: ("ml", "llm-0", "trainer"),
         3: ("web", "chat-0", "server"),
     }
-    # A device that another container shares is the container's if it has another one, and the pod's in any case.
+    # Process 2 uses only a shared device, but its container also has device 0.
     assert named(known, given(d0=(TRAINER,), d1=(TRAINER, SERVER)))[2] == ("ml", "llm-0", "trainer")
     known = reading(facts(1, "c1", "p1"), facts(2, "c2", "p1"), on={1: (0,), 2: (0,)})
     assert named(known, given(d0=(TRAINER, SIDECAR))) == {1: ("ml", "llm-0", ""), 2: ("ml", "llm-0", "")}

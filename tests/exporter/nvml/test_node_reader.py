@@ -18,7 +18,6 @@ from gpumem_exporter.errors import (
     NvmlPermissionError,
     NvmlUnavailableError,
 )
-from gpumem_exporter.nvml.failures import Backoff
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.reader import NodeReader
 from tests.support.builders import Clock, NobodyHost
@@ -232,15 +231,6 @@ def test_a_value_that_cannot_be_read_is_unknown_and_the_others_stay(
         assert device(reader.read(), "GPU-3") == replace(whole, **unknown)
 
 
-def test_a_release_forgets_lost_devices(reader: NodeReader, node: Node) -> None:
-    reader.read()
-    node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
-    reader.read()
-    reader.release("a GPU is taken out")
-    del node.listed[3]
-    assert "GPU-3" not in [device.uuid for device in reader.read().devices]
-
-
 def test_a_failure_is_logged_when_it_starts_and_when_it_ends(
     reader: NodeReader, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,12 +267,3 @@ def test_a_failure_that_comes_and_goes_each_second_is_logged_once_a_minute(
         poll_for(reader, node, 1)
     assert len(caplog.records) == 2
     assert all("GPU-3: timeout" in record.message for record in caplog.records)
-
-
-@pytest.mark.parametrize(("jitter", "delay"), [(0.0, 8.0), (1.0, 4.0), (0.5, 6.0)])
-def test_jitter_shortens_a_delay_by_up_to_half(jitter: float, delay: float) -> None:
-    backoff = Backoff(2.0, 60.0, jitter=lambda: jitter)
-    for _ in range(3):
-        backoff.failed(100.0)
-    assert not backoff.due(100.0 + delay - 0.001)
-    assert backoff.due(100.0 + delay)

@@ -40,9 +40,6 @@ def test_a_healthy_node_is_ok() -> None:
     assert (document["devices"], document["processes"]) == (2, 1)
     assert (document["version"], document["source"]) == ("1.2.3", "nvml")
     assert {check["status"] for check in document["checks"].values()} == {"ok"}
-
-
-def test_a_release_of_nvml_is_a_flag_for_programs() -> None:
     down = dataclasses.replace(node(up=False), error="released on request by ada")
     document = health(Snapshot(0.0, down), release=ReleaseRequest("ada", 0.0))
     assert document["nvml"] == {"up": False, "error": down.error, "released": True}

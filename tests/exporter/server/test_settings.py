@@ -48,14 +48,13 @@ def test_flags_environment_file_and_defaults_have_this_precedence(tmp_path: Path
     assert settings.log_format == "logfmt"
 
 
-def test_dotted_and_nested_keys_are_the_same_keys(tmp_path: Path) -> None:
+def test_keys_are_dotted_or_nested_and_values_repeated_or_separated_by_commas(
+    tmp_path: Path,
+) -> None:
     dotted = written(tmp_path / "a.yaml", "web.listen-address: [':1', '[::1]:2']\nreport.max-processes: 9\n")
     nested = written(tmp_path / "b.yaml", "web:\n  listen-address: [':1', '[::1]:2']\nreport:\n  max-processes: 9\n")
     assert load_settings({"config.file": dotted}, {}) == load_settings({"config.file": nested}, {})
     assert load_settings({}, {"GPUMEM_CONFIG_FILE": nested}).web_listen_address == (":1", "[::1]:2")
-
-
-def test_several_values_are_repeated_or_separated_by_commas() -> None:
     by_flag = load_settings({"web.listen-address": [":1", "127.0.0.1:2"]}, {})
     by_environment = load_settings({}, {"GPUMEM_WEB_LISTEN_ADDRESS": ":1, 127.0.0.1:2"})
     assert by_flag.web_listen_address == by_environment.web_listen_address == (":1", "127.0.0.1:2")
