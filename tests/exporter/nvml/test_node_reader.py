@@ -231,6 +231,15 @@ def test_a_value_that_cannot_be_read_is_unknown_and_the_others_stay(
         assert device(reader.read(), "GPU-3") == replace(whole, **unknown)
 
 
+def test_a_release_forgets_lost_devices(reader: NodeReader, node: Node) -> None:
+    reader.read()
+    node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
+    reader.read()
+    assert reader.release("a GPU is taken out").error == "a GPU is taken out"
+    del node.listed[3]
+    assert "GPU-3" not in [device.uuid for device in reader.read().devices]
+
+
 def test_a_failure_is_logged_when_it_starts_and_when_it_ends(
     reader: NodeReader, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
