@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client.parser import text_string_to_metric_families
-
-from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom, LastOoms
+from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom
 from gpumem_exporter.core.samples import DeviceReading
 from tests.support import recorder_bench
 from tests.support.builders import MIB, UUIDS, device, sample
@@ -107,24 +103,6 @@ def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
     assert bench.shown().keys() == {"11@1", *(f"{pid}@1" for pid in range(13, MAX_SHOWN + 11)), "1000@1"}
 
 
-def test_the_work_grows_with_the_errors_and_not_with_their_square() -> None:
-    class Owner(str):
-        """Counts how often it is looked up."""
-
-        __slots__ = ()
-        lookups = 0
-
-        def __hash__(self) -> int:
-            Owner.lookups += 1
-            return super().__hash__()
-
-    owners, count = [Owner("uid=1000"), Owner("uid=1001")], 8 * MAX_SHOWN
-    ooms = LastOoms()
-    ooms.restore(last_oom(pid=str(pid), owner=owners[pid % 2], happened_seconds=float(pid)) for pid in range(count))
-    assert len(ooms.shown) == MAX_SHOWN
-    assert count <= Owner.lookups <= 2 * count
-
-
 def test_an_owner_with_many_errors_hides_none_of_another() -> None:
     store = Bench().store
     of_ada = [last_oom(pid=str(pid), owner="1001", happened_seconds=float(-pid)) for pid in range(1, 11)]
@@ -136,51 +114,17 @@ def test_an_owner_with_many_errors_hides_none_of_another() -> None:
     assert {oom.pid for oom in of_ada} <= {oom.pid for oom in shown}
 
 
+def test_a_stored_error_replaces_no_later_one_of_its_process() -> None:
+    store = Bench().store
+    store.put_ooms([last_oom(pid="1", number=2), last_oom(pid="2", session="later")])
+    restored = {"happened_unix_seconds": 2e9}
+    store.restore_ooms([last_oom(pid="1", number=2, **restored), last_oom(pid="2", number=9), last_oom(pid="3")])
+    store.restore_ooms([last_oom(pid="1", number=1)])
+    store.put_ooms([last_oom(pid="3", number=1, **restored)])
+    shown = {each.pid: (each.session, each.number, each.happened_unix_seconds) for each in store.snapshot(0.0).ooms}
+    assert shown == {"1": ("s", 2, 2e9), "2": ("later", 1, 1e9), "3": ("s", 1, 1e9)}
+
+
 def last_oom(**changes: Any) -> LastOom:
     known = {"gpu": "0", "uuid": UUIDS[0], "workload": "w", "rank": "", "session": "s", "number": 1}
-    return LastOom(**{**known, "happened_unix_seconds": 1e9, **changes})
-
-
-_ooms = st.builds(
-    LastOom,
-    gpu=st.sampled_from(["0", "1", ""]),
-    uuid=st.sampled_from(UUIDS[:2]),
-    pid=st.sampled_from(["1", "2", "1@5"]),
-    workload=st.sampled_from(["w", 'x"y']),
-    rank=st.just(""),
-    session=st.sampled_from(["a", "b"]),
-    number=st.integers(1, 3),
-    happened_seconds=st.floats(-2 * SHOWN_SECONDS, 0),
-    happened_unix_seconds=st.floats(1e9, 2e9),
-    requested_bytes=st.none() | st.integers(0, 2**63),
-)
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from(["put", "recall"]), st.lists(_ooms, max_size=4)), max_size=8),
-    st.lists(st.floats(0, SHOWN_SECONDS), max_size=3).map(sorted),
-)
-def test_series_are_unique_and_of_the_last_hour(taken: list[tuple[str, list[LastOom]]], times: list[float]) -> None:
-    bench = Bench()
-    last: dict[tuple[str, str], LastOom] = {}
-    for how, ooms in taken:
-        (bench.store.put_ooms if how == "put" else bench.store.restore_ooms)(ooms)
-        for each in ooms:
-            known = last.get((each.uuid, each.pid))
-            same = known is not None and known.session == each.session
-            if how == "put":
-                wins = known is None or not same or each.number > known.number
-            else:
-                wins = known is None or (same and each.number >= known.number)
-            if wins:
-                last[each.uuid, each.pid] = each
-    for bench.now in times:
-        families = {family.name: family.samples for family in text_string_to_metric_families(bench.page())}
-        samples = families.get("gpumem_last_oom_timestamp_seconds", [])
-        series = {(found.labels["uuid"], found.labels["pid"]): found.value for found in samples}
-        assert len(series) == len(samples)
-        assert series == {
-            key: each.happened_unix_seconds
-            for key, each in last.items()
-            if bench.now - each.happened_seconds <= SHOWN_SECONDS
-        }
+    return LastOom(**{**known, "happened_seconds": 0.0, "happened_unix_seconds": 1e9, **changes})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from gpumem_exporter.collectors.exposition import view_of
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.place import Place
-from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess, Snapshot
 from gpumem_exporter.view.documents import processes_document
 from tests.support.builders import MIB, device, node, reporting, sample
 
@@ -45,10 +44,6 @@ AMBIGUOUS = known(
 """Pid 1 in two namespaces, pid 70 in one while the driver lists another pid 70, and the unique pid 8."""
 
 
-def test_the_name_of_a_process_that_cannot_be_seen_has_all_that_it_claims() -> None:
-    assert names(AMBIGUOUS) == ["1@11", "1@12", "8@12", "70@12"]
-
-
 def test_no_report_of_another_owner_changes_the_name_of_a_process_or_hides_it() -> None:
     inside = Place(known=True, container=".".join(letter * 64 for letter in "ab"))
     mine = in_namespace(11, owner_uid=1001)
@@ -76,15 +71,12 @@ def test_page_documents_and_targets_use_the_same_name() -> None:
         if process["reporting"]
     }
     assert [json_pid(name) for name in page] == [*documents] == ["1@11", "1@12", "8@12", "70@12"]
+    for pid in (1, 70, "1@13", 8, 11):
+        assert list(select_reporting(Target(pid=pid), AMBIGUOUS)) == []
     for pid, document in documents.items():
         ((name, process, _),) = select_reporting(Target(pid=pid), AMBIGUOUS)
         assert name == pid
         assert process.key[:2] == (document["pid_namespace"], document["own_pid"])
-
-
-@pytest.mark.parametrize("pid", [1, 70, "1@13", 8, 11])
-def test_a_pid_that_is_not_a_name_matches_no_process(pid: int | str) -> None:
-    assert list(select_reporting(Target(pid=pid), AMBIGUOUS)) == []
 
 
 def test_a_process_whose_pid_was_reused_has_no_name_and_is_no_target() -> None:
@@ -114,11 +106,3 @@ def test_the_later_of_two_reporters_with_one_host_pid_has_the_name() -> None:
     for order in ((first, second), (second, first)):
         ((_, process, _),) = select_reporting(Target(pid=70), known(*order))
         assert process is second
-
-
-def test_a_silent_and_an_active_reporter_have_different_names() -> None:
-    silent = SilentReporter(ProcessKey(11, 1), None, 1000, "quiet", "", 5.0)
-    snapshot = dataclasses.replace(known(in_namespace(12)), silent=(silent,))
-    assert names(snapshot) == ["1@12"]
-    assert [name for name, _ in snapshot.names.silent] == ["1@11"]
-    assert all(re.fullmatch(r"\d+(@\d+)?", name) for name in names(snapshot))

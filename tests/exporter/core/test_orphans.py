@@ -100,9 +100,3 @@ def test_a_report_of_an_earlier_process_with_the_pid_does_not_count() -> None:
     bench = Bench()
     bench.reports(QUIET, start_time_ticks=TICKS - 1)
     assert bench.orphans(QUIET) == {PID}
-
-
-def test_a_process_that_has_its_launcher_is_no_orphan() -> None:
-    bench = Bench()
-    bench.facts = dataclasses.replace(bench.facts, lost=None)
-    assert bench.orphans(QUIET) == set()

@@ -88,25 +88,11 @@ def test_an_engine_that_does_not_grow_any_more_has_started() -> None:
     bench.reads(512 * MIB + GROWTH_BYTES)
     bench.reads(512 * MIB + GROWTH_BYTES, after=GROWTH_PAUSE_SECONDS - 1)
     assert bench.starting() == STARTS
+    bench.reads(512 * MIB)  # the trial run has released its activations
+    bench.reads(512 * MIB + GROWTH_BYTES, after=0.5)
+    assert bench.starting(after=GROWTH_PAUSE_SECONDS - 1) == STARTS
     bench.reads(512 * MIB + 2 * GROWTH_BYTES - MIB)  # the first requests load kernels
     assert not bench.starting(after=2)
-
-
-def test_growth_after_a_release_counts() -> None:
-    bench = Bench()
-    bench.reads(4096 * MIB)
-    bench.reads(2048 * MIB, after=GROWTH_PAUSE_SECONDS - 1)  # the trial run has released its activations
-    bench.reads(2048 * MIB + GROWTH_BYTES, after=0.5)
-    assert bench.starting(after=GROWTH_PAUSE_SECONDS - 1) == STARTS
-
-
-def test_growth_does_not_extend_a_start_beyond_its_limit() -> None:
-    bench = Bench()
-    for minute in range(15):
-        bench.reads((minute + 1) * GROWTH_BYTES, after=59.0)
-    assert bench.starting() == STARTS
-    bench.reads(20 * GROWTH_BYTES, after=1000.0 + TITLED_START_SECONDS - bench.now)
-    assert not bench.starting()
 
 
 def test_an_engine_without_a_size_starts_for_the_pause_only() -> None:
@@ -124,15 +110,10 @@ def test_a_start_outlives_a_driver_that_does_not_answer_and_ends_with_the_proces
     assert bench.starting(after=20) == STARTS
     bench.put(node(device(processes=None), taken=bench.now))
     assert bench.starting() == STARTS
+    bench.store.put_reading(node(device(processes={ENGINE: 512 * MIB}), taken=bench.now))
+    assert bench.starting() == STARTS, "the reading has no description of the process"
     bench.put(node(device(processes={}), taken=bench.now))
     assert not bench.starting()
-
-
-def test_a_start_outlives_a_reading_without_a_description_of_the_process() -> None:
-    bench = Bench()
-    bench.reads(512 * MIB)
-    bench.store.put_reading(node(device(processes={ENGINE: 512 * MIB}), taken=bench.now))
-    assert bench.starting() == STARTS
 
 
 def test_a_later_process_with_the_pid_is_another_engine() -> None:
@@ -146,26 +127,16 @@ def test_a_later_process_with_the_pid_is_another_engine() -> None:
 def test_what_the_reporter_knows_outranks_the_title() -> None:
     bench = Bench()
     bench.reads(512 * MIB)
+    bench.reports(False, owner_uid=None)
+    assert bench.starting() == STARTS, "the report is not attested"
     bench.reports(False)
     assert not bench.starting()
     bench.reports(True)
     assert bench.starting() == STARTS
     bench.reports(None)
     assert bench.starting() == STARTS  # by its title again
-
-
-def test_a_reporter_that_has_no_sample_yet_does_not_hide_the_title() -> None:
-    bench = Bench()
-    bench.reads(512 * MIB)
     bench.reports(True, devices=())
-    assert bench.starting() == STARTS
-
-
-def test_a_report_that_is_not_attested_ends_no_start() -> None:
-    bench = Bench()
-    bench.reads(512 * MIB)
-    bench.reports(False, owner_uid=None)
-    assert bench.starting() == STARTS
+    assert bench.starting() == STARTS, "it has no sample yet"
 
 
 def test_a_process_without_a_title_starts_if_it_reports_so() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,44 +43,44 @@ def test_an_expired_reporter_is_listed_as_silent(store: Store) -> None:
     assert [process.key.pid for process in snapshot.processes] == [200]
     assert [(silent.key.pid, silent.rank) for silent in snapshot.silent] == [(100, "3")]
     assert store.snapshot(20.1).processes == ()
-
-
-def test_an_expired_poll_is_not_shown(store: Store) -> None:
     store.put_reading(node(device(), taken=10.0))
     assert store.snapshot(15.0).node is not None
     assert store.snapshot(15.1).node is None
 
 
-def test_a_new_session_replaces_the_earlier_one_of_the_same_process(store: Store) -> None:
-    _put(store, now=3.0, session="first", session_started_seconds=1.0, sequence=50)
-    taken = _put(store, now=3.0, session="second", session_started_seconds=2.0, sequence=1)
-    assert taken.report.process.session == "second"
-    with pytest.raises(ReporterSupersededError):
-        _put(store, now=3.0, session="first", session_started_seconds=1.0, sequence=51)
+UNSEEN: dict[str, Any] = {"host_pid": None}
 
 
-def test_a_session_that_claims_a_later_start_than_now_does_not_outrank_later_sessions(store: Store) -> None:
-    _put(store, now=3.0, session="ahead", session_started_seconds=1e9)
-    _put(store, now=4.0, session="ahead", session_started_seconds=1e9, sequence=2)
-    assert _put(store, now=5.0, session="next", session_started_seconds=4.5).report.process.session == "next"
-
-
-def test_users_never_share_an_entry(store: Store) -> None:
-    first = _put(store, owner_uid=1001, session="own", start_time_ticks=5)
-    other = _put(store, owner_uid=1002, session="squatter", start_time_ticks=6, final=True)
-    store.forget(other.key)
-    assert _put(store, owner_uid=1001, session="own", start_time_ticks=5, sequence=2).key == first.key
-    assert [process.owner_uid for process in store.snapshot(0.0).processes] == [1001]
-
-
-def test_an_attested_report_replaces_one_that_is_not(store: Store) -> None:
-    unattested = _put(store, owner_uid=None)
-    attested = _put(store, owner_uid=1001)
-    assert [process.key for process in store.snapshot(0.0).processes] == [attested.key]
-    assert store.take_displaced() == (unattested.key,)
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [
+        ({}, {"session_started_seconds": 2.0}, "second"),
+        ({}, {"session_started_seconds": 0.5}, "first"),
+        ({}, {"session_started_seconds": 0.5, "start_time_ticks": 2000}, "second"),  # the pid was reused
+        ({}, {"session_started_seconds": 2.0, "start_time_ticks": 500}, "first"),
+        ({"session_started_seconds": 1e9}, {"session_started_seconds": 4.5, "now": 5.0}, "second"),
+        ({"owner_uid": None}, {"owner_uid": 1001}, "second"),
+        ({"owner_uid": 1001}, {"owner_uid": None}, "first"),
+        ({"owner_uid": 1001}, {"owner_uid": 1002}, "first second"),
+        ({"owner_uid": 0, "place": HERE}, {"owner_uid": 0, "place": CONTAINER}, "first second"),
+        ({"owner_uid": 0, "place": CONTAINER}, {"owner_uid": 0, "place": CONTAINER, **UNSEEN}, "first"),
+        ({"owner_uid": 1000, **UNSEEN}, {"owner_uid": 1000, "start_time_ticks": 2000, **UNSEEN}, "first"),
+    ],
+)
+def test_which_of_two_reporters_with_one_pid_is_kept(
+    store: Store, first: dict[str, Any], second: dict[str, Any], kept: str
+) -> None:
+    for sequence in (1, 2):
+        _put(store, **{"session": "first", "now": 3.0, "sequence": sequence, **first})
+    put = partial(_put, store, **{"session": "second", "now": 3.0, **second})
+    if "second" in kept:
+        put()
+    else:
+        with pytest.raises(ReporterSupersededError):
+            put()
+    assert " ".join(each.report.process.session for each in store.snapshot(5.0).processes) == kept
+    assert len(store.take_displaced()) == (first.get("owner_uid", 0) is None)
     assert store.take_displaced() == ()
-    with pytest.raises(ReporterSupersededError, match="attests"):
-        _put(store, owner_uid=None, sequence=2)
 
 
 def test_attested_reports_replace_unattested_ones_when_there_is_no_room(store: Store) -> None:
@@ -107,9 +108,14 @@ def test_a_refused_report_displaces_no_process(store: Store) -> None:
     store.put_reading(node(device(UUIDS[0])))
     for pid in (1, 2):
         _put(store, pid, owner_uid=1001)
-    with pytest.raises(UnknownDeviceError):
-        _put(store, 3, owner_uid=1002, devices=(sample("GPU-nowhere"),))
-    assert len(store.snapshot(0.0).processes) == 2
+    with pytest.raises(UnknownDeviceError, match="GPU-nowhere"):
+        _put(store, 3, owner_uid=1002, devices=(sample("GPU-nowhere"), sample("GPU-elsewhere")))
+    with pytest.raises(TooManyProcessesError, match=r"--report\.max-processes"):
+        _put(store, 3, owner_uid=1001)
+    _put(store, 2, owner_uid=1001, sequence=2)
+    assert {process.key.pid for process in store.snapshot(0.0).processes} == {1, 2}
+    _put(store, 3, owner_uid=1001, now=16.0)  # both are silent by now
+    assert [process.key.pid for process in store.snapshot(16.0).processes] == [3]
 
 
 def test_a_user_has_a_share_of_the_page() -> None:
@@ -144,36 +150,6 @@ def test_results_and_errors_are_not_stored(store: Store) -> None:
     assert (stored.report.ooms, stored.report.results) == ((), ())
 
 
-def test_a_later_process_replaces_an_earlier_one_with_the_same_pid(store: Store) -> None:
-    _put(store, session="old", start_time_ticks=1000, session_started_seconds=900.0)
-    _put(store, session="new", start_time_ticks=2000, session_started_seconds=1.0)
-    with pytest.raises(ReporterSupersededError):
-        _put(store, session="old", start_time_ticks=1000, session_started_seconds=900.0, sequence=2)
-
-
-def test_new_processes_beyond_the_limit_are_rejected_and_known_ones_are_accepted(store: Store) -> None:
-    _put(store, 1)
-    _put(store, 2)
-    with pytest.raises(TooManyProcessesError, match=r"--report\.max-processes"):
-        _put(store, 3)
-    _put(store, 2, sequence=2)
-    assert {process.key.pid for process in store.snapshot(0.0).processes} == {1, 2}
-
-
-def test_silent_processes_make_room_for_new_ones(store: Store) -> None:
-    _put(store, 1)
-    _put(store, 2)
-    _put(store, 3, now=16.0)
-    assert {process.key.pid for process in store.snapshot(16.0).processes} == {3}
-
-
-def test_a_report_with_only_unknown_devices_is_rejected_and_the_error_names_one(store: Store) -> None:
-    store.put_reading(node(device(UUIDS[0])))
-    with pytest.raises(UnknownDeviceError, match="GPU-nowhere"):
-        _put(store, devices=(sample("GPU-nowhere"), sample("GPU-elsewhere")))
-    assert store.snapshot(0.0).processes == ()
-
-
 @pytest.mark.parametrize(
     ("reading", "reported", "accepted"),
     [
@@ -191,40 +167,6 @@ def test_samples_of_devices_that_the_driver_may_have_are_accepted(
     _put(store, devices=tuple(sample(uuid) for uuid in reported))
     (process,) = store.snapshot(0.0).processes
     assert tuple(each.uuid for each in process.report.devices) == tuple(accepted)
-
-
-def test_a_report_from_another_place_neither_replaces_nor_ends_a_process(store: Store) -> None:
-    first = _put(store, owner_uid=0, place=HERE)
-    for place in (CONTAINER, UNKNOWN):
-        other = _put(store, owner_uid=0, place=place, session="later", start_time_ticks=10**6)
-        assert other.key != first.key
-        store.forget(other.key)
-    assert store.snapshot(0.0).processes == (first,)
-
-
-def test_a_process_that_proc_shows_outranks_one_that_it_does_not_show(store: Store) -> None:
-    seen = _put(store, owner_uid=0, place=CONTAINER, start_time_ticks=5)
-    with pytest.raises(ReporterSupersededError):
-        _put(store, owner_uid=0, place=CONTAINER, host_pid=None, session="later", start_time_ticks=10**6)
-    assert store.snapshot(0.0).processes == (seen,)
-
-
-def test_nothing_but_the_same_session_continues_a_process_in_an_unknown_place(store: Store) -> None:
-    first = _put(store, owner_uid=1000, host_pid=None)
-    with pytest.raises(ReporterSupersededError):
-        _put(store, owner_uid=1000, host_pid=None, session="later", start_time_ticks=10**6, final=True)
-    assert _put(store, owner_uid=1000, host_pid=None, sequence=2).key == first.key
-
-
-def test_all_users_of_a_container_have_one_share() -> None:
-    store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=10)
-    for pid in range(1, 11):
-        _put(store, pid, owner_uid=pid, place=CONTAINER)
-    for pid in range(11, 16):
-        _put(store, pid, owner_uid=1001, place=HERE)
-    with pytest.raises(TooManyProcessesError):
-        _put(store, 16, owner_uid=99, place=CONTAINER)
-    assert sum(each.key.place is HERE for each in store.snapshot(0.0).processes) == 5
 
 
 def test_a_true_process_takes_the_bytes_of_invented_ones_of_its_share(store: Store) -> None:

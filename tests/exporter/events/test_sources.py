@@ -97,14 +97,6 @@ def test_a_user_has_a_limited_number_of_errors_and_starts_in_a_minute() -> None:
     assert sum(bench.left_out) == 30 * 50 - MAX_OF_OWNER_PER_MINUTE + 2 * 20
 
 
-def test_each_session_numbers_its_errors_separately() -> None:
-    bench = Bench()
-    bench.report(7, oom(1))
-    bench.report(7, oom(1), session="second", session_started_seconds=2.0)
-    assert bench.types() == ["process_started", "oom", "process_ended", "process_started", "oom"]
-    assert len({event.subject for event in bench.log.events if event.type == "oom"}) == 2
-
-
 def test_a_process_starts_with_its_first_report_and_ends_with_its_last_values() -> None:
     bench = Bench()
     facts = ProcessFacts(4711, 1000, command="python train.py", user="ada", k8s_pod="llm-0")
@@ -136,24 +128,17 @@ def test_a_process_starts_with_its_first_report_and_ends_with_its_last_values() 
 
 def test_a_process_that_leaves_its_devices_one_by_one_has_the_last_values_of_each() -> None:
     bench = Bench()
+    devices = (device(UUIDS[0], processes={7: 30 * MIB}), device(UUIDS[1], processes={7: 20 * MIB}))
+    bench.reading(*devices, facts={7: ProcessFacts(7, 1000, user="ada")})
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB), sample(UUIDS[1], MIB)))
-    bench.reading(device(UUIDS[0], processes={7: 30 * MIB}), device(UUIDS[1], processes={7: 20 * MIB}))
     bench.wait(1)
     bench.reading(device(UUIDS[0], processes={}), device(UUIDS[1], processes={7: 10 * MIB}))
     bench.wait(1)
     bench.reading(device(UUIDS[0], processes={}), device(UUIDS[1], processes={7: None}))
     bench.forget(bench.process(), "exited")
-    assert [row["used_bytes"] for row in bench.log.events[-1].detail["devices"]] == [30 * MIB, 10 * MIB]
-
-
-def test_a_process_that_ends_before_the_next_poll_has_the_values_of_the_last_poll() -> None:
-    bench = Bench()
-    bench.reading(device(UUIDS[0], gpu="0", processes={7: 30 * MIB}), facts={7: ProcessFacts(7, 1000, user="ada")})
-    bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
-    bench.forget(bench.process(), "exited")
-    ended = bench.log.events[-1]
-    assert [row["used_bytes"] for row in ended.detail["devices"]] == [30 * MIB]
-    assert ended.detail["user"] == "ada"
+    ended = bench.log.events[-1].detail
+    assert [row["used_bytes"] for row in ended["devices"]] == [30 * MIB, 10 * MIB]
+    assert ended["user"] == "ada"
 
 
 def test_driver_values_much_older_than_the_last_report_are_left_out() -> None:
@@ -166,15 +151,6 @@ def test_driver_values_much_older_than_the_last_report_are_left_out() -> None:
     bench.forget(bench.process(), "exited")
     (row,) = bench.log.events[-1].detail["devices"]
     assert (row["used_bytes"], row["non_torch_bytes"], row["allocated_bytes"]) == (None, None, MIB)
-
-
-def test_the_bytes_of_another_process_with_the_same_pid_are_not_used() -> None:
-    bench = Bench()
-    bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
-    bench.reading(device(UUIDS[0], processes={7: 30 * MIB}), facts={7: ProcessFacts(7, 5000)})
-    bench.forget(bench.process(), "exited")
-    (row,) = bench.log.events[-1].detail["devices"]
-    assert row["used_bytes"] is None
 
 
 def test_a_silent_process_has_ended_and_starts_again_with_its_next_report() -> None:
@@ -211,24 +187,34 @@ def lost(gpu: int = 0, **changes: Any) -> DeviceReading:
     return DeviceReading(gpu=str(gpu), uuid=UUIDS[gpu], error="GPU is lost", **changes)
 
 
-def changes(before: NodeReading | None, after: NodeReading) -> list[tuple[str, str | None, str]]:
+WELL, ILL, ONE = node(device(), device(UUIDS[1], gpu="1")), node(device(), lost(1)), node(device())
+LOST, RETURNED = ("device_lost", "1", ""), ("device_returned", "1", "")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (WELL, WELL, []),
+        (WELL, ILL, [LOST]),
+        (ILL, ILL, []),
+        (ILL, WELL, [RETURNED]),
+        (WELL, ONE, []),  # removed
+        # The first reading creates events only for changes to stored states.
+        (None, ILL, [("device_returned", "0", "device_lost"), LOST]),
+        (None, node(DeviceReading(gpu="0", uuid="", error="no handle")), []),
+    ],
+)
+def test_a_device_that_stops_answering_is_lost_and_returns_when_it_answers(
+    before: NodeReading | None, after: NodeReading, expected: list[tuple[str, str, str]]
+) -> None:
     history = DeviceHistory()
     if before is not None:
         history.take_reading(before)
-    return [(event.type, event.gpu, event.only_after) for event in history.take_reading(after)]
-
-
-def test_a_device_that_stops_answering_is_lost_and_returns_when_it_answers() -> None:
-    well, ill = node(device(), device(UUIDS[1], gpu="1")), node(device(), lost(1))
-    assert changes(well, well) == changes(ill, ill) == []
-    assert changes(well, ill) == [("device_lost", "1", "")]
-    assert changes(ill, well) == [("device_returned", "1", "")]
-    (event, _) = DeviceHistory().take_reading(node(lost(1), device()))
-    assert (event.uuid, event.detail["error"]) == (UUIDS[1], "GPU is lost")
-
-
-def test_the_first_reading_creates_events_only_for_changes_to_stored_states() -> None:
-    assert changes(None, node(device(), lost(1))) == [("device_returned", "0", "device_lost"), ("device_lost", "1", "")]
+    events = history.take_reading(after)
+    assert [(event.type, event.gpu, event.only_after) for event in events] == expected
+    assert [event.detail["error"] for event in events if event.type == "device_lost"] == ["GPU is lost"] * (
+        LOST in expected
+    )
 
 
 def test_an_unavailable_driver_is_not_the_loss_of_a_device() -> None:
@@ -237,10 +223,6 @@ def test_an_unavailable_driver_is_not_the_loss_of_a_device() -> None:
     bench.reading(up=False)
     bench.reading(device())
     assert [event.type for event in bench.log.events if not event.only_after] == []
-
-
-def test_a_removed_device_is_not_lost() -> None:
-    assert changes(node(device(), device(UUIDS[1], gpu="1")), node(device())) == []
 
 
 def test_a_mig_device_is_lost_after_two_failures_with_one_event() -> None:
@@ -253,10 +235,6 @@ def test_a_mig_device_is_lost_after_two_failures_with_one_event() -> None:
     bench.reading(part)
     bench.reading(part)
     assert bench.types() == ["device_lost"]
-
-
-def test_a_device_without_a_uuid_is_left_out() -> None:
-    assert changes(None, node(DeviceReading(gpu="0", uuid="", error="no handle"))) == []
 
 
 def test_a_finished_action_has_an_event_with_its_results_but_a_dry_run_has_none() -> None:
@@ -275,16 +253,13 @@ def test_a_finished_action_has_an_event_with_its_results_but_a_dry_run_has_none(
     assert (detail["id"], detail["requested_by"], detail["target"]) == ("id", "alice", {"pid": 4711})
     assert detail["freed_bytes"] == 11
     assert [result["freed_bytes"] for result in detail["results"]] == [5, 6]
+    many = tuple(dataclasses.replace(results[0], pid=pid) for pid in range(1, MAX_RESULTS + 8))
+    large = action_event(dataclasses.replace(action, results=many), 2.0)
+    assert (len(large.detail["results"]), large.detail["results_left_out"]) == (MAX_RESULTS, 7)
+    assert (large.pid, large.gpu) == (None, "0")
 
 
-def test_the_event_of_a_large_action_has_the_first_results_and_the_number_left_out() -> None:
-    results = tuple(ActionResult(pid, "w", "", "0", UUIDS[0], "done") for pid in range(1, MAX_RESULTS + 8))
-    event = action_event(Action("id", "reset_peak", "done", "a", 1.0, Target(all=True), results=results), 2.0)
-    assert (len(event.detail["results"]), event.detail["results_left_out"]) == (MAX_RESULTS, 7)
-    assert (event.pid, event.gpu) == (None, "0")
-
-
-def test_the_mean_counts_time_and_a_long_gap_counts_nothing() -> None:
+def test_a_mean_counts_time_without_long_gaps_and_a_peak_outlives_a_reset() -> None:
     usage = DeviceUsage()
     assert usage.row() == dict.fromkeys(usage.row()), "nothing is known"
     usage.take_used(400, 10.0)
@@ -296,11 +271,6 @@ def test_the_mean_counts_time_and_a_long_gap_counts_nothing() -> None:
     usage.take_used(1000, 5000.0)
     assert usage.row()["used_mean_bytes"] == (300 * 10 + 200 * 30) // 40
     assert usage.row()["used_peak_bytes"] == 1000
-
-
-def test_the_highest_reserved_peak_outlives_a_reset_and_an_unknown_value() -> None:
-    usage = DeviceUsage()
     for peak, idle in ((500, None), (100, 40), (None, 20)):
         usage.take_sample(DeviceSample(UUIDS[0], reserved_peak_bytes=peak, idle_cache_bytes=idle), 1.0)
-    assert usage.row()["reserved_highest_bytes"] == 500
-    assert usage.row()["idle_cache_mean_bytes"] == 20
+    assert (usage.row()["reserved_highest_bytes"], usage.row()["idle_cache_mean_bytes"]) == (500, 20)

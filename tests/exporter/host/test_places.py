@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
-from gpumem_exporter.host.places import Places
+from gpumem_exporter.host.places import Places, container_id, pod_uid, user_of_slice
 
 A, B, C, D = (letter * 64 for letter in "abcd")
 HOST_MAP = "         0          0 4294967295\n"
@@ -45,23 +45,15 @@ def proc(tmp_path: Path) -> Proc:
 
 
 def test_services_and_sessions_of_the_host_are_here(proc: Proc) -> None:
-    for path in ("/", "/system.slice/sshd.service", "/user.slice/user-1001.slice/session-2.scope", f"/docker-{A[:12]}"):
+    for path in ("/", "/system.slice/sshd.service", "/user.slice/user-1001.slice/session-2.scope"):
         assert proc.place(f"0::{path}\n") == HERE
     assert proc.place(f"0::/machine.slice/libpod-conmon-{A}.scope\n") == HERE, "podman's monitor is outside"
 
 
-@pytest.mark.parametrize(
-    "cgroup",
-    [
-        f"0::/system.slice/docker-{A}.scope\n",
-        f"0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-{A}.scope/init\n",
-        f"0::/../{A}\n",
-        f"12:pids:/docker/{A}\n0::/system.slice/containerd.service\n",
-    ],
-)
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_container_is_named_by_its_cgroup_also_in_the_hosts_namespaces(proc: Proc, cgroup: str, depth: int) -> None:
-    assert proc.place(cgroup, depth=depth) == Place(known=True, container=A)
+def test_a_container_is_named_by_its_cgroup_also_in_the_hosts_namespaces(proc: Proc, depth: int) -> None:
+    assert proc.place(f"0::/system.slice/docker-{A}.scope\n", depth=depth) == Place(known=True, container=A)
+    assert proc.place("0::" + f"/{A}" * 200 + "\n", depth=depth).container == ".".join([A] * 4)
 
 
 def test_the_outer_containers_come_first_and_those_of_the_exporter_do_not_count(proc: Proc) -> None:
@@ -72,10 +64,6 @@ def test_the_outer_containers_come_first_and_those_of_the_exporter_do_not_count(
     assert proc.place(f"0::/docker/{A}/init.scope\n") == HERE, "the node"
     assert proc.place(f"0::/docker/{A}/kubepods/{B}\n").container == B
     assert proc.place(f"0::/docker/{A}/kubepods/{D}/{B}\n").container == f"{D}.{B}", "a forged name"
-
-
-def test_a_long_chain_of_containers_is_cut(proc: Proc) -> None:
-    assert proc.place("0::" + f"/{A}" * 200 + "\n").container == ".".join([A] * 4)
 
 
 def test_namespaces_without_a_cgroup_are_a_place_of_their_own(proc: Proc) -> None:
@@ -103,7 +91,6 @@ def test_in_a_proc_of_another_pid_namespace_every_place_is_unknown(proc: Proc) -
     ("own", "other", "outside"),
     [
         ("/system.slice/gpumem.service", "/system.slice/containerd.service", False),  # the exporter is in no container
-        (f"/kubepods/pod1/{A}", "/system.slice/containerd.service", True),
         (f"/kubepods/pod1/{A}", f"/kubepods/pod1/{B}", True),
         (f"/kubepods/pod1/{A}", f"/kubepods/pod1/{A}/init", False),
     ],
@@ -157,3 +144,57 @@ def test_a_container_name_that_a_user_forges_is_another_place(proc: Proc) -> Non
     assert not forged.reaches(true)
     assert true.share(1001) != forged.share(1001)
     assert str(true) != str(forged), "it is a part of the names of processes"
+
+
+ID = "3f2a9c0d" * 8
+UID = "0a1b2c3d-1111-2222-3333-444455556666"
+SYSTEMD_UID = UID.replace("-", "_")
+STATIC_UID = "5f4dcc3b5aa765d61d8327deb882cf99"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "pod"),
+    [
+        # With the systemd driver, the kubelet's names are slices; with the cgroupfs driver they are plain.
+        (f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD_UID}.slice/crio-{ID}.scope", UID),
+        (f"/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/cri-containerd-{ID}.scope", UID),
+        (f"/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/crio-{ID}.scope/container", UID),
+        (f"/kubepods/burstable/pod{UID}/{ID}", UID),
+        (f"/kubepods/burstable/pod{UID}/crio-{ID}", UID),
+        (f"/../../kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-{ID}.scope", UID),
+        (f"/docker/{'9' * 64}/kubelet.slice/kubelet-kubepods-pod{SYSTEMD_UID}.slice/cri-containerd-{ID}.scope", UID),
+        (f"/system.slice/containerd.service/kubepods-besteffort-pod{SYSTEMD_UID}.slice:cri-containerd:{ID}", UID),
+        (f"/kubepods.slice/kubepods-burstable-pod{STATIC_UID}.slice/cri-containerd-{ID}.scope", STATIC_UID),
+        (f"/kubepods/burstable/pod{STATIC_UID}/{ID}", STATIC_UID),
+        (f"/system.slice/docker-{ID}.scope", ""),
+        (f"/docker/{'9' * 64}/docker/{ID}", ""),
+        (f"/docker/{ID}/init.scope", ""),
+        (f"/kubepods/besteffort/pod{UID[:-1]}/{ID}", ""),
+        (f"/kubepods/besteffort/mypod{UID}/{ID}", ""),
+    ],
+)
+@pytest.mark.parametrize("lines", ["0::{}\n", "4:memory:{}\n0::/\n", "1:name=systemd:/\n11:devices:{}"])
+def test_the_container_id_and_the_pod_uid_are_read_from_the_cgroup(cgroup: str, pod: str, lines: str) -> None:
+    text = lines.format(cgroup)
+    assert (container_id(text), pod_uid(text)) == (ID, pod)
+
+
+@pytest.mark.parametrize(
+    "cgroup",
+    [
+        "0::/",
+        "0::/user.slice/user-1000.slice/session-3.scope",
+        f"0::/machine.slice/libpod-conmon-{ID}.scope",
+        f"0::/something/{ID}0",
+        f"0::/something/{ID[:32]}",
+        f"0::/something/x{ID}",
+        "nonsense",
+    ],
+)
+def test_a_process_outside_of_containers_has_no_ids(cgroup: str) -> None:
+    assert (pod_uid(cgroup), container_id(cgroup)) == ("", "")
+
+
+@pytest.mark.parametrize("end", ["\r", "\v", "\x85"])
+def test_a_container_cannot_name_another_user_in_the_name_of_a_cgroup(end: str) -> None:
+    assert user_of_slice(f"0::/docker/{ID}/x{end}0::/user.slice/user-7.slice/session\n") is None

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import asyncio
+import importlib.metadata
 import math
+import socket
 from functools import partial
 
 import pytest
 
+from gpumem_exporter.server.http import protocol as module
 from gpumem_exporter.server.http.connections import Connection, Connections, Owner, owner_of
 from gpumem_exporter.server.http.peer import Peer
-from gpumem_exporter.server.http.protocol import RequestBodies, UnreadReplies
+from gpumem_exporter.server.http.protocol import SUPPORTED_UVICORN, ReplyTransport, RequestBodies, UnreadReplies
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient
 
 
 class Clock:
@@ -48,17 +54,11 @@ def closed() -> list[Connection]:
     return CLOSED
 
 
-def test_an_owner_has_at_most_half(connections: Connections, closed: list[Connection]) -> None:
-    mine = [connect(connections, "1") for _ in range(5)]
-    assert [each.refused for each in mine] == [False] * 4 + [True]
-    assert not closed
-    assert len(connections) == 4
-
-
 def test_the_longest_idle_connection_of_the_same_owner_makes_room_after_a_second(
     connections: Connections, clock: Clock, closed: list[Connection]
 ) -> None:
     first, second, third, fourth = (connect(connections, "1") for _ in range(4))
+    assert connect(connections, "1").refused, "an owner has at most half"
     first.waiting_since_seconds = math.inf
     second.waiting_since_seconds = clock() + 0.1
     clock.seconds += 1.5
@@ -93,35 +93,23 @@ def test_a_busy_connection_makes_room_for_another_owner_if_all_are_busy(
 
 
 def test_refused_connections_are_bounded_too(connections: Connections) -> None:
-    for _ in range(200):
-        connections.admit(Connection(Peer(), "1"))
+    assert not connections.close_one()
+    mine = [Connection(Peer(), "1") for _ in range(200)]
+    for each in mine:
+        connections.admit(each)
     assert not connections.admit(Connection(Peer(), "1"))
     assert connections.admit(Connection(Peer(), "2"))
-
-
-def test_an_ended_connection_leaves_room(connections: Connections) -> None:
-    mine = [connect(connections, "1") for _ in range(5)]
     for each in mine:
         connections.remove(each)
         connections.remove(each)
-    assert len(connections) == 0
-    assert not connections.close_one()
+    assert len(connections) == 1
+    assert connections.close_one()
+    assert connections.admit(Connection(Peer(), "1"))
 
 
-@pytest.mark.parametrize(
-    ("peer", "owner"),
-    [
-        (Peer(uid=7), "uid:7"),
-        (Peer("127.0.0.1", uid=7), "uid:7"),
-        (Peer("10.1.2.3"), "10.1.2.3"),
-        (Peer(), ""),
-    ],
-)
-def test_a_user_or_a_machine_is_an_owner(peer: Peer, owner: Owner) -> None:
-    assert owner_of(peer) == owner
-
-
-def test_a_network_of_ipv6_addresses_is_one_owner() -> None:
+def test_a_user_a_machine_or_a_network_of_ipv6_addresses_is_an_owner() -> None:
+    assert owner_of(Peer(uid=7)) == owner_of(Peer("127.0.0.1", uid=7)) != owner_of(Peer(uid=8))
+    assert owner_of(Peer("10.1.2.3")) != owner_of(Peer("10.1.2.4"))
     assert owner_of(Peer("2001:db8::1")) == owner_of(Peer("2001:db8:0:0:ffff::2"))
     assert owner_of(Peer("2001:db8::1")) != owner_of(Peer("2001:db8:0:1::1"))
     assert owner_of(Peer("fe80::1%eth0")) == owner_of(Peer("fe80::2%eth0"))
@@ -130,7 +118,7 @@ def test_a_network_of_ipv6_addresses_is_one_owner() -> None:
 def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
     bodies = RequestBodies(100)
     rejected: list[Connection] = []
-    several = [connection("a") for _ in range(3)]
+    several = [connection("a") for _ in range(4)]
     one = connection("b")
 
     def reject(each: Connection) -> None:
@@ -140,23 +128,13 @@ def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
     for each in (*several, one):
         each.reject_bodies = partial(reject, each)
     bodies.add(one, 40)
-    for each, size in zip(several, (10, 30, 15), strict=True):
+    for each, size in zip(several, (9, 25, 25, 1), strict=True):
         bodies.add(each, size)
     assert not rejected
     bodies.add(several[0], 6)
+    assert rejected == [several[1]], "the older one of two equal bodies"
+    bodies.add(one, 19)
     assert rejected == [several[1]]
-    bodies.add(one, 29)
-    assert rejected == [several[1]]
-
-
-def test_of_equal_bodies_the_oldest_is_rejected() -> None:
-    bodies = RequestBodies(100)
-    rejected: list[Connection] = []
-    senders = [connection("a") for _ in range(21)]
-    for each in senders:
-        each.reject_bodies = partial(rejected.append, each)
-        bodies.add(each, 5)
-    assert rejected == [senders[0]]
 
 
 def test_a_page_counts_once_for_all_its_readers(closed: list[Connection]) -> None:
@@ -187,3 +165,38 @@ def test_the_owner_with_the_most_unread_bytes_loses_first(closed: list[Connectio
     unread.forget(other)
     unread.forget(first)
     assert unread.total_bytes == 0
+
+
+def test_the_supported_versions_are_those_of_the_package() -> None:
+    assert f'"uvicorn{SUPPORTED_UVICORN}",' in (REPOSITORY / "pyproject.toml").read_text()
+    least, below = (bound.lstrip(">=<") for bound in SUPPORTED_UVICORN.split(","))
+    installed = importlib.metadata.version("uvicorn")
+    assert numbers(least) <= numbers(installed) < numbers(below)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+async def test_a_client_that_reads_nothing_does_not_keep_its_connection(
+    unfinished: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("READ_AWAY_SECONDS", "UNREAD_SECONDS"):
+        monkeypatch.setattr(module, name, 0.01)
+
+    loop = asyncio.get_running_loop()
+    lost = loop.create_future()
+
+    class Protocol(asyncio.Protocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            lost.set_result(exc)
+
+    silent, sock = socket.socketpair()
+    sock.setblocking(False)
+    with silent:
+        transport, _ = await loop.connect_accepted_socket(Protocol, sock)
+        reply = ReplyTransport(transport, loop, lambda: unfinished)
+        reply.write(b"x" * (1 << 20))
+        reply.close()
+        await asyncio.wait_for(lost, patient(10))

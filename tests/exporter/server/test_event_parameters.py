@@ -14,29 +14,20 @@ def query(**given: Any) -> Query:
     return EventParameters.model_validate(given).query()
 
 
-def test_without_parameters_a_query_returns_the_last_hundred_events() -> None:
-    assert query() == Query(limit=100)
-
-
 def test_each_parameter_becomes_part_of_the_query() -> None:
     given = query(
         after="7", since="12.5", type=["oom,device_lost", "oom"], pid="4711", job="llm~1", device="GPU-1", limit="1000"
     )
     assert given == Query(7, 12.5, ("oom", "device_lost"), "4711", job="llm~1", device="GPU-1", limit=1000)
     assert query(pid="1@4026532007").pid == "1@4026532007"
-
-
-def test_the_last_folded_events_come_from_the_last_thousand() -> None:
-    assert query(fold="1", limit="40").limit == 1000
+    assert query(fold="1", limit="40").limit == 1000, "the last folded events come from the last thousand"
     assert query(fold="1", limit="40", after="7").limit == 40
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("0", 0.0),
         ("1700000000.25", 1700000000.25),
-        ("2023-11-14T22:13:20Z", 1.7e9),
         ("2023-11-14t22:13:20.5z", 1.7e9 + 0.5),
         ("2023-11-14T23:43:20.123456+01:30", 1.7e9 + 0.123456),
         ("2023-11-14T23:43:20 01:30", 1.7e9),
@@ -50,12 +41,11 @@ def test_since_is_unix_seconds_or_rfc_3339(text: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("since", value) for value in ("", "now", "nan", "inf", "1e300", "2023-11-14", "2023-11-14T22:13:20")),
-        *(("since", value) for value in ("2023-13-14T22:13:20Z", "2023-11-14T22:13:20+99:00")),
-        *(("after", value) for value in ("", "-1", "1.5", "x", "9223372036854775808", "9" * 5000)),
-        *(("limit", value) for value in ("0", "1001", "")),
-        *(("pid", value) for value in ("", "-1", "self", "1@", "1@x", "1 ")),
-        *(("type", [value]) for value in ("", "ooms", "oom,", "oom,nothing", "action_asked")),
+        *(("since", value) for value in ("", "nan", "1e300", "2023-11-14T22:13:20", "2023-11-14T22:13:20+99:00")),
+        *(("after", value) for value in ("", "-1", "9223372036854775808", "9" * 5000)),
+        *(("limit", value) for value in ("0", "1001")),
+        *(("pid", value) for value in ("", "-1", "1@", "1 ")),
+        *(("type", [value]) for value in ("", "oom,", "oom,nothing", "action_asked")),
         *((name, "") for name in ("job", "device", "fold")),
         ("typ", "oom"),
     ],

@@ -67,7 +67,7 @@ def test_a_quiet_process_that_exited_is_removed_and_its_actions_end() -> None:
     assert [result.outcome for result in action.results] == ["gone"]
 
 
-def test_a_process_that_runs_or_has_no_known_host_pid_is_kept() -> None:
+def test_a_silent_reporter_is_removed_when_its_process_exits() -> None:
     bench = Bench()
     bench.host.living = {1}
     bench.take_report(1, host_pid=1)
@@ -75,18 +75,12 @@ def test_a_process_that_runs_or_has_no_known_host_pid_is_kept() -> None:
     bench.now += 10
     bench.presence.sweep()
     assert bench.pids() == [1, 2]
-
-
-def test_a_silent_reporter_is_removed_when_its_process_exits() -> None:
-    bench = Bench()
-    bench.host.living = {1}
-    bench.take_report(1, host_pid=1)
-    bench.now += 16
+    bench.now += 6
     bench.presence.sweep()
-    assert len(bench.store.snapshot(bench.now).silent) == 1
+    assert len(bench.store.snapshot(bench.now).silent) == 2
     bench.host.living = set()
     bench.presence.sweep()
-    assert bench.store.snapshot(bench.now).silent == ()
+    assert [silent.key.pid for silent in bench.store.snapshot(bench.now).silent] == [2]
 
 
 def test_an_expired_reporter_without_a_host_pid_is_removed_only_if_its_connection_broke() -> None:

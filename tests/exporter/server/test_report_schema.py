@@ -6,21 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gpumem_client.wire.protocol import (
     MAX_COMPONENTS,
     MAX_INTEGER,
     MAX_LABEL_LENGTH,
     MAX_TEXT_LENGTH,
-    OUTCOMES,
     CommandResult,
     DeviceResult,
     DeviceSample,
     EngineState,
     OutOfMemory,
-    ProcessIdentity,
     Report,
     to_wire,
 )
@@ -46,70 +42,41 @@ def refused(change: Change) -> ProblemError:
     return caught.value
 
 
-_BYTES = st.none() | st.integers(0, MAX_INTEGER)
-_TEXT = st.text(max_size=MAX_TEXT_LENGTH).filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c in text))
-_UUIDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=96)  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
-_SECONDS = st.floats(0, 1e9)
-_IDENTITIES = st.builds(
-    ProcessIdentity,
-    pid=st.integers(1, 2**31 - 1),
-    start_time_ticks=st.integers(0, MAX_INTEGER),
-    pid_namespace=st.integers(0, MAX_INTEGER),
-    session=_TEXT.filter(bool),
-    session_started_seconds=_SECONDS,
-    **dict.fromkeys(("workload", "rank", "command", "torch_version", "allocator_settings", "client_version"), _TEXT),
-)
-_MAPPINGS = st.dictionaries(_TEXT, st.integers(0, MAX_INTEGER), max_size=3)
-_SAMPLES = st.builds(
-    DeviceSample,
-    uuid=_UUIDS,
-    phase_peak_bytes=_MAPPINGS,
-    component_bytes=_MAPPINGS,
-    component_unmapped_bytes=_MAPPINGS,
-    kv_cache_bytes=_MAPPINGS,
-    planned_reserved_peak_bytes=st.none() | st.integers(1, MAX_INTEGER),
-    **{
-        field.name: _BYTES
-        for field in dataclasses.fields(DeviceSample)
-        if field.name not in ("uuid", "allocated_bytes", "reclaimable_bytes", "idle_cache_bytes")
-        and field.name not in ("planned_reserved_peak_bytes", "phase_peak_bytes", "component_bytes")
-        and field.name not in ("component_unmapped_bytes", "kv_cache_bytes")
-    },
-)
-_OOMS = st.builds(
-    OutOfMemory,
-    uuid=_UUIDS,
-    number=st.integers(1, MAX_INTEGER),
-    step=_BYTES,
-    phase=_TEXT,
-    sample=st.none() | _SAMPLES,
-)
-_RESULTS = st.builds(
-    CommandResult,
-    id=_TEXT.filter(bool),
-    outcome=st.sampled_from(OUTCOMES),
-    reason=_TEXT,
-    duration_seconds=st.none() | _SECONDS,
-    devices=st.lists(st.builds(DeviceResult, uuid=_UUIDS, freed_bytes=_BYTES), max_size=2).map(tuple),
-)
-_REPORTS = st.builds(
-    Report,
-    process=_IDENTITIES,
-    sequence=st.integers(0, MAX_INTEGER),
-    sample_age_seconds=_SECONDS,
-    devices=st.lists(_SAMPLES, max_size=3, unique_by=lambda one: one.uuid).map(tuple),
-    pinned_host_bytes=_BYTES,
-    step=_BYTES,
-    results=st.lists(_RESULTS, max_size=2).map(tuple),
-    ooms=st.lists(_OOMS, max_size=2).map(tuple),
-    actions=st.lists(_TEXT, max_size=3).map(tuple),
-    hold_seconds=_SECONDS,
-    final=st.booleans(),
-)
+def largest(number: int | None, text: str) -> Report:
+    """Return a report with this number and this text wherever a reporter may send them."""
+    sizes = {text: number or 0}
+    computed = ("allocated_bytes", "reclaimable_bytes", "idle_cache_bytes", "planned_reserved_peak_bytes")
+    numbers = [each.name for each in dataclasses.fields(DeviceSample) if each.type == "int | None"]
+    one = DeviceSample(
+        uuid="u" * 96,  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+        **{name: number for name in numbers if name not in computed},
+        phase_peak_bytes=sizes,
+        component_bytes=sizes,
+        component_unmapped_bytes=sizes,
+        kv_cache_bytes=sizes,
+    )
+    freed = DeviceResult(one.uuid, freed_bytes=None if number is None else -number)
+    names = ("workload", "rank", "command", "torch_version", "allocator_settings", "client_version")
+    return report(
+        2**31 - 1,
+        sequence=number or 0,
+        devices=(one,),
+        pinned_host_bytes=number,
+        step=number,
+        step_seconds=number and 0.5,
+        results=(CommandResult("id", "done", text, devices=(freed,)),),
+        ooms=(OutOfMemory(one.uuid, 1, step=number, phase=text, sample=one),),
+        actions=(text,),
+        engine=EngineState("vllm", text, text, "serving"),
+        start_time_ticks=number or 0,
+        **dict.fromkeys(names, text),
+    )
 
 
-@given(_REPORTS)
-def test_every_report_that_a_reporter_can_send_is_read_unchanged(sent: Report) -> None:
+@pytest.mark.parametrize("number", [None, 0, MAX_INTEGER])
+@pytest.mark.parametrize("text", ["", "\0 \n\U0001f4a3", "x" * MAX_TEXT_LENGTH])
+def test_every_report_that_a_reporter_can_send_is_read_unchanged(number: int | None, text: str) -> None:
+    sent = largest(number, text)
     assert READER.read(json.dumps(to_wire(sent)).encode()) == sent
 
 
@@ -146,20 +113,13 @@ def test_states_and_names_of_a_newer_engine_are_left_out() -> None:
 def test_values_of_an_engine_that_contradict_others_are_unknown_and_the_report_is_kept(
     values: dict[str, Any], unknown: str
 ) -> None:
-    _, one = kept(EngineState("vllm"), **values)
+    engine = EngineState("vllm", "1", "m", "serving", 1.0)
+    known, one = kept(engine, **values)
+    assert known == engine
     assert {name: getattr(one, name) for name in values} == {**values, **({unknown: {}} if unknown else {})}
     assert one.allocated_bytes == 100
-
-
-def test_the_report_of_an_engine_that_fits_is_kept_as_it_is() -> None:
-    one = dataclasses.replace(sample(UUIDS[0], 100), kv_cache_bytes={"used": 1}, component_bytes={"weights": 60})
-    sent = report(devices=(one,), engine=EngineState("vllm", "1", "m", "serving", 1.0))
-    assert shortened(sent) is sent
-
-
-def test_the_components_of_a_training_may_be_older_than_the_sample() -> None:
-    _, one = kept(component_bytes={"gradients": 200})
-    assert one.component_bytes == {"gradients": 200}
+    # The components of a training may be older than the sample.
+    assert kept(component_bytes={"gradients": 200})[1].component_bytes == {"gradients": 200}
 
 
 def test_fields_of_a_newer_reporter_are_ignored() -> None:
@@ -172,17 +132,13 @@ def test_fields_of_a_newer_reporter_are_ignored() -> None:
 
 def test_an_older_reporter_may_omit_fields_with_a_default() -> None:
     names = ("pid", "start_time_ticks", "pid_namespace", "session", "session_started_seconds")
-    document = {"process": {name: wire()["process"][name] for name in names}, "sequence": 1}
+    document: dict[str, Any] = {"process": {name: wire()["process"][name] for name in names}, "sequence": 1}
+    document["process"]["ray_job_id"] = "ffffffff"
     read = READER.read(json.dumps(document).encode())
+    assert read.process.ray_job_id == "", "Ray's nil id is no job"
     assert read.devices == ()
     assert read.step is None
     assert read.process.workload == ""
-
-
-def test_the_nil_job_of_ray_that_an_older_reporter_sends_is_no_job() -> None:
-    document = wire()
-    document["process"]["ray_job_id"] = "ffffffff"
-    assert READER.read(json.dumps(document).encode()).process.ray_job_id == ""
 
 
 @pytest.mark.parametrize(
@@ -190,7 +146,6 @@ def test_the_nil_job_of_ray_that_an_older_reporter_sends_is_no_job() -> None:
     [
         ("devices.0.allocated_bytes", lambda d: d["devices"][0].update(allocated_bytes=-1)),
         ("devices.0.allocated_bytes", lambda d: d["devices"][0].update(allocated_bytes=2**63)),
-        ("devices.0.active_bytes", lambda d: d["devices"][0].update(active_bytes="5")),
         ("devices.0.active_bytes", lambda d: d["devices"][0].update(active_bytes=True)),
         ("devices.0.allocated_bytes", lambda d: d["devices"][0].update(allocated_bytes=21)),
         ("devices.0.reclaimable_bytes", lambda d: d["devices"][0].update(reclaimable_bytes=11)),
@@ -199,21 +154,17 @@ def test_the_nil_job_of_ray_that_an_older_reporter_sends_is_no_job() -> None:
             lambda d: d["devices"][0].update(reclaimable_bytes=8, idle_cache_bytes=9),
         ),
         ("devices.1.uuid", lambda d: d["devices"][1].update(uuid=UUIDS[0])),
-        ("devices.0.uuid", lambda d: d["devices"][0].update(uuid="")),
         ("devices.0.phase_peak_bytes.forward", lambda d: d["devices"][0].update(phase_peak_bytes={"forward": -1})),
         ("devices.0.component_bytes", lambda d: d["devices"][0].update(component_bytes={str(i): 1 for i in range(65)})),
         ("devices", lambda d: d.update(devices=[{"uuid": str(i)} for i in range(MAX_DEVICES + 1)])),
         ("devices.0.planned_reserved_peak_bytes", lambda d: d["devices"][0].update(planned_reserved_peak_bytes=0)),
-        ("ooms.0.phase", lambda d: d.update(ooms=[{"uuid": UUIDS[0], "number": 1, "phase": "x" * 257}])),
         ("process.workload", lambda d: d["process"].update(workload="x" * 10_000)),
         ("process.pid", lambda d: d["process"].update(pid=0)),
-        ("process.pid", lambda d: d["process"].pop("pid")),
         ("process.session", lambda d: d["process"].update(session="")),
         ("process.session_started_seconds", lambda d: d["process"].update(session_started_seconds=float("nan"))),
         ("sample_age_seconds", lambda d: d.update(sample_age_seconds=-0.1)),
         ("hold_seconds", lambda d: d.update(hold_seconds="1")),
         ("sequence", lambda d: d.pop("sequence")),
-        ("step", lambda d: d.update(step=-1)),
         ("results.0.outcome", lambda d: d["results"][0].update(outcome="splendid")),
         ("results.0.devices.0.freed_bytes", lambda d: d["results"][0]["devices"][0].update(freed_bytes=2**63)),
         ("final", lambda d: d.update(final=1)),
@@ -254,15 +205,7 @@ def test_a_report_with_too_many_objects_is_rejected_before_it_is_read() -> None:
         READER.read(b'{"process":' + b'{},"process":' * MAX_OBJECTS + b"{}}")
 
 
-def test_freed_bytes_may_be_negative() -> None:
-    document = wire()
-    document["results"][0]["devices"][0]["freed_bytes"] = -4096
-    assert READER.read(json.dumps(document).encode()).results[0].devices[0].freed_bytes == -4096
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"process": "\\ud800"}', b"{}{}"]
-)
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"process": "\\ud800"}', b"{}{}"])
 def test_a_body_that_is_not_a_report_is_rejected(body: bytes) -> None:
     with pytest.raises(ProblemError) as caught:
         READER.read(body)

@@ -65,24 +65,18 @@ def bench() -> Bench:
 
 def test_a_user_reports_its_own_processes(bench: Bench) -> None:
     assert bench.identify(user()) == (7, 1001)
-    with pytest.raises(ForeignProcessError, match="pid 7 belongs to uid 1001, and this connection to uid 1002"):
-        bench.identify(user(1002))
-
-
-def test_a_user_does_not_report_its_own_process_in_the_name_of_another(bench: Bench) -> None:
-    bench.host.found = False  # the process with this pid started at another time
-    with pytest.raises(ForeignProcessError):
-        bench.identify(user(1002))
+    for bench.host.found in (True, False):  # False: the process with this pid started at another time
+        with pytest.raises(ForeignProcessError, match="pid 7 belongs to uid 1001, and this connection to uid 1002"):
+            bench.identify(user(1002))
     assert bench.identify(user()) == (None, 1001)
-
-
-def test_the_own_user_in_the_own_namespaces_reports_for_all(bench: Bench) -> None:
-    assert bench.identify(user(os.geteuid())) == (7, 1001)
+    bench.host.uid = None  # it cannot be seen
+    assert bench.identify(user(1002)) == (None, 1002)
 
 
 @pytest.mark.parametrize(
     ("uid", "place", "names"),
     [
+        (os.geteuid(), HERE, {(uid, place) for uid in (0, 1001, 1002) for place in (HERE, CONTAINER)}),
         (1001, HERE, {(1001, HERE), (1001, CONTAINER)}),
         (1001, CONTAINER, {(1001, CONTAINER)}),
         (0, CONTAINER, {(uid, CONTAINER) for uid in (0, 1001, 1002)}),
@@ -91,7 +85,7 @@ def test_the_own_user_in_the_own_namespaces_reports_for_all(bench: Bench) -> Non
         (0, UNKNOWN, set()),
     ],
 )
-def test_a_sender_in_a_container_names_processes_in_the_same_one(
+def test_a_sender_names_the_processes_that_its_user_may_end_from_its_place(
     bench: Bench, uid: int, place: Place, names: set[tuple[int, Place]]
 ) -> None:
     admitted = set()
@@ -108,12 +102,6 @@ def test_every_process_may_name_itself_and_no_later_one_with_its_pid(bench: Benc
     assert bench.identify(user(1001, UNKNOWN, pid=7)) == (7, 1002)
     with pytest.raises(ForeignProcessError):
         bench.identify(dataclasses.replace(user(1001, UNKNOWN, pid=7), start_time_ticks=999))
-
-
-def test_a_process_that_cannot_be_seen_belongs_to_the_sender(bench: Bench) -> None:
-    bench.host.uid = None
-    bench.host.found = False
-    assert bench.identify(user()) == (None, 1001)
 
 
 def test_a_process_that_cannot_be_seen_is_reported_over_tcp_from_an_unknown_place(bench: Bench) -> None:
@@ -141,6 +129,9 @@ def test_a_decision_is_made_once_for_each_connection(bench: Bench) -> None:
         for _ in range(3):
             bench.identify(peer)
     assert bench.host.lookups == [7, 7]
+    for pid in (1, 2, 3, 3, 1):
+        bench.identify(peer, pid)
+    assert bench.host.lookups == [7, 7, 1, 2, 3, 1], "two are remembered"
 
 
 def test_a_process_that_was_not_found_is_searched_again_after_a_while(bench: Bench) -> None:
@@ -152,10 +143,3 @@ def test_a_process_that_was_not_found_is_searched_again_after_a_while(bench: Ben
     assert bench.identify(peer) == (None, 1001)
     bench.now = 10.0
     assert bench.identify(peer) == (7, 1001)
-
-
-def test_the_number_of_remembered_decisions_is_limited(bench: Bench) -> None:
-    peer = user()
-    for pid in (1, 2, 3, 3, 1):
-        bench.identify(peer, pid)
-    assert bench.host.lookups == [1, 2, 3, 1]

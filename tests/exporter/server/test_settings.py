@@ -9,7 +9,7 @@ import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS, OUTSIDE_ACTIONS
-from gpumem_exporter.server.settings import Settings, environment_name, load_settings, setting_key
+from gpumem_exporter.server.settings import load_settings
 
 
 def refused(flags: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> str:
@@ -25,14 +25,7 @@ def written(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_one_rule_derives_the_names_of_each_setting() -> None:
-    names = {field: (setting_key(field), environment_name(setting_key(field))) for field in Settings.model_fields}
-    assert names["web_listen_address"] == ("web.listen-address", "GPUMEM_WEB_LISTEN_ADDRESS")
-    assert names["report_max_processes"] == ("report.max-processes", "GPUMEM_REPORT_MAX_PROCESSES")
-    assert names["web_config_file"] == ("web.config.file", "GPUMEM_WEB_CONFIG_FILE")
-
-
-@pytest.mark.parametrize("text", ["web.config.file: {}", "web: {{config.file: {}}}", "web: {{config: {{file: {}}}}}"])
+@pytest.mark.parametrize("text", ["web.config.file: {}", "web: {{config: {{file: {}}}}}"])
 def test_the_key_of_the_web_configuration_is_web_config_file(tmp_path: Path, text: str) -> None:
     web = written(tmp_path / "web.yml", "{}")
     file = written(tmp_path / "c.yaml", text.format(web))
@@ -55,14 +48,13 @@ def test_flags_environment_file_and_defaults_have_this_precedence(tmp_path: Path
     assert settings.log_format == "logfmt"
 
 
-def test_dotted_and_nested_keys_are_the_same_keys(tmp_path: Path) -> None:
+def test_keys_are_dotted_or_nested_and_values_repeated_or_separated_by_commas(
+    tmp_path: Path,
+) -> None:
     dotted = written(tmp_path / "a.yaml", "web.listen-address: [':1', '[::1]:2']\nreport.max-processes: 9\n")
     nested = written(tmp_path / "b.yaml", "web:\n  listen-address: [':1', '[::1]:2']\nreport:\n  max-processes: 9\n")
     assert load_settings({"config.file": dotted}, {}) == load_settings({"config.file": nested}, {})
     assert load_settings({}, {"GPUMEM_CONFIG_FILE": nested}).web_listen_address == (":1", "[::1]:2")
-
-
-def test_several_values_are_repeated_or_separated_by_commas() -> None:
     by_flag = load_settings({"web.listen-address": [":1", "127.0.0.1:2"]}, {})
     by_environment = load_settings({}, {"GPUMEM_WEB_LISTEN_ADDRESS": ":1, 127.0.0.1:2"})
     assert by_flag.web_listen_address == by_environment.web_listen_address == (":1", "127.0.0.1:2")
@@ -73,8 +65,6 @@ def test_several_values_are_repeated_or_separated_by_commas() -> None:
     [
         (",".join(["default", *OUTSIDE_ACTIONS]), {*ACTIONS}),
         (["terminate", "default"], {"terminate", *DEFAULT_ACTIONS}),
-        ("default", {*DEFAULT_ACTIONS}),
-        (["none"], set()),
         ("none", set()),
     ],
 )
@@ -82,7 +72,7 @@ def test_action_allow_adds_to_the_default_actions_or_is_none(given: Any, allowed
     assert set(load_settings({"action.allow": given}, {}).action_allow) == allowed
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("1h", 3600), ("90", 90), ("30m", 1800), ("0", 0), (60, 60)])
+@pytest.mark.parametrize(("text", "seconds"), [("1h", 3600), ("90", 90), (60, 60)])
 def test_an_interval_may_have_a_unit(text: Any, seconds: float) -> None:
     assert load_settings({"profile.interval": text}, {}).profile_interval == seconds
 
@@ -94,8 +84,6 @@ def test_an_interval_may_have_a_unit(text: Any, seconds: float) -> None:
         ({"collect.interval": "0"}, ("--collect.interval", "'0'", "0.05")),
         ({"collect.interval": "nan"}, ("--collect.interval", "'nan'", "3600")),
         ({"report.max-processes": "1.5"}, ("--report.max-processes", "'1.5'", "integer")),
-        ({"report.max-processes": "0"}, ("--report.max-processes", "'0'", "1")),
-        ({"web.listen-address": "9844"}, ("--web.listen-address", "'9844'", "HOST:PORT")),
         ({"web.listen-address": ":70000"}, ("--web.listen-address", "':70000'", "HOST:PORT")),
         ({"web.listen-address": "::1:9844"}, ("--web.listen-address", "[IPV6]:PORT")),
         ({"web.listen-address": ","}, ("--web.listen-address", "address")),
@@ -103,17 +91,13 @@ def test_an_interval_may_have_a_unit(text: Any, seconds: float) -> None:
         ({"web.listen-address": 9844}, ("--web.listen-address", "9844", "string")),
         ({"web.listen-socket": "run/x.sock"}, ("--web.listen-socket", "absolute")),
         ({"web.listen-socket": "/" + "x" * 107}, ("--web.listen-socket", "107 bytes")),
-        ({"web.telemetry-path": "metrics"}, ("--web.telemetry-path", "/metrics")),
         ({"web.telemetry-path": "/health"}, ("--web.telemetry-path", "'/health'")),
         ({"web.telemetry-path": "/{x}"}, ("--web.telemetry-path", "/metrics")),
         ({"action.allow": "explode"}, ("--action.allow", "'explode'", "empty_cache")),
         ({"log.level": "loud"}, ("--log.level", "'loud'", "'warning'")),
-        ({"log.format": "xml"}, ("--log.format", "'xml'", "'logfmt'")),
         ({"report.expiry": "1.5"}, ("--report.expiry", "1.5", "report.interval (1)")),
-        ({"profile.interval": "soon"}, ("--profile.interval", "'soon'", "1h")),
         ({"profile.interval": "8d"}, ("--profile.interval", "'8d'", "604800")),
         ({"profile.interval": "1h", "action.allow": "none"}, ("--profile.interval", "action.allow")),
-        ({"report.interval": "10"}, ("--report.interval", "report.interval (10)")),
     ],
 )
 def test_an_invalid_flag_is_an_error_with_its_value_and_the_accepted_ones(
@@ -134,8 +118,6 @@ def test_an_error_names_the_source_of_the_value(tmp_path: Path) -> None:
     ("text", "named"),
     [
         ("web.listen-adress: ':1'", ("'web.listen-adress'", "'web.listen-address'")),
-        ("web:\n  listen-adress: ':1'", ("'web.listen-adress'",)),
-        ("zzz: 1", ("'zzz'", "web.listen-address")),
         ("config.file: x", ("'config.file'",)),
         ("collect.interval: 1\ncollect:\n  interval: 1", (":3: ", "'collect.interval'", ":1: ")),
         ("collect.interval:", (": collect.interval:",)),
@@ -155,7 +137,7 @@ def test_an_error_in_the_configuration_file_names_the_file(tmp_path: Path, text:
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [(None, os.strerror(errno.ENOENT)), ("", "empty"), (" \n", "empty"), ("s3cret\nb", "one")],
+    [(None, os.strerror(errno.ENOENT)), (" \n", "empty"), ("s3cret\nb", "one")],
 )
 def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: str | None, named: str) -> None:
     path = tmp_path / "token"

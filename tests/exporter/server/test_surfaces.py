@@ -57,7 +57,7 @@ def _possible_process(process: ReportingProcess) -> ReportingProcess:
 
 
 @given(SNAPSHOTS.map(possible))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 def test_a_value_is_the_same_everywhere(known: Snapshot) -> None:
     page: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text_of(exposition(), known)):

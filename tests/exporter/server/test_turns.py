@@ -10,7 +10,7 @@ from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection, Lim
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.http.protocol import UnreadReplies
-from gpumem_exporter.server.http.turns import FairRequests, Turns, cut
+from gpumem_exporter.server.http.turns import FairRequests, Held, HeldRequests, Turns, cut
 
 
 async def settle() -> None:
@@ -158,24 +158,6 @@ async def test_only_long_bodies_wait_for_a_turn(length: str, waits: bool) -> Non
     assert read == ["/first", "/second"]
 
 
-async def test_the_turn_of_a_body_ends_when_the_application_has_read_it() -> None:
-    read: list[str] = []
-
-    async def app(scope: Any, receive: Any, __: Any) -> None:
-        await receive()
-        scope["state"]["end_body_turn"]()
-        await receive()
-        read.append(scope["path"])
-        await asyncio.sleep(10)
-
-    served = fair(app)
-    requests = [asyncio.ensure_future(served(scope(path, "POST"), empty, ignored)) for path in ("/a", "/b")]
-    await settle()
-    assert read == ["/a", "/b"]
-    for request in requests:
-        request.cancel()
-
-
 @pytest.mark.parametrize("shared", [False, True])
 async def test_a_long_reply_is_sent_in_pieces(shared: bool) -> None:
     body = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end"
@@ -203,3 +185,29 @@ async def test_a_long_reply_is_sent_in_pieces(shared: bool) -> None:
     assert [piece["more_body"] for piece in pieces] == [True, True, True, False]
     assert counted == [0, *[len(body)] * 4]
     assert unread.total_bytes == 0
+
+
+async def test_a_request_is_held_until_it_is_woken_or_late_or_its_client_or_the_exporter_goes() -> None:
+    requests, gone, forever = HeldRequests(), asyncio.Event(), asyncio.Event()
+
+    def hold(key: str, seconds: float = 1000.0, until: asyncio.Event = forever) -> asyncio.Task[Held]:
+        async def receive() -> Any:
+            await until.wait()
+            return {"type": "http.disconnect"}
+
+        return asyncio.ensure_future(requests.hold(key, seconds, receive))
+
+    woken = [hold("action"), hold("action")]
+    leaving, other = hold("process", until=gone), hold("process")
+    assert [await hold("action", seconds) for seconds in (0.0, 0.001)] == [Held.LATE] * 2
+    assert len(requests) == 4
+    requests.wake("action")
+    requests.wake("unknown")
+    assert await asyncio.gather(*woken) == [Held.WOKEN] * 2
+    gone.set()
+    assert await leaving is Held.GONE
+    assert len(requests) == 1
+    requests.stop()
+    assert await other is Held.STOPPING
+    assert await hold("late") is Held.STOPPING
+    assert len(requests) == 0
