@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from pathlib import Path
 
 from tests.emulation.fixtures import StartTorch
@@ -106,48 +105,3 @@ def test_release_model_to_cpu_reset_peak_set_memory_fraction_and_snapshot(
     assert (result["peak"], result["advice"], result["path"]) == (0, "memory_fraction", str(path))
     assert pickle.loads(path.read_bytes())["segments"]
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".snapshot")] == []
-
-
-CLEANED = """
-import gpumem_toolkit as toolkit
-MIB = 1 << 20
-parameter = torch.nn.Parameter(torch.zeros(1, device="cuda"))
-parameter.grad = torch.zeros_like(parameter)
-optimizer = torch.optim.SGD([parameter], lr=0.1)
-def fragment():
-    large = [torch.empty(100 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
-    del large
-    kept = []
-    for _ in range(4):
-        moment = torch.empty(80 * MIB, dtype=torch.uint8, device="cuda")
-        kept += [torch.empty(12 * MIB, dtype=torch.uint8, device="cuda"), moment]
-    return kept[::2]
-kept = fragment()
-spare = torch.empty(300 * MIB, dtype=torch.uint8, device="cuda")
-del spare
-cleaner = toolkit.auto_clean(0.3, min_bytes=100 * MIB, cooldown_steps=5)
-reserved = [torch.cuda.memory_reserved()]
-for _ in range(3):
-    optimizer.step()
-    reserved.append(torch.cuda.memory_reserved())
-cleaner.stop()
-result = [cleaner.clears, cleaner.freed_bytes, reserved[0] - reserved[-1]]
-"""
-
-
-def test_a_fragmented_heap_is_cleared_at_the_end_of_a_step(start_torch: StartTorch) -> None:
-    clears, freed, fallen = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(CLEANED)
-    assert clears == 1
-    assert freed == fallen >= 300 * MIB
-
-
-def test_run_puts_allocator_settings_in_force_in_real_torch(start_torch: StartTorch) -> None:
-    process = start_torch(
-        launcher=(sys.executable, "-m", "gpumem_exporter", "run", "--allocator", "expandable_segments:True", "--"),
-        PYTORCH_CUDA_ALLOC_CONF=None,
-        PYTORCH_ALLOC_CONF="max_split_size_mb:64",
-    )
-    process.call("alloc", nbytes=1 << 20)
-    assert process.exec("result = torch.cuda.memory_snapshot()[0]['is_expandable']") is True
-    settings = process.exec("result = torch.cuda.memory._snapshot()['allocator_settings']")
-    assert (settings["max_split_size"], settings["expandable_segments"]) == (64 * MIB, True)

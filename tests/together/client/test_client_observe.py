@@ -12,9 +12,8 @@ from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK
 from tests.support.observed_training import PARAMETERS_BYTES as PARAMETERS
 from tests.support.observed_training import TRAINING, process_of_the_module, shared_process
-from tests.support.recording_exporter import RecordingExporter
 from tests.support.torch_release import torch_release
-from tests.support.waiting import wait_for, wait_until_equal
+from tests.support.waiting import wait_until_equal
 
 __all__ = ["process_of_the_module", "shared_process"]
 
@@ -355,32 +354,3 @@ result = len(hooks) - before
 """
     )
     assert left == 0
-
-
-LAST_STEP = """
-import gpumem_client as client
-for _ in range(200):
-    torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-    client.step()
-later = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-"""
-
-
-def test_memory_that_is_allocated_after_the_last_step_is_in_the_next_reports(
-    start_torch: StartTorch, tmp_path: Path
-) -> None:
-    """The exporter would show it as non-torch memory until it is in a sample."""
-    with RecordingExporter(tmp_path / "exporter.sock", interval_seconds=0.1) as exporter:
-        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-        process.call("start_client")
-        process.call("alloc", nbytes=1 << 20)
-        wait_for(lambda: exporter.reports, "the first report")
-        process.exec(LAST_STEP)
-        sent = len(exporter.reports)
-
-        def with_the_memory() -> int | None:
-            devices = ((at, device) for at, report in enumerate(exporter.reports) for device in report["devices"])
-            return next((at for at, device in devices if device["reserved_bytes"] >= 256 << 20), None)
-
-        seen = wait_for(with_the_memory, "a sample with the memory")
-    assert seen - sent < 5, "steps count as running for two seconds, or twenty reports"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from gpumem_client.wire.procfs import parse_stat
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
@@ -282,30 +280,6 @@ sys.modules["slow"].end = EndsSlowly()
     assert "terminate called" not in process.stderr()
 
 
-def test_an_action_for_a_stopped_process_expires_and_never_runs(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    process.call("start_client")
-    process.call("alloc", nbytes=1 << 20)
-    process.call("free")
-    exporter.wait_for_processes(process.pid)
-    process.signal(signal.SIGSTOP)
-    stat = Path(f"/proc/{process.pid}/task")
-    wait_for(lambda: {parse_stat((task / "stat").read_text()).state for task in stat.iterdir()} == {"T"}, "all to stop")
-    action = exporter.act(
-        "empty_cache", target={"pid": process.pid}, deadline_seconds=0.5, wait_seconds=0.1, expect=202
-    )
-    time.sleep(1.8)  # the deadline and the hold of the first report: there is no condition to wait for
-    process.signal(signal.SIGCONT)
-    path = f"/api/v1/actions/{action['id']}"
-    wait_for(lambda: exporter.get(path)["state"] not in ("queued", "running"), "an end of the action")
-    assert exporter.get(path)["state"] == "expired"
-    assert process.call("stats")["reserved_bytes.all.current"] == 2 << 20
-    assert [row["outcome"] for row in exporter.get(path)["results"]] == ["expired"]
-
-
 def test_a_forked_child_neither_reports_its_parent_s_bytes_nor_disturbs_it(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
@@ -336,41 +310,3 @@ def test_a_forked_child_neither_reports_its_parent_s_bytes_nor_disturbs_it(
     status = parent.exec("_, status = os.waitpid(child, 0)\nresult = os.waitstatus_to_exitcode(status)", child=child)
     assert status == 7
     exporter.metrics().assert_ledgers_add_up()
-
-
-def test_reporting_may_start_and_stop_inside_an_optimizer_s_step(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    process.exec(
-        """
-import gpumem_client as gpumem
-from torch.optim.optimizer import register_optimizer_step_post_hook
-import time
-def hook(todo):
-    def once(*_):
-        while todo:
-            todo.pop()()
-            time.sleep(0.2)  # the optimizer continues after the reporter's thread has started
-    return register_optimizer_step_post_hook(once)
-
-model = torch.nn.Linear(64, 64, device="cuda")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-def train():
-    model(torch.randn(8, 64, device="cuda")).sum().backward()
-    optimizer.step()
-"""
-    )
-    process.exec("hooks = [hook([gpumem.start]), hook([])]\ntrain()")
-    exporter.wait_for_processes(process.pid)
-
-    def step() -> int | None:
-        process.exec("train()")
-        reported: int | None = exporter.processes()[process.pid]["step"]
-        return reported
-
-    wait_for(lambda: (step() or 0) > 3, "steps in the reports")
-    process.exec("hooks += [hook([gpumem.stop]), hook([])]\ntrain()")
-    wait_for(lambda: process.pid not in exporter.processes(), "the process to be forgotten")
-    process.exec("train()")

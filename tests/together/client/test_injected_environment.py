@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -22,14 +21,6 @@ from tests.support.injected_scripts import (
 )
 
 __all__ = ["exporter", "start_script"]
-
-
-def test_a_process_without_torch_imports_no_further_module(start_script: StartScript) -> None:
-    code = "say(sorted(sys.modules))"
-    injected, _ = run_to_the_end(start_script(code))
-    plain, _ = run_to_the_end(start_script(code, injected=False))
-    assert set(injected) - set(plain) <= {"sitecustomize"}
-    assert set(plain) <= set(injected)
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -98,51 +89,6 @@ def test_the_interpreter_s_options_work_as_without_the_client(start_script: Star
     if option == "-S":  # the folder stays on sys.path, but its only file is not imported
         said[0].remove(str(BOOTSTRAP))
     assert (said, stderr) == (plain_said, plain_stderr)
-
-
-def test_the_program_keeps_pid_arguments_streams_and_exit_code(
-    exporter: ExporterProcess, start_script: StartScript
-) -> None:
-    program = start_script(
-        "hold(1)\n"
-        "say([os.getpid(), sys.argv[1:]])\n"
-        "line = sys.stdin.readline()\n"
-        "sys.stderr.write('to stderr ' + line)\n"
-        "sys.exit(77)",
-        arguments=("--lr", "3e-4", "ein Wort", ""),
-    )
-    assert program.heard() == [program.pid, ["--lr", "3e-4", "ein Wort", ""]]
-    exporter.wait_for_processes(program.pid)
-    program.go()
-    assert program.finish() == 77
-    assert program.stderr() == "to stderr \n"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_work_as_without_the_client(
-    exporter: ExporterProcess, start_script: StartScript, number: signal.Signals
-) -> None:
-    code = (
-        "import signal, time\n"
-        "hold(1)\n"
-        "def caught(number, frame):\n"
-        "    say(number)\n"
-        "    sys.exit(5)\n"
-        "signal.signal(signal.SIGINT, caught)\n"
-        "say(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)\n"
-        "while True: time.sleep(60)"
-    )
-    program = start_script(code)
-    assert program.heard() is True
-    exporter.wait_for_processes(program.pid)
-    os.kill(program.pid, number)
-    if number == signal.SIGINT:
-        assert program.heard() == number
-        assert program.finish() == 5
-    else:
-        assert program.finish() == -number
-    wait_for_allocated(exporter, {})
-    assert program.stderr() == ""
 
 
 def test_gpumem_disabled_leaves_no_trace(exporter: ExporterProcess, start_script: StartScript, tmp_path: Path) -> None:

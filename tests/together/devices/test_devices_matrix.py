@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import re
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +23,7 @@ from tests.support.device_truth import (
     wait_until_right,
 )
 from tests.support.exporter_process import ExporterProcess, Metrics
-from tests.support.waiting import patient, wait_for
+from tests.support.waiting import wait_for
 
 
 def start_reporting(start_torch: StartTorch, node: EmulatedNode, exporter: ExporterProcess, **env: str) -> TorchProcess:
@@ -84,30 +81,6 @@ def test_series_of_mig_devices_follow_their_creation_and_removal(
     assert gpu_of(metrics, node.uuid(third)) == "1:0"  # the slot of the one that went, but another device
     (info,) = [dict(labels) for labels in metrics.samples["gpumem_device_info"] if ("gpu", "1:0") in labels]
     assert (info["uuid"], info["mig_profile"], info["parent_uuid"]) == (node.uuid(third), "2g.20gb", node.uuid(1))
-
-
-def test_a_lost_gpu_and_its_mig_devices_disappear_and_return_together(
-    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    node = make_node(mig={1: [MigSlice("1g.10gb", 2 * GIB), MigSlice("1g.10gb", 2 * GIB)]})
-    exporter = start_exporter(node, *QUICK)
-    process = start_reporting(start_torch, node, exporter, CUDA_VISIBLE_DEVICES=node.uuid(3))
-    wait_until_right(exporter, node, (0, 2, 3), {3: [process]})
-    node.lose_device(1)
-    wait_for(lambda: scrape(exporter).values("gpumem_device_up", gpu="1:1") == [0], "the loss to show")
-    metrics = scrape(exporter)
-    assert {gpu_of(metrics, node.uuid(i)): metrics.value("gpumem_device_up", uuid=node.uuid(i)) for i in (0, 2, 3)} == {
-        "0": 1,
-        "1:0": 0,
-        "1:1": 0,
-    }
-    for part in (2, 3):
-        assert shown(metrics, node.uuid(part))["ledger"] == {}
-        assert shown(metrics, node.uuid(part))["processes"] == {}
-    allocated = process.call("stats")["allocated_bytes.all.current"]
-    assert metrics.value("gpumem_torch_allocated_bytes", uuid=node.uuid(3)) == allocated
-    node.heal_device(1)
-    wait_until_right(exporter, node, (0, 2, 3), {3: [process]})
 
 
 def test_series_follow_the_uuid_when_the_driver_s_order_changes(
@@ -212,42 +185,3 @@ def meminfo(name: str) -> int:
     """Return a value of this machine's memory, in bytes."""
     (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith(f"{name}:")]
     return int(line.split()[1]) * 1024
-
-
-def test_ledgers_add_up_while_hundreds_of_processes_start_and_end(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, "--report.interval", "0.2", "--collect.interval", "0.1")
-    process = start_reporting(start_torch, node, exporter)
-    stop, failures = threading.Event(), []
-
-    def come_and_go() -> None:
-        try:
-            for wave in itertools.count():
-                pids = range(FOREIGN_PID, FOREIGN_PID + 40 + 97 * wave % 260)
-                for pid in pids:
-                    node.set_process(pid, 0, pid % 1_000_003)
-                for pid in pids:
-                    node.remove_process(pid)
-                if stop.is_set():
-                    return
-        except Exception as error:  # noqa: BLE001 - reported by the test
-            failures.append(error)
-
-    churn = threading.Thread(target=come_and_go)
-    churn.start()
-    seen: set[Any] = set()
-    try:
-        wait_for(
-            lambda: (
-                seen.add(len(scrape(exporter).values("gpumem_process_memory_used_bytes", gpu="0"))) or len(seen) > 30  # type: ignore[func-returns-value]
-            ),
-            "thirty different numbers of processes",
-            60.0,
-        )
-    finally:
-        stop.set()
-        churn.join(patient(60))
-    assert failures == []
-    metrics = wait_until_right(exporter, node, (0, 1), {0: [process]})
-    assert not [pid for pid in shown(metrics, node.uuid(0))["processes"] if int(pid) >= FOREIGN_PID]

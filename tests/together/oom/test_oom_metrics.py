@@ -76,12 +76,13 @@ def test_a_caught_error_shows_the_values_of_its_event_in_both_formats(
         lines = series_of(event)
         assert len(lines) == 1 + len(VALUES)
         assert shown(exporter) == shown(exporter, **OPENMETRICS) == lines
-        process.call("alloc", nbytes=1 << 20, device=1)
     stats, book = process.call("stats", device=1), node.books()[1]
     metrics = exporter.metrics()
     assert metrics.value("gpumem_last_oom_requested_bytes", gpu="1", uuid=book.uuid) == 1 << 40
     assert metrics.value("gpumem_last_oom_limit_bytes") == book.total_bytes - book.reserved_bytes
-    assert metrics.value("gpumem_last_oom_allocated_bytes") == stats["allocated_bytes.all.current"] - (1 << 20)
+    assert metrics.value("gpumem_last_oom_device_free_bytes") == book.free_bytes
+    assert metrics.value("gpumem_last_oom_allocated_bytes") == stats["allocated_bytes.all.current"]
+    assert metrics.value("gpumem_last_oom_reserved_bytes") == stats["reserved_bytes.all.current"]
     assert counted(exporter) == {**dict.fromkeys(EVENT_TYPES, 0), "oom": 2, "process_started": 1}
 
 
