@@ -48,9 +48,8 @@ def test_options_become_variables_and_the_command_keeps_its_arguments(
     (tmp_path / "plan.json").write_text('{"reserved_peak_bytes": 5}')
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    given = ("--workload=llm", "--url", "unix:///s.sock", "--rank", "3", "--plan", "plan.json")
-    given += ("--allocator", "expandable_segments:True")
-    run([*given, "--", "python", "train.py", "--url", "x", "--"])
+    given = ["--workload=llm", "--url", "unix:///s.sock", "--rank", "3", "--plan", "plan.json"]
+    run([*given, "--allocator", "expandable_segments:True", "--", "python", "train.py", "--url", "x", "--"])
     ((program, command, environment),) = executed
     assert program == "python"
     assert command == ["python", "train.py", "--url", "x", "--"]

@@ -3,8 +3,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from random import Random
 
-import pytest
-
 from gpumem_client.allocator.simulated import Block, CachingAllocator, SimulatedOutOfMemoryError
 
 MIB = 1 << 20
@@ -114,24 +112,6 @@ def test_the_model_has_the_statistics_of_pytorch_for_the_same_operations() -> No
             row = [getattr(allocator.statistics, column) for column in COLUMNS]
             rows.append(" ".join(map(str, [*row, FREE_AT_FIRST - memory.free_bytes])))
     assert rows == TORCH_CLASSIC.strip().splitlines()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_clear_always_releases_exactly_the_reclaimable_bytes(seed: int) -> None:
-    memory = Memory(FREE_AT_FIRST)
-    allocator = CachingAllocator(memory)
-    clears = 0
-    for done, _ in enumerate(drive(allocator, seed, 600), start=1):
-        assert memory.free_bytes + allocator.statistics.reserved_bytes == FREE_AT_FIRST
-        if done % 60 == 0:
-            free_before, reserved_before = memory.free_bytes, allocator.statistics.reserved_bytes
-            reclaimable_bytes = allocator.reclaimable_bytes
-            assert allocator.empty_cache() == reclaimable_bytes
-            assert memory.free_bytes - free_before == reclaimable_bytes
-            assert reserved_before - allocator.statistics.reserved_bytes == reclaimable_bytes
-            assert allocator.reclaimable_bytes == 0
-            clears += reclaimable_bytes > 0
-    assert clears > 0
 
 
 def test_a_block_that_another_stream_uses_stays_active_until_the_next_allocation() -> None:

@@ -91,9 +91,6 @@ class Books:
     def __getitem__(self, index: int) -> DeviceBook:
         return self.devices[index]
 
-    def by_uuid(self, uuid: str) -> DeviceBook:
-        return next(device for device in self.devices if device.uuid == uuid)
-
     def used_by(self, pid: int) -> int:
         """Return the bytes of a process on all devices, including its contexts."""
         return sum(device.processes.get(pid, 0) for device in self.devices)

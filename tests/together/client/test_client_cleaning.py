@@ -105,3 +105,29 @@ def test_release_model_to_cpu_reset_peak_set_memory_fraction_and_snapshot(
     assert (result["peak"], result["advice"], result["path"]) == (0, "memory_fraction", str(path))
     assert pickle.loads(path.read_bytes())["segments"]
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".snapshot")] == []
+
+
+CLEANED = """
+import gpumem_client as client
+import gpumem_toolkit as toolkit
+MIB = 1 << 20
+def tensor(mebibytes):
+    return torch.empty(mebibytes * MIB, dtype=torch.uint8, device="cuda")
+large = [tensor(100) for _ in range(4)]
+del large
+kept = [(tensor(12), tensor(80)) for _ in range(4)]
+kept = [small for small, _ in kept]
+tensor(300)
+cleaner = toolkit.auto_clean(0.3, min_bytes=100 * MIB, cooldown_steps=5)
+reserved = torch.cuda.memory_reserved()
+for _ in range(3):
+    client.step()
+cleaner.stop()
+result = [cleaner.clears, cleaner.freed_bytes, reserved - torch.cuda.memory_reserved()]
+"""
+
+
+def test_a_fragmented_heap_is_cleared_at_the_end_of_a_step(start_torch: StartTorch) -> None:
+    clears, freed, fallen = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(CLEANED)
+    assert clears == 1
+    assert freed == fallen >= 300 << 20

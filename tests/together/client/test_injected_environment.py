@@ -53,7 +53,7 @@ def test_the_user_s_sitecustomize_runs_once_and_fails_as_without_the_client(
     ]
 
 
-@pytest.mark.parametrize("text", ["import no_such_module_anywhere", "import sitecustomize.part", "not python"])
+@pytest.mark.parametrize("text", ["import no_such_module_anywhere", "not python"])
 def test_python_reports_a_broken_sitecustomize_as_without_the_client(
     start_script: StartScript, tmp_path: Path, text: str
 ) -> None:
@@ -66,7 +66,7 @@ def test_python_reports_a_broken_sitecustomize_as_without_the_client(
     assert ends[0][1]
 
 
-@pytest.mark.parametrize("path", [None, "", "{0}/a:{0}/b", ":{0}/a", "{0}/a:"])
+@pytest.mark.parametrize("path", [None, "", ":{0}/a:{0}/b:"])
 def test_sys_path_is_the_same_as_without_the_client(
     start_script: StartScript, tmp_path: Path, path: str | None
 ) -> None:
@@ -77,7 +77,7 @@ def test_sys_path_is_the_same_as_without_the_client(
     assert injected == plain
 
 
-@pytest.mark.parametrize("option", ["-I", "-E", "-S", "-s", "-P", "-O", "-B"])
+@pytest.mark.parametrize("option", ["-I", "-S", "-P"])
 def test_the_interpreter_s_options_work_as_without_the_client(start_script: StartScript, option: str) -> None:
     if option == "-P" and sys.version_info < (3, 11):
         pytest.skip("-P came with Python 3.11")

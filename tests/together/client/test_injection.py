@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.emulation.fixtures import StartTorch
 from tests.support.exporter_process import ExporterProcess
 from tests.support.injected_scripts import MIB, StartScript, exporter, run_to_the_end, start_script, wait_for_allocated
-from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient, wait_for, wait_until_equal
+from tests.support.waiting import wait_for, wait_until_equal
 
 __all__ = ["exporter", "start_script"]
 
@@ -57,18 +54,16 @@ def child(mebibytes, pipe):
 """
 
 
-@pytest.mark.parametrize(
-    ("method", "torch_first"), [("spawn", False), ("forkserver", True), ("fork", False), ("fork", True)]
-)
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_children_of_multiprocessing_report_and_a_parent_without_cuda_does_not(
-    exporter: ExporterProcess, start_script: StartScript, method: str, torch_first: bool
+    exporter: ExporterProcess, start_script: StartScript, method: str
 ) -> None:
     program = start_script(
         CHILD
         + (
             "if __name__ == '__main__':\n"
-            + ("    import torch\n" if torch_first else "")
-            + f"    context = multiprocessing.get_context({method!r})\n"
+            "    import torch\n"
+            f"    context = multiprocessing.get_context({method!r})\n"
             "    pipes = [context.Pipe() for _ in range(2)]\n"
             "    children = [context.Process(target=child, args=(i + 1, far)) for i, (_, far) in enumerate(pipes)]\n"
             "    for each in children: each.start()\n"
@@ -86,37 +81,6 @@ def test_children_of_multiprocessing_report_and_a_parent_without_cuda_does_not(
     program.go()
     assert run_to_the_end(program) == ([[0, 0], []], "")
     wait_for_allocated(exporter, {})
-
-
-def test_a_python_without_the_package_uses_the_command_s_package(
-    exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
-) -> None:
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=patient(60))
-    (site_packages,) = venv.glob("lib/python*/site-packages")
-    import torch
-
-    # all packages of this environment except this project
-    for entry in Path(torch.__file__).parents[1].iterdir():
-        if "gpumem" not in entry.name and entry.suffix != ".pth":
-            (site_packages / entry.name).symlink_to(entry)
-    program = start_script(
-        "try:\n"
-        "    import gpumem_client\n"
-        "except ModuleNotFoundError as error:\n"
-        "    say(error.name)\n"
-        "hold(1)\n"
-        "say([modules()[:2], threads(), [entry for entry in sys.path if 'gpumem' in entry]])\n"
-        "import gpumem_client as client\n"
-        "client.start()\n"
-        "say([client.__file__, threads()])\n"
-        "wait()",
-        command=(str(venv / "bin" / "python"),),
-    )
-    assert program.heard() == "gpumem_client"
-    assert program.heard() == [["gpumem_client", "gpumem_client.allocator"], ["gpumem-reporter"], []]
-    assert program.heard() == [str(REPOSITORY / "client" / "gpumem_client" / "__init__.py"), ["gpumem-reporter"]]
-    wait_for_allocated(exporter, {(program.pid, "0"): MIB})
 
 
 @pytest.mark.parametrize("first", ["start", "cuda"])
@@ -161,7 +125,7 @@ def test_the_labels_of_run_win_over_the_script_s_and_the_script_is_told_once(
     assert "'operator'" in line
 
 
-@pytest.mark.parametrize("url", ["ftp://127.0.0.1:9844", "http://[", "unix:///nonexistent/exporter.sock"])
+@pytest.mark.parametrize("url", ["http://[", "unix:///nonexistent/exporter.sock"])
 def test_an_invalid_or_unreachable_exporter_url_does_not_affect_the_program(
     start_script: StartScript, url: str
 ) -> None:
