@@ -35,6 +35,13 @@ def _returnable(*segments: dict[str, Any], **given: Any) -> int | None:
     return read_heaps(segments, **given)[0].returnable_bytes
 
 
+def test_a_pending_block_merges_with_its_free_neighbors() -> None:
+    segment = _expandable(
+        (MIB, "active_allocated"), (25 * MIB, "inactive"), (10 * MIB, "active_pending_free"), (4 * MIB, "inactive")
+    )
+    assert _returnable(segment) == 20 * MIB
+
+
 def test_the_page_size_is_the_only_one_that_divides_the_segment_otherwise_unknown() -> None:
     blocks = (30 * MIB, "active_allocated"), (34 * MIB, "inactive")
     assert _returnable(_expandable(*blocks), large_pages={20 * MIB, 64 * MIB}) == 0

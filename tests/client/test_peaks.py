@@ -20,6 +20,16 @@ def test_any_falling_peak_is_a_reset_even_if_others_have_risen_again() -> None:
     assert watch.resets(0) == 1
 
 
+def test_a_reset_by_the_reporter_is_counted_once() -> None:
+    watch = PeakWatch()
+    watch.note(0, state(50))
+    watch.reset(0)
+    watch.note(0, state(10))
+    watch.reset(0)
+    watch.note(0, state(10))
+    assert watch.resets(0) == 2
+
+
 def test_a_missing_statistic_is_no_reset() -> None:
     watch = PeakWatch()
     watch.note(0, state(50, active_bytes=50))

@@ -111,6 +111,33 @@ def test_every_byte_of_a_training_step_is_named_without_running_the_user_s_code(
     assert (told["unnamed"], told["notes"], told["left"]) == (0, [], 0)
 
 
+FROZEN = """
+class Engine:
+    def __init__(self):
+        self.model = nn.Linear(512, 512).cuda()
+        self.caches = [torch.empty(1 << 20, device="cuda") for _ in range(3)]
+
+    def run(self):
+        gc.collect()
+        gc.freeze()
+        frozen = gc.get_freeze_count()
+        try:
+            return owners() | {"stayed": frozen > 0 and gc.get_freeze_count() > 0.99 * frozen}
+        finally:
+            gc.unfreeze()
+
+result = Engine().run()
+"""
+
+
+def test_a_frozen_heap_is_named_and_stays_frozen(start_torch: StartTorch) -> None:
+    told = _reading(start_torch).exec(FROZEN)
+    assert told["stayed"]
+    assert _names(told, "parameters") == {"weight": 1 << 20, "bias": 2048}
+    assert _names(told, "tensors") == {"list in attribute caches of a Engine": 12 << 20}
+    assert told["unnamed"] == 0
+
+
 WRAPPED = """
 import copy
 class GPT(nn.Module):
