@@ -191,6 +191,14 @@ class Module:
 
 
 @pytest.fixture(autouse=True)
+def small_heap() -> Iterator[None]:
+    """Search only what the test creates: the interpreter of a long run has millions of objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
 def no_tensors_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch without a GPU, whose tensors are the fake ones."""
 

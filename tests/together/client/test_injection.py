@@ -98,31 +98,14 @@ def test_a_program_that_starts_the_client_itself_has_one_reporter(
     assert process.exec(code) == ["gpumem-reporter"]
     (entry,) = exporter.processes().values()
     assert entry["workload"] == "environment", "the operator's, not the script's"
+    process.call("start_client", workload="argument")
+    told = [line for line in process.stderr().splitlines() if "'argument'" in line]
+    assert len(told) == (first == "start"), "the script is told once that its labels are not used"
     assert len(exporter.metrics().values("gpumem_reporter_up")) == 1
     process.call("stop_client")
     wait_for(lambda: not exporter.processes(), "the reporter to be gone")
     assert process.exec(code) == []
     assert process.finish() == 0
-
-
-def test_the_labels_of_run_win_over_the_script_s_and_the_script_is_told_once(
-    exporter: ExporterProcess, start_script: StartScript
-) -> None:
-    program = start_script(
-        "import gpumem_client as client\n"
-        "for _ in range(3): client.start(workload='script', rank=1)\n"
-        "hold(1); say(1); wait()",
-        GPUMEM_WORKLOAD="operator",
-    )
-    program.heard()
-    exporter.wait_for_processes(program.pid)
-    process = exporter.processes()[program.pid]
-    assert (process["workload"], process["rank"]) == ("operator", "1")
-    program.go()
-    assert program.finish() == 0
-    (line,) = program.stderr().splitlines()
-    assert "'script'" in line
-    assert "'operator'" in line
 
 
 @pytest.mark.parametrize("url", ["http://[", "unix:///nonexistent/exporter.sock"])
