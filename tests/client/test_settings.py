@@ -50,11 +50,6 @@ def test_below_run_its_labels_take_precedence_over_arguments() -> None:
     assert same.ignored == ()
 
 
-def test_the_default_rank_is_the_launcher_s() -> None:
-    assert ReporterSettings.resolve(environ={"SLURM_PROCID": "5"}).rank == "5"
-    assert ReporterSettings.resolve(environ={"SLURM_PROCID": "5", "RANK": "6"}).rank == "6"
-
-
 @pytest.mark.parametrize(
     ("environ", "world_size"),
     [

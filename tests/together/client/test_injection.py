@@ -31,20 +31,6 @@ def test_a_plain_script_reports_without_a_change_in_its_code(
     wait_for_allocated(exporter, {})
 
 
-def test_a_script_without_cuda_has_no_thread_and_does_not_report(
-    exporter: ExporterProcess, start_script: StartScript
-) -> None:
-    idle = start_script("import torch\nsay([threads(), modules(), torch.cuda.is_initialized()])\nwait()")
-    busy = start_script("hold(1)\nsay(1)\nwait()")
-    assert idle.heard() == [[], [], False]
-    busy.heard()
-    wait_for_allocated(exporter, {(busy.pid, "0"): MIB})
-    assert set(exporter.processes()) == {busy.pid}
-    idle.go()
-    assert idle.finish() == 0
-    assert idle.stderr() == ""
-
-
 CHILD = """
 import multiprocessing, sys, time
 def child(mebibytes, pipe):
