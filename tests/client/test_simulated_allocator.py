@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from random import Random
 
 from gpumem_client.allocator.simulated import Block, CachingAllocator, SimulatedOutOfMemoryError
@@ -78,14 +78,14 @@ def operations(seed: int, count: int) -> Generator[tuple[str, int], bool, None]:
             live -= 1
 
 
-def drive(allocator: CachingAllocator, seed: int, count: int) -> Generator[tuple[str, int], None, None]:
-    """Run the operations; after each, yield its kind and the bytes that a clear released."""
+def drive(allocator: CachingAllocator, seed: int, count: int) -> Iterator[None]:
+    """Run the operations, and yield after each."""
     live: list[Block] = []
     work = operations(seed, count)
     operation = next(work, None)
     while operation is not None:
         kind, argument = operation
-        outcome, succeeded = 0, False
+        succeeded = False
         if kind == "allocate":
             try:
                 live.append(allocator.allocate(argument))
@@ -95,8 +95,8 @@ def drive(allocator: CachingAllocator, seed: int, count: int) -> Generator[tuple
         elif kind == "free":
             allocator.free(live.pop(argument))
         else:
-            outcome = allocator.empty_cache()
-        yield (kind, outcome)
+            allocator.empty_cache()
+        yield
         try:
             operation = work.send(succeeded)
         except StopIteration:

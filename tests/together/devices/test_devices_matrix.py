@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 from pathlib import Path
 
 import pytest
@@ -110,26 +109,6 @@ def test_series_follow_the_uuid_when_the_driver_s_order_changes(
         action = exporter.act("empty_cache", target={"gpu": wanted[node.uuid(0)]})
         assert [(row["pid"], row["uuid"]) for row in action["results"]] == [(processes[0].pid, node.uuid(0))]
         processes[0].call("random_heap", seed=order[0], blocks=20)
-
-
-def test_unavailable_memory_values_are_absent(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    process = start_reporting(start_torch, node, exporter)
-    wait_until_right(exporter, node, (0, 1), {0: [process]})
-    uuid = node.uuid(0)
-    node.hide_memory(0)
-    wait_for(lambda: not scrape(exporter).values("gpumem_device_memory_total_bytes", uuid=uuid), "its memory to go")
-    metrics = wait_until_right(exporter, node, (1,), {})
-    now = shown(metrics, uuid)
-    whole = truth(node.books()[0], {process.pid: process.call("stats")})
-    assert [now[name] for name in ("ledger", "total", "used", "free", "reserved")] == [{}, [], [], [], []]
-    assert [now[name] for name in ("processes", "allocated")] == [whole["processes"], whole["allocated"]]
-    assert metrics.value("gpumem_device_up", uuid=uuid) == 1
-    assert not re.search(r" 1\.8446744\d*e\+19$| 18446744073709551615$", metrics.text, re.MULTILINE)
-    node.hide_memory(0, False)
-    wait_until_right(exporter, node, (0, 1), {0: [process]})
 
 
 def test_an_integrated_gpu_is_exported_with_the_host_s_memory(

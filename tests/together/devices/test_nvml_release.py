@@ -117,25 +117,6 @@ def test_attach_loads_a_replaced_driver(make_node: MakeNode, start_exporter: Sta
     wait_until_right(exporter, node, (0, 1), {})
 
 
-def test_a_driver_that_appears_after_a_release_is_attached_only_on_request(
-    node: EmulatedNode, start_exporter: StartExporter
-) -> None:
-    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
-    exporter = start_exporter(node, *QUICK)
-    assert request(exporter, ATTACH)["state"] == "absent"
-    assert held(exporter, node) == {"library"}
-    assert request(exporter, RELEASE)["state"] == "released"
-    assert held(exporter, node) == set()
-    absent = request(exporter, ATTACH)
-    assert (absent["state"], "driver" in absent["error"].lower()) == ("absent", True)
-    request(exporter, RELEASE)
-    node.set_init_error(0)
-    polls = exporter.metrics().value("gpumem_poll_timestamp_seconds")
-    wait_for(lambda: exporter.metrics().value("gpumem_poll_timestamp_seconds") > polls + 1, "a second of polls")
-    assert exporter.metrics().value("gpumem_nvml_up") == 0
-    assert request(exporter, ATTACH)["state"] == "attached"
-
-
 def test_the_commands_and_their_exit_codes(node: EmulatedNode, start_exporter: StartExporter) -> None:
     exporter = start_exporter(node, *QUICK)
 

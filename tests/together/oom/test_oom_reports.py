@@ -85,8 +85,7 @@ def test_reclaimable_memory_is_unknown_at_an_error_during_a_graph_capture(start:
 
 
 ENDINGS = {
-    "an uncaught error": RUN_OUT,
-    "a caught one": f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError:\n    sys.exit(1)",
+    "a caught error": f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError:\n    sys.exit(1)",
     "os._exit shortly after": (
         f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError:\n    time.sleep({patient(0.5)})\n    os._exit(1)"
     ),
@@ -97,7 +96,6 @@ ENDINGS = {
 def test_an_error_that_ends_the_process_is_reported(start: Start, ending: str) -> None:
     process, exporter = start()
     assert end_with(process, ENDINGS[ending]) == 1
-    assert ("OutOfMemoryError" in process.stderr()) == (ending == "an uncaught error")
     wait_for(lambda: _ooms(exporter), "the error")
     assert [oom["requested_bytes"] for oom in _ooms(exporter).values()] == [1 << 40]
 
