@@ -168,18 +168,13 @@ import gpumem_client as client
 import gpumem_toolkit as toolkit
 MIB = 1 << 20
 
-def tensor(mebibytes, rows=1):
-    return torch.empty(rows, mebibytes * MIB // rows, dtype=torch.uint8, device="cuda")
-
-class Logger:
-    def __init__(self):
-        self.outputs = []
+def tensor(mebibytes):
+    return torch.empty(mebibytes * MIB, dtype=torch.uint8, device="cuda")
 
 class Engine:
     def __init__(self):
         self.weights = {"layer": [tensor(16), tensor(16)]}
         self.cache = tensor(64)
-        self.logger = Logger()
 
     def run(self, act):
         gc.collect()
@@ -195,17 +190,6 @@ def found(engine):
     walked = toolkit.lingering_tensors(max_seconds=30)  # the default ends the search early on a slow machine
     groups = {group.bytes // MIB: [group.count, *group.referrers] for group in walked.groups}
     return groups, walked.complete, walked.hidden_objects, str(walked)
-
-def leaks(engine):
-    reported = []
-    detector = toolkit.leak_detector(on_leak=reported.append)
-    for _ in range(400):
-        engine.logger.outputs.append(tensor(1, rows=7))
-        client.step()
-        if reported:
-            break
-    detector.stop()
-    return reported[0].suspects[0], reported[0].hidden_objects
 """
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
-from tests.emulation.node import GIB, MIB, NVML_ERROR_NO_PERMISSION, EmulatedNode
+from tests.emulation.node import GIB, MIB, NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_NO_PERMISSION, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.device_truth import FOREIGN_PID, QUICK, scrape, truth, wait_until_right
+from tests.support.device_truth import ATTACH_SECONDS, FOREIGN_PID, QUICK, scrape, truth, wait_until_right
 from tests.support.exporter_process import ExporterProcess, Metrics
 from tests.support.waiting import patient, wait_for, wait_until_equal
 
@@ -105,6 +105,27 @@ def assert_no_values(metrics: Metrics, uuid: str) -> None:
     """Assert that the device has no series with values of the driver."""
     for name in DEVICE_SERIES:
         assert metrics.values(name, uuid=uuid) == [], name
+
+
+def test_without_a_driver_the_exporter_runs_and_attaches_later(node: EmulatedNode, watch: Any) -> None:
+    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
+    watched = watch(node)
+    health = watched.wait_for_health(200, "degraded")
+    assert health["nvml"]["up"] is False
+    assert "driver" in health["nvml"]["error"].lower()
+    assert (health["devices"], health["processes"]) == (0, 1)
+    metrics = watched.scrape()
+    assert metrics.value("gpumem_nvml_up") == 0
+    assert metrics.samples.get("gpumem_device_up", {}) == {}
+    for device in (0, 1):
+        assert_no_values(metrics, node.uuid(device))
+    watched.assert_torch_series_flow(0, gpu="")
+    node.set_init_error(0)
+    wait_until_equal(watched.devices_up, [1, 1], "devices that answer", ATTACH_SECONDS)
+    metrics = watched.wait_until_all_is_right(0, 1)
+    assert metrics.value("gpumem_nvml_up") == 1
+    watched.assert_torch_series_flow(0, gpu="0")
+    assert watched.wait_for_health(200, "ok")["nvml"] == {"up": True, "error": "", "released": False}
 
 
 @pytest.mark.timeout(patient(240))
