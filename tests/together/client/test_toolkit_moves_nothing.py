@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
-
 from tests.emulation.torch_process import TorchProcess
 
 TRAINING = """
@@ -66,7 +64,6 @@ result = {"losses": losses, "weights": weights, "next": torch.rand(1).item().hex
 """
 
 
-@pytest.mark.slow
 def test_a_training_with_every_tool_is_the_same_to_the_bit(tmp_path: Any) -> None:
     def train(*, with_tools: bool) -> Any:
         environment: dict[str, str | None] = {name: None for name in os.environ if name.startswith("GPUMEM_")}
