@@ -75,6 +75,74 @@ def test_leaks_are_found_within_200_steps_and_their_holder_is_named(start_torch:
     assert "autograd graph" in first
 
 
+FILLED = """
+import gpumem_client as client
+import gpumem_toolkit as toolkit
+reported, buffer = [], []
+detector = toolkit.leak_detector(on_leak=reported.append)
+
+def advised():
+    try:
+        with toolkit.oom_guard() as guard:
+            torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        return [advice.kind for advice in guard.diagnosis.advice]
+
+result = {}
+for at in range(1000):
+    if len(buffer) < 200:
+        buffer.append(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+    client.step()
+    if at == 199:
+        result["filling"] = [len(reported), len(detector.leaks), "leak" in advised()]
+result["full"] = [len(reported), len(detector.leaks), "leak" in advised()]
+detector.stop()
+"""
+
+
+def test_a_buffer_that_has_filled_is_no_leak_any_more_and_is_not_in_the_advice(start_torch: StartTorch) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
+    assert process.exec(FILLED) == {"filling": [1, 1, True], "full": [1, 0, False]}
+    assert "withdrawn" in process.stderr()
+
+
+LARGE_HEAP = """
+import gc, itertools
+import gpumem_client as client
+import gpumem_toolkit as toolkit
+
+class Replay:
+    def __init__(self):
+        self.kept = [torch.empty(20 << 10, dtype=torch.uint8, device="cuda") for _ in range(300)]
+    def __getattr__(self, name):
+        raise SystemExit("an attribute was read: " + name)
+
+class Trainer:
+    def __init__(self):
+        self.losses = []
+
+heap = {size: [torch.empty(size, device="cuda") for _ in range(300)] for size in range(5000, 5100)}
+replay, trainer = Replay(), Trainer()
+gc.collect()
+reported = []
+detector = toolkit.leak_detector(on_leak=reported.append)
+for at in range(400):
+    trainer.losses.append(torch.empty(20 << 10, dtype=torch.uint8, device="cuda"))  # 300 others are of this kind
+    client.step()
+    if reported:
+        break
+detector.stop()
+result = {"suspects": reported[0].suspects if reported else (), "count": len(trainer.losses)}
+"""
+
+
+def test_the_holder_of_a_leak_is_named_in_a_heap_of_thirty_thousand_other_tensors(start_torch: StartTorch) -> None:
+    reported = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(LARGE_HEAP)
+    first = reported["suspects"][0]
+    assert "uint8" in first
+    assert re.search(rf"\blist\b.*\b{reported['count']}\b.*\blosses\b.*\bTrainer\b", first)
+
+
 WALKED = """
 import gc
 import gpumem_toolkit as toolkit
