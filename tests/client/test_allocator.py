@@ -115,24 +115,6 @@ def test_private_pools_that_an_older_torch_does_not_list_are_not_reclaimable() -
     assert (sample.reclaimable_bytes, sample.private_pools_bytes) == (20 * MIB, 30 * MIB)
 
 
-def test_the_constant_zeros_of_the_asynchronous_backend_are_not_reported() -> None:
-    (sample,) = Allocator(Torch(NewC(), "cudaMallocAsync")).samples()
-    assert (sample.allocated_bytes, sample.reserved_bytes, sample.active_bytes) == (40 * MIB, 100 * MIB, 40 * MIB)
-    for name in ("requested_bytes", "inactive_split_bytes", "private_pools_bytes", "reclaimable_bytes", "ooms"):
-        assert getattr(sample, name) is None, name
-
-
-def test_an_allocator_that_raises_reports_only_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(index: int) -> None:
-        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
-
-    torch = Torch(NewC(), "pluggable")
-    monkeypatch.setattr(torch._C, "_cuda_memoryStats", refuse)
-    (sample,) = Allocator(torch).samples()
-    assert sample.uuid == "GPU-uuid-0"
-    assert (sample.reserved_bytes, sample.reclaimable_bytes, sample.peak_resets) == (None, None, None)
-
-
 def test_before_torch_reports_settings_only_the_older_variable_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:1")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:2")

@@ -1,19 +1,21 @@
-"""The bootstrap in every Python that a job's image may have, also in those that the client does not support."""
+"""The bootstrap in the oldest and newest Pythons, also in Pythons that the client does not support."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from gpumem_client.run import injected_environment
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
 BOOTSTRAP = REPOSITORY / "client" / "gpumem_client" / "bootstrap"
-VERSIONS = ("2.7", "3.6", "3.7", "3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
+VERSIONS = ("2.7", "3.6", "3.7", "3.8", "3.13", "3.14")
 FIRST_WITH_A_MESSAGE = "3.6"
 FIRST_SUPPORTED = "3.8"
 
@@ -52,15 +54,21 @@ def interpreter(version: str) -> str:
     pytest.skip(f"Python {version} is not installed")
 
 
-def run(version: str, tmp_path: Path, program: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run(
+    version: str, tmp_path: Path, program: str, *options: str, bootstrap: bool = True, path: str = "own", **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in the folder of a torch and of a sitecustomize, with this rest of PYTHONPATH."""
     own = tmp_path / "own"
-    (own / "torch").mkdir(parents=True, exist_ok=True)
-    (own / "torch" / "__init__.py").write_text("__version__ = '0'")
-    (own / "torch" / "cuda.py").write_text(TORCH)
-    (own / "sitecustomize.py").write_text("import sys\nsys.chained = True")
+    if not own.exists():
+        (own / "torch").mkdir(parents=True)
+        (own / "torch" / "__init__.py").write_text("__version__ = '0'")
+        (own / "torch" / "cuda.py").write_text(TORCH)
+        (own / "sitecustomize.py").write_text("import sys\nsys.chained = True")
+    environ = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **environ}
     return subprocess.run(
         [interpreter(version), *options, "-c", program],
-        env={"PYTHONPATH": f"{BOOTSTRAP}:{own}", "PYTHONDONTWRITEBYTECODE": "1"},
+        env=injected_environment(environ, str(BOOTSTRAP)) if bootstrap else environ,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
@@ -70,11 +78,10 @@ def run(version: str, tmp_path: Path, program: str, *options: str) -> subprocess
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_program_without_torch_runs_as_without_the_client(version: str, tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.stdout.write(str(sorted(name for name in sys.modules if 'gpumem' in name or 'log' in name)))"
-    )
+    program = "import sys; sys.stdout.write(str((sorted(sys.modules), sys.chained)))"
+    plain = run(version, tmp_path, program, "-W", "error", bootstrap=False)
     done = run(version, tmp_path, program, "-W", "error")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[]", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, plain.stdout, "")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -100,3 +107,58 @@ def test_every_module_of_the_client_imports_in_every_supported_python(version: s
     command = [interpreter(version), "-W", "error", "-B", "-c", imports]
     done = subprocess.run(command, env={"PYTHONPATH": str(package.parent)}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+NEWEST = f"{sys.version_info[0]}.{sys.version_info[1]}"
+SHOWN = """
+import sys
+others = lambda names: [name for name in names if "bootstrap" not in name]
+print(others(sys.path), sys.flags, [name for name in sys.modules if "gpumem" in name])
+print(others(sys.modules[name].__file__ for name in ("sitecustomize", "helper") if name in sys.modules))
+"""
+
+
+def with_and_without(tmp_path: Path, *options: str, **given: str) -> list[tuple[int, str, str]]:
+    """Return how a program ends, and what it prints, without the bootstrap and with it."""
+    ended = [run(NEWEST, tmp_path, SHOWN, *options, bootstrap=bootstrap, **given) for bootstrap in (False, True)]
+    return [(each.returncode, each.stdout, each.stderr) for each in ended]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import helper, queue\nprint('once')",
+        "raise RuntimeError('of the user')",
+        "import no_such_module_anywhere",
+        "not python",
+    ],
+)
+def test_the_user_s_sitecustomize_runs_once_and_fails_as_without_the_client(tmp_path: Path, text: str) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "helper.py").touch()
+    (own / "sitecustomize.py").write_text(text)
+    plain, injected = with_and_without(tmp_path)
+    assert injected == plain
+    assert "sitecustomize" in plain[1] + plain[2]
+
+
+@pytest.mark.parametrize("path", ["", "own", ":own:further:"])
+def test_sys_path_is_the_same_as_without_the_client(tmp_path: Path, path: str) -> None:
+    plain, injected = with_and_without(tmp_path, path=path)
+    assert injected == plain
+
+
+@pytest.mark.parametrize("option", ["-I", "-S", "-O"])
+def test_the_interpreter_s_options_work_as_without_the_client(tmp_path: Path, option: str) -> None:
+    plain, injected = with_and_without(tmp_path, option)
+    assert injected == plain
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_a_disabled_or_broken_client_leaves_no_trace(tmp_path: Path, disabled: bool) -> None:
+    run(NEWEST, tmp_path, "")
+    if not disabled:  # another package of the same name, which cannot be imported
+        (tmp_path / "own" / "gpumem_client.py").write_text("raise RuntimeError('broken installation')")
+    done = run(NEWEST, tmp_path, PROGRAM, GPUMEM_DISABLED=str(disabled))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True False", "")

@@ -84,16 +84,6 @@ def bench(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
     bench.remove()
 
 
-def test_a_capture_is_under_way_in_every_thread_until_it_ends(bench: Bench) -> None:
-    graph = bench.graph_class()
-    assert not bench.under_way()
-    bench.begin(graph)
-    assert bench.under_way()
-    assert bench.elsewhere(bench.under_way)
-    bench.end(graph)
-    assert not bench.under_way()
-
-
 def test_a_capture_whose_end_or_start_fails_is_over_in_every_thread(bench: Bench) -> None:
     graph = bench.graph_class()
     bench.begin(graph)

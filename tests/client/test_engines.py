@@ -21,7 +21,6 @@ from gpumem_client import torch_access
 from gpumem_client.engines import facts as facts_module
 from gpumem_client.engines.facts import CacheUse, EngineFacts
 from gpumem_client.engines.reader import EngineReader
-from tests.support.running_command import run_python
 from tests.support.waiting import patient, wait_for
 
 GIB = 1 << 30
@@ -192,6 +191,14 @@ class Module:
 
 
 @pytest.fixture(autouse=True)
+def small_heap() -> Iterator[None]:
+    """Search only what the test creates: the interpreter of a long run has millions of objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
 def no_tensors_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch without a GPU, whose tensors are the fake ones."""
 
@@ -233,11 +240,6 @@ def known(reader: EngineReader) -> EngineFacts:
     return facts
 
 
-def test_a_program_without_an_engine_has_none() -> None:
-    assert measures(EngineReader(clock())) is None
-    assert EngineReader(clock()).segment_components() == {}
-
-
 @pytest.mark.parametrize("function", ["init_device", "load_model", "determine_available_memory"])
 @pytest.mark.usefixtures("vllm")
 def test_a_worker_measures_until_it_knows_the_size_of_its_cache(function: str) -> None:
@@ -275,25 +277,11 @@ def test_the_reader_keeps_no_worker_alive_and_sees_the_next_one() -> None:
         assert measures(reader) is True
 
 
-@pytest.mark.usefixtures("vllm")
-def test_a_worker_that_serves_measures_nothing() -> None:
-    with Running(Worker(), "execute_model"):
-        assert measures(EngineReader(clock())) is None
-
-
 @pytest.mark.parametrize("worker_class", [None, "text", object, type("Worker", (), {"load_model": 1})])
 def test_another_version_of_vllm_is_unknown(monkeypatch: pytest.MonkeyPatch, worker_class: Any) -> None:
     load(monkeypatch, "vllm")
     load(monkeypatch, WORKER, Worker=worker_class)
     assert measures(EngineReader(clock())) is None
-
-
-def test_it_imports_nothing_of_an_engine() -> None:
-    code = (
-        "import sys; from gpumem_client.engines.reader import EngineReader; EngineReader().look(); "
-        "assert not {'vllm', 'sglang', 'torch'} & set(sys.modules)"
-    )
-    assert run_python(code).returncode == 0
 
 
 @pytest.mark.usefixtures("vllm")

@@ -35,26 +35,11 @@ def _returnable(*segments: dict[str, Any], **given: Any) -> int | None:
     return read_heaps(segments, **given)[0].returnable_bytes
 
 
-def test_whole_pages_inside_free_blocks_of_an_expandable_segment_are_released() -> None:
-    segment = _expandable(
-        (5 * MIB, "active_allocated"),
-        (50 * MIB, "inactive"),  # from 5 to 55 MiB: the page from 20 to 40 lies inside
-        (5 * MIB, "active_allocated"),
-        (40 * MIB, "inactive"),  # from 60 to 100 MiB: two pages
-    )
-    assert _returnable(segment) == 60 * MIB
-
-
 def test_a_pending_block_merges_with_its_free_neighbors() -> None:
     segment = _expandable(
         (MIB, "active_allocated"), (25 * MIB, "inactive"), (10 * MIB, "active_pending_free"), (4 * MIB, "inactive")
     )
     assert _returnable(segment) == 20 * MIB
-
-
-def test_pages_of_the_small_pool_are_smaller() -> None:
-    blocks = (MIB, "active_allocated"), (5 * MIB, "inactive")
-    assert _returnable(_expandable(*blocks, segment_type="small")) == 4 * MIB
 
 
 def test_the_page_size_is_the_only_one_that_divides_the_segment_otherwise_unknown() -> None:
@@ -63,19 +48,6 @@ def test_the_page_size_is_the_only_one_that_divides_the_segment_otherwise_unknow
     either = _expandable((30 * MIB, "active_allocated"), (290 * MIB, "inactive"))
     assert _returnable(either, large_pages={64 * MIB}) == 256 * MIB
     assert _returnable(_segment((MIB, "inactive")), either, large_pages={20 * MIB, 64 * MIB}) is None
-
-
-def test_the_heap_of_each_device_is_added_up() -> None:
-    heaps = read_heaps(
-        [
-            _segment((MIB, "inactive")),
-            _expandable((20 * MIB, "active_allocated"), device=1),
-            _segment((MIB, "active_allocated"), (MIB, "active_pending_free"), device=1),
-        ]
-    )
-    assert (heaps[0].reserved_bytes, heaps[0].allocated_bytes, heaps[0].expandable) == (MIB, 0, False)
-    assert (heaps[1].reserved_bytes, heaps[1].allocated_bytes, heaps[1].expandable) == (22 * MIB, 21 * MIB, True)
-    assert [heap.returnable_bytes for heap in heaps.values()] == [MIB, 0]
 
 
 @pytest.mark.parametrize(

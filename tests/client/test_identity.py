@@ -41,10 +41,13 @@ PACKAGE = "import workers; workers.run()"
 """multiprocessing does not import the __main__ of a package in its workers, so this has no guard."""
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize(
-    ("script", "reported"),
-    [(["{folder}/workers.py"], "workers.py"), (["-m", "workers"], "-m workers"), (["-m", "package"], "package")],
+    ("method", "script", "reported"),
+    [
+        ("spawn", ["{folder}/workers.py"], "workers.py"),
+        ("forkserver", ["-m", "workers"], "-m workers"),
+        ("spawn", ["-m", "package"], "package"),
+    ],
 )
 def test_a_worker_of_multiprocessing_has_the_command_of_its_script(
     tmp_path: Path, method: str, script: list[str], reported: str

@@ -55,7 +55,7 @@ def read(compute: Function, **others: Function) -> dict[int, int | None]:
     return processes_on_device(Library(**{COMPUTE + "_v3": compute, **others}), None)
 
 
-@pytest.mark.parametrize("value", [NOT_AVAILABLE, 1 << 63, 9223372036854775808 + 12])
+@pytest.mark.parametrize("value", [NOT_AVAILABLE, 1 << 63])
 def test_an_unavailable_value_is_unknown_not_zero(value: int) -> None:
     assert read(answer([(30, value)])) == {30: None}
 
@@ -68,7 +68,7 @@ def test_a_process_on_several_lists_counts_once_with_its_largest_value() -> None
 
 
 @pytest.mark.parametrize("layout", [V2, PROTECTED], ids=["24 bytes", "32 bytes"])
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 127, 128, 129, 1000])
+@pytest.mark.parametrize("count", [0, 3, 128, 129])
 def test_every_layout_and_length_of_list_is_read(layout: struct.Struct, count: int) -> None:
     calls = []
     written = answer([(pid, pid << 20) for pid in range(1, count + 1)], layout)
@@ -107,12 +107,12 @@ def test_a_driver_without_the_function_does_not_support_the_list() -> None:
     assert error.value.code == 13
 
 
-@pytest.mark.parametrize("value", [3, 13, 25])
+@pytest.mark.parametrize("value", [3, 13])
 def test_a_device_without_a_graphics_or_mps_list_has_its_compute_list(value: int) -> None:
     assert read(answer([(30, 5)]), **{GRAPHICS + "_v3": code(value), MPS + "_v3": code(value)}) == {30: 5}
 
 
-@pytest.mark.parametrize(("compute", "mps"), [(3, 0), (4, 0), (0, 4), (0, 15), (0, 999)])
+@pytest.mark.parametrize(("compute", "mps"), [(3, 0), (0, 999)])
 def test_a_list_that_cannot_be_read_is_an_error(compute: int, mps: int) -> None:
     with pytest.raises(ProcessListError) as error:
         read(code(compute) if compute else answer([(30, 5)]), **{MPS + "_v3": code(mps)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -21,18 +20,13 @@ from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
         (["/usr/bin/python3.11", "/srv/jobs/train.py", "--token=x"], "python3.11 train.py"),
         (["python", "-m", "pkg.mod", "--key", "secret"], "python -m pkg.mod"),
         (["python", "-mpkg.mod", "--key", "secret"], "python -m pkg.mod"),
-        (["python", "-um", "pkg.mod", "secret"], "python -m pkg.mod"),
         (["python", "-c", "token = 'secret'"], "python -c"),
         (["python", "-uctoken = 'secret'"], "python -c"),
         (["python", "-u", "-X", "dev", "-W", "ignore", "train.py", "x"], "python train.py"),
-        (["python", "-Xdev", "-Wignore", "-BW", "error", "train.py"], "python train.py"),
-        (["python", "--check-hash-based-pycs", "never", "train.py", "x"], "python train.py"),
-        (["python", "--", "train.py", "x"], "python train.py"),
+        (["python", "--check-hash-based-pycs", "never", "--", "train.py", "x"], "python train.py"),
         (["python", "-", "secret"], "python -"),
         (["python", "project/", "x"], "python project"),
         (["python"], "python"),
-        (["python", "-i"], "python"),
-        (["python3.13t", "train.py"], "python3.13t train.py"),
         (["pypy3", "train.py"], "pypy3 train.py"),
         (["pythonista", "secret"], "pythonista"),
         (["/opt/My App/bin/trtllm-serve", "--key", "secret"], "trtllm-serve"),
@@ -41,7 +35,6 @@ from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
         (["VLLM::Worker_TP0 secret"], "VLLM::Worker_TP0"),
         (["ends\nhere", "x"], "ends?here"),
         (["\udcff", "x"], "?"),
-        ([""], ""),
         (["", "secret"], ""),
         ([], ""),
     ],
@@ -50,16 +43,19 @@ def test_a_command_is_its_program_and_script_without_arguments(argv: list[str], 
     assert describe_command(argv) == described
 
 
-@given(st.lists(st.text()))
-def test_a_description_is_always_a_valid_label(argv: list[str]) -> None:
-    described = describe_command(argv)
+@given(st.binary())
+def test_a_description_is_always_a_valid_label(cmdline: bytes) -> None:
+    described = describe_command(split_cmdline(cmdline))
     assert len(described) <= MAX_LABEL_LENGTH
     assert described.isprintable()
     described.encode("utf-8")
 
 
-@pytest.mark.parametrize("program", ["python", "python3.12", "/usr/bin/python3", "trainer", "python train.py"])
-@given(before=st.lists(st.sampled_from(["-u", "-B", "-Xdev"])), after=st.lists(st.text("0123456789", min_size=8)))
+@given(
+    program=st.sampled_from(["python", "python3.12", "/usr/bin/python3", "trainer", "python train.py"]),
+    before=st.lists(st.sampled_from(["-u", "-B", "-Xdev"])),
+    after=st.lists(st.text("0123456789", min_size=8)),
+)
 def test_nothing_after_the_script_is_ever_included(program: str, before: list[str], after: list[str]) -> None:
     described = describe_command([program, *before, "train.py", *after])
     assert not any(argument in described for argument in after)
@@ -83,11 +79,6 @@ def test_state_and_start_time_are_found_after_a_name_with_parentheses() -> None:
 def test_an_invalid_stat_line_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="stat"):
         parse_stat(text)
-
-
-def test_this_process_has_a_start_time_and_a_pid_namespace() -> None:
-    assert start_time_ticks() == start_time_ticks(f"/proc/{os.getpid()}") > 0
-    assert f"pid:[{pid_namespace()}]" == str(Path("/proc/self/ns/pid").readlink())
 
 
 def test_unreadable_values_are_zero() -> None:

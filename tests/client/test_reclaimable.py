@@ -115,15 +115,6 @@ def test_between_walks_the_unreturnable_bytes_stay_the_same(bench: Bench) -> Non
     assert bench.walks == 1
 
 
-def test_a_dead_pool_is_noticed_although_no_statistic_changes(bench: Bench) -> None:
-    bench.heaps = {0: Heap(100, 40, private_bytes=20, returnable_bytes=10)}
-    assert bench.look(state(private=20)) == 10
-    bench.now += 1
-    bench.heaps = {0: Heap(100, 40, private_bytes=20, returnable_bytes=30)}
-    bench.pools_version += 1
-    assert bench.look(state(private=20)) == 30
-
-
 def test_a_heap_too_large_to_walk_is_unknown(bench: Bench) -> None:
     bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
     assert bench.look(state(mapped=1)) == 33

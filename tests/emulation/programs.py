@@ -23,7 +23,6 @@ from typing_extensions import Self
 from tests.support.waiting import patient
 from tests.support.zygote import ForkedProcess
 
-from . import build
 from .node import EmulatedNode
 
 _PREAMBLE = """
@@ -40,26 +39,14 @@ CUDA = (
     + """
 import ctypes
 cuda = ctypes.CDLL(None)  # the preloaded runtime
-driver = ctypes.CDLL("libcuda.so.1")
 def malloc(nbytes):
     pointer = ctypes.c_void_p()
     return cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), pointer
 def free(pointer):
     return cuda.cudaFree(pointer)
-def device_count():
-    count = ctypes.c_int(-1)
-    return cuda.cudaGetDeviceCount(ctypes.byref(count)), count.value
 def memory():
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     return cuda.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)), free.value, total.value
-def has_context(device):
-    flags, active = ctypes.c_uint(), ctypes.c_int(-1)
-    driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
-    return active.value
-def name_of(device):
-    name = ctypes.create_string_buffer(256)
-    driver.cuDeviceGetName(name, 256, device)
-    return name.value.decode()
 """
 )
 
@@ -75,12 +62,8 @@ def code(function, *arguments, **named):
         return error.value
     return 0
 def memory(device):
-    handle = device if not isinstance(device, int) else nvml.nvmlDeviceGetHandleByIndex(device)
-    seen = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    return {"total": seen.total, "reserved": seen.reserved, "used": seen.used, "free": seen.free}
-def processes(device):
-    handle = device if not isinstance(device, int) else nvml.nvmlDeviceGetHandleByIndex(device)
-    return [[p.pid, p.usedGpuMemory, p.gpuInstanceId] for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+    handle = nvml.nvmlDeviceGetHandleByIndex(device)
+    return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used
 """
 )
 
@@ -193,11 +176,6 @@ class Program(PipedProcess):
         """Make the program's `wait()` return."""
         self._stdin.write(b"\n")
         self._stdin.flush()
-
-
-def hammer(node: EmulatedNode, threads: int, operations: int) -> Program:
-    """Start a process that allocates and frees as fast as possible (src/hammer.c) after `go()`; 0 means no end."""
-    return Program(node, command=(str(node.libraries / build.HAMMER), str(threads), str(operations)))
 
 
 def run(node: EmulatedNode, code: str, preamble: str = CUDA, **environment: str) -> Any:

@@ -35,7 +35,6 @@ class Worker:
         self.tensors: dict[int, torch.Tensor] = {}
         self.next_number = 1
         self.namespace: dict[str, Any] = {"torch": torch, "worker": self}
-        self.models: dict[str, tuple[Any, Any]] = {}
 
     # The process
 
@@ -128,34 +127,6 @@ class Worker:
     def uuids(self) -> list[str]:
         """Return the UUIDs of the visible devices in NVML's format for GPUs."""
         return ["GPU-" + str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-
-    # Training
-
-    def train(self, steps: int = 1, device: int = 0, model: str = "linear") -> dict[str, int]:
-        """Train a small model, which is kept, and return the allocated bytes and their peak."""
-        key = f"{model} {device}"
-        if key not in self.models:
-            made = self._linear() if model == "linear" else self._transformer()
-            made = made.to(f"cuda:{device}")
-            self.models[key] = made, torch.optim.AdamW(made.parameters())
-        made, optimizer = self.models[key]
-        width = next(made.parameters()).shape[-1]
-        for _ in range(steps):
-            batch = torch.randn(8, 64, width, device=f"cuda:{device}")
-            made(batch).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return {"allocated": torch.cuda.memory_allocated(device), "peak": torch.cuda.max_memory_allocated(device)}
-
-    @staticmethod
-    def _linear() -> torch.nn.Module:
-        layers = [torch.nn.Linear(512, 512) for _ in range(4)]
-        return torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.GELU())))
-
-    @staticmethod
-    def _transformer() -> torch.nn.Module:
-        layer = torch.nn.TransformerEncoderLayer(512, 8, batch_first=True)
-        return torch.nn.TransformerEncoder(layer, num_layers=6)
 
     # The client
 

@@ -95,14 +95,6 @@ def assignments(environment: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in environment.items()]
 
 
-def folder_with(path: Path, **files: str) -> Path:
-    """Make a folder with these modules."""
-    path.mkdir()
-    for name, text in files.items():
-        (path / f"{name}.py").write_text(text)
-    return path
-
-
 def run_to_the_end(program: Program) -> tuple[Any, str]:
     """Return the last output and stderr of a program that exits with 0."""
     said = program.heard()

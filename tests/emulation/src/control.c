@@ -210,21 +210,6 @@ static int is_used(struct emu_node *node, int device) {
     return 0;
 }
 
-/* Switches MIG on or off; EBUSY if a program uses the GPU or if the GPU has MIG devices. */
-API int emu_control_set_mig(struct emu_node *node, int device, int32_t enabled) {
-    struct emu_state *state = node->state;
-    int error = 0;
-    emu_lock(state);
-    emu_reap(node);
-    if (state->device[device].parent >= 0) error = EINVAL;
-    else if (is_used(node, device)) error = EBUSY;
-    for (uint32_t i = state->physical; i < state->entries; i++)
-        if (state->device[i].parent == device && !state->device[i].gone) error = EBUSY;
-    if (!error) state->device[device].mig_enabled = enabled;
-    emu_unlock(state);
-    return error;
-}
-
 static int slot_is_taken(struct emu_state *state, int parent, int slot) {
     for (uint32_t i = state->physical; i < state->entries; i++)
         if (state->device[i].parent == parent && !state->device[i].gone &&

@@ -32,8 +32,7 @@ def exporter(emulation: Path) -> Iterator[tuple[EmulatedNode, ExporterProcess]]:
                 exporter.close()
 
 
-@pytest.mark.parametrize("change", ["os.setuid(uid)", "os.seteuid(uid)"])
-@pytest.mark.parametrize("way", ["unix", "tcp"])
+@pytest.mark.parametrize(("way", "change"), [("unix", "os.setuid(uid)"), ("tcp", "os.seteuid(uid)")])
 def test_reports_after_a_change_of_the_user_belong_to_the_new_user(
     exporter: tuple[EmulatedNode, ExporterProcess], start_torch: StartTorch, way: str, change: str
 ) -> None:

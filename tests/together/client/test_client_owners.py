@@ -208,7 +208,7 @@ results, errors, trained = [], [], threading.Event()
 
 def search():
     try:
-        for _ in range(4):
+        for _ in range(2):
             results.append(name_storages(torch, max_seconds=60))
     except BaseException as error:
         errors.append(repr(error))
@@ -231,7 +231,7 @@ result.append(torch.cuda.memory_allocated())
 
 def test_a_search_beside_training_finds_its_parameters_and_a_limit_ends_it(start_torch: StartTorch) -> None:
     errors, parameters, notes, owners, left = _reading(start_torch).exec(BESIDE, timeout_seconds=110)
-    assert (errors, parameters, left) == ([], [40] * 4, 0)
+    assert (errors, parameters, left) == ([], [40] * 2, 0)
     assert notes
     assert owners == 0
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from tests.emulation.fixtures import StartTorch
-from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
+from tests.support.ending_programs import end_with
 from tests.support.recording_exporter import RecordingExporter
-from tests.support.running_command import run_python
 from tests.support.waiting import wait_for
 
 TRAIN = """
@@ -197,7 +196,7 @@ gpumem_client.start()
     assert any("modeling_gpt2.py" in file for _, file, _ in taken["frames"])
 
 
-@pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments:True", "max_split_size_mb:21"])
+@pytest.mark.parametrize("settings", ["expandable_segments:True", "max_split_size_mb:21"])
 def test_the_bytes_of_a_random_heap_add_up(start: Start, exporter: RecordingExporter, settings: str) -> None:
     process = start(
         "from tests.programs.profiled import *; import gpumem_client; heap = Heap(7); heap.churn(400);"
@@ -302,20 +301,11 @@ for _ in range(3):
     process.exec("gpumem_client.stop(); wait_for_recording(False)")
 
 
-def test_an_error_that_ends_the_process_gets_a_profile(node: EmulatedNode, exporter: RecordingExporter) -> None:
-    program = """
-import gpumem_client, time
-gpumem_client.start()
-from tests.programs.profiled import *
-training = Training()
-training.step()
-time.sleep(0.2)
-run_out_of_memory([])
-"""
-    environment = {**node.environment(), "GPUMEM_EXPORTER_URL": exporter.url, "GPUMEM_OOM_PROFILE": "1"}
-    ended = run_python(program, **environment)
-    assert ended.returncode == 1
-    assert "OutOfMemoryError" in ended.stderr
+def test_an_error_that_ends_the_process_gets_a_profile(start: Start, exporter: RecordingExporter) -> None:
+    process = start(TRAIN, GPUMEM_OOM_PROFILE="1")
+    wait_for(lambda: exporter.reports, "a report")
+    assert end_with(process, "from tests.programs.profiled import run_out_of_memory\nrun_out_of_memory([])") == 1
+    assert "OutOfMemoryError" in process.stderr()
     (taken,) = exporter.profiles
     found = held(checked(taken))
     assert found["stack", f"run_out_of_memory:{line_of('filling.append')}"] > 6 << 30

@@ -6,11 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
@@ -18,7 +15,6 @@ from tests.emulation.node import MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
 from tests.support.device_truth import FOREIGN_PID, QUICK, scrape, series_of, wait_until_right
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.running_exporter import problem, running_exporter
 from tests.support.waiting import patient, wait_for
 
 RELEASE, ATTACH = "/api/v1/nvml/release", "/api/v1/nvml/attach"
@@ -121,25 +117,6 @@ def test_attach_loads_a_replaced_driver(make_node: MakeNode, start_exporter: Sta
     wait_until_right(exporter, node, (0, 1), {})
 
 
-def test_a_driver_that_appears_after_a_release_is_attached_only_on_request(
-    node: EmulatedNode, start_exporter: StartExporter
-) -> None:
-    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
-    exporter = start_exporter(node, *QUICK)
-    assert request(exporter, ATTACH)["state"] == "absent"
-    assert held(exporter, node) == {"library"}
-    assert request(exporter, RELEASE)["state"] == "released"
-    assert held(exporter, node) == set()
-    absent = request(exporter, ATTACH)
-    assert (absent["state"], "driver" in absent["error"].lower()) == ("absent", True)
-    request(exporter, RELEASE)
-    node.set_init_error(0)
-    polls = exporter.metrics().value("gpumem_poll_timestamp_seconds")
-    wait_for(lambda: exporter.metrics().value("gpumem_poll_timestamp_seconds") > polls + 1, "a second of polls")
-    assert exporter.metrics().value("gpumem_nvml_up") == 0
-    assert request(exporter, ATTACH)["state"] == "attached"
-
-
 def test_the_commands_and_their_exit_codes(node: EmulatedNode, start_exporter: StartExporter) -> None:
     exporter = start_exporter(node, *QUICK)
 
@@ -168,20 +145,6 @@ def test_the_commands_and_their_exit_codes(node: EmulatedNode, start_exporter: S
         hang.wait_for_waiting()
         command("release-nvml", "--wait", "0.1", code=1)
     assert "--wait" in command("release-nvml", "--wait", "61", code=2)
-    assert "--wait" in command("attach-nvml", "--wait", "-1", code=2)
-
-
-@pytest.fixture
-def scripted() -> Iterator[Any]:
-    with running_exporter(collect_interval=60) as running:
-        yield running
-
-
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [({"wait_seconds": 61}, "wait_seconds"), ({"wait_seconds": "1"}, "wait_seconds"), ({"reson": "typo"}, "reson")],
-)
-def test_an_invalid_request_changes_nothing(scripted: Any, body: dict[str, Any], field: str) -> None:
-    document = problem(scripted.request("POST", RELEASE, body), 422)
-    assert [error["field"] for error in document["errors"]] == [field]
-    assert scripted.document("/health")["nvml"]["up"]
+    for body, field in (({"wait_seconds": 61}, "wait_seconds"), ({"reson": "typo"}, "reson")):
+        invalid = request(exporter, RELEASE, expect=422, **body)
+        assert [error["field"] for error in invalid["errors"]] == [field]
