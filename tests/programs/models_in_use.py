@@ -108,7 +108,6 @@ def optimizing() -> dict[str, Any]:
         "nothing": {},
         "the same dtype": {"dtype": torch.bfloat16},
         "integers": {"dtype": torch.int8},
-        "the same layout": {"channels_last": True},
         "reset without example": {"dtype": torch.float16, "reset_peaks": True},
     }
     result["refused"] = {
@@ -116,24 +115,20 @@ def optimizing() -> dict[str, Any]:
         for name, options in refusals.items()
     }
     result["refused"]["no convolution"] = refused(lambda: toolkit.optimize_model(nn.Linear(2, 2), channels_last=True))
-    result["refused"]["no parameters"] = refused(lambda: toolkit.optimize_model(nn.ReLU(), dtype=torch.float16))
     return result
 
 
-class WithNothing(nn.Module):
+class WithNothing(nn.Linear):
     """A model with an output that is always 0 and one that is empty."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [self.linear(x), x.new_zeros(3), x.new_zeros(0)]
+        return [super().forward(x), x.new_zeros(3), x.new_zeros(0)]
 
 
-def optimizing_zeros() -> dict[str, Any]:
-    change = toolkit.optimize_model(WithNothing(), dtype=torch.bfloat16, example=torch.randn(4, 8))
-    return {"difference": change.output_difference_ratio}
+def optimizing_zeros() -> float | None:
+    return toolkit.optimize_model(
+        WithNothing(8, 8), dtype=torch.bfloat16, example=torch.randn(4, 8)
+    ).output_difference_ratio
 
 
 def on_device() -> dict[str, Any]:
@@ -158,7 +153,5 @@ def on_device() -> dict[str, Any]:
     result["measured fell"] = result["allocated"] - torch.cuda.memory_allocated()
     back = toolkit.optimize_model(model, dtype=torch.float32, example=batch.bfloat16(), reset_peaks=True)
     used = (change.forward_before, change.forward_after, back.forward_before)
-    result["peaks"] = [each.peak_bytes for each in used]
-    result["exact"] = [each.exact for each in used]
-    result["text"] = str(change)
+    result["peaks"] = [each.peak_bytes for each in used if each.exact]
     return result

@@ -87,8 +87,7 @@ def resumed(path: str) -> list[list[str]]:
     for part, name in zip(fresh, ("model", "optimizer", "schedule"), strict=True):
         part.load_state_dict(kept[name])
     assert (kept["step"], kept["rates"]) == (2, [0.1, None])
-    assert saved.file_bytes == Path(path).stat().st_size
-    assert (str(saved.path), saved.staged_bytes) == (os.path.realpath(path), 0)
+    assert (str(saved.path), saved.file_bytes) == (os.path.realpath(path), Path(path).stat().st_size)
     return [on, [step(*fresh) for _ in range(3)]]
 
 
@@ -141,8 +140,7 @@ def failing(folder: str) -> dict[str, list[Any]]:
         except BaseException as raised:  # noqa: BLE001 - the test checks its type
             error = raised
         intact = [each.name for each in Path(folder).iterdir()] == ["last.pt"] and path.read_bytes() == before
-        kind = "GpumemError" if isinstance(error, GpumemError) else type(error).__name__
-        result[name] = [kind, type(error).__name__, str(error), intact]
+        result[name] = [type(error).__name__, str(error), intact]
 
     attempt("full", lambda: with_little_room(lambda: save(path, weights=torch.zeros(4 * MIB))))
     attempt("full at the end", lambda: with_little_room(lambda: save(path, weights=torch.zeros(MIB // 4 - 64))))
@@ -150,9 +148,6 @@ def failing(folder: str) -> dict[str, list[Any]]:
     attempt("unpicklable", lambda: save(path, thing=threading.Lock()))
     attempt("interrupted", lambda: save(path, thing=Interrupting()))
     attempt("interrupted in writing", lambda: while_writing(lambda: save(path, weights=torch.zeros(MIB))))
-    attempt("nothing", lambda: save(path))
-    attempt("folder", lambda: save(folder, step=2))
-    attempt("too long a name", lambda: save(Path(folder) / ("x" * 300), step=2))
     attempt("no folder", lambda: save(Path(folder) / "none" / "last.pt", step=2))
     return result
 

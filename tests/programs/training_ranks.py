@@ -109,10 +109,6 @@ def misuse() -> dict[str, Any]:
     results["uneven"] = caught(
         lambda: toolkit.GradientAccumulator(net, optimizer, effective_batch=12, micro_batch=4),
     )
-    # Each rank trains an unwrapped model independently.
-    results["alone"] = toolkit.GradientAccumulator(
-        model(), optimizer, effective_batch=12, micro_batch=4
-    ).accumulation_steps
     return results
 
 

@@ -1,4 +1,4 @@
-"""A script for `accelerate launch`: the training loop of accelerate's documentation, with gloo instead of NCCL."""
+"""The training loop of accelerate's documentation, with gloo instead of NCCL."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""A model behind gunicorn, as a WSGI application, and behind uvicorn, as an ASGI application.
+"""A model behind gunicorn, as a WSGI application.
 
 The model is created with the application. Each worker moves it to the device when the worker starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from fastapi import FastAPI
 from statement import state
 
 model = torch.nn.Linear(256, 256)
@@ -35,17 +33,3 @@ def post_worker_init(worker: Any) -> None:
 def wsgi(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
     start_response("200 OK", [("Content-Type", "application/json")])
     return [str(predict()).encode()]
-
-
-@asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    load()
-    yield
-
-
-asgi = FastAPI(lifespan=lifespan)
-
-
-@asgi.get("/")
-def answer() -> list[int]:
-    return predict()

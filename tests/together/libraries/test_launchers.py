@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.emulation.node import EmulatedNode
 from tests.support.exporter_process import ExporterProcess
 from tests.support.library_programs import PYTHON, StartLibrary
 
@@ -19,11 +18,10 @@ def test_ranks_of_torchrun_with_ddp_and_fsdp(start_library: StartLibrary, export
     program.end()
 
 
-def test_ranks_of_accelerate_launch(start_library: StartLibrary, node: EmulatedNode) -> None:
-    launch = (PYTHON, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2")
-    program = start_library(*launch, "--main_process_port", "0", "accelerated_loop.py")
-    ranks = program.compare(rank=2)["rank"]
+def test_workers_of_data_loaders_do_not_report_and_spawned_ranks_do(start_library: StartLibrary) -> None:
+    program = start_library(PYTHON, "torch_workers.py")
+    (trainer,) = program.compare(trainer=1, forked=2, spawned=1)["trainer"]
+    assert trainer.more["batches"] == [2] * 8
+    ranks = program.compare(main=1, rank=2)["rank"]
     assert [(made.rank, made.world_size) for made in ranks] == [(0, 2), (1, 2)]
-    for made in ranks:
-        assert made.devices[node.uuid(made.more["local_rank"])][0] > 0
     program.end()

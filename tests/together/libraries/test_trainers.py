@@ -1,4 +1,4 @@
-"""Trainers of widely used libraries: pids, ranks and bytes of each process, and the same losses."""
+"""The trainer of transformers: pid, bytes and owners, and the same losses before and after."""
 
 from __future__ import annotations
 
@@ -16,16 +16,4 @@ def test_the_trainer_of_transformers(start_library: StartLibrary, node: Emulated
     owners = {row["owner"]: row["kind"] for row in program.profiles[trainer.pid]["rows"]}
     assert owners["transformer.h.0.attn.c_attn.weight"] == "parameters"
     assert owners["AdamW.exp_avg transformer.h.0.attn.c_attn.weight"] == "optimizer_state"
-    program.end()
-
-
-def test_ranks_that_lightning_starts(start_library: StartLibrary, node: EmulatedNode) -> None:
-    program = start_library(PYTHON, "lightning_trainer.py")
-    ranks = program.compare(rank=2)["rank"]
-    assert [(made.rank, made.world_size) for made in ranks] == [(0, 2), (1, 2)]
-    for made in ranks:
-        assert made.devices[node.uuid(made.more["local_rank"])][0] > 0
-        before, after = made.more["losses"]
-        assert len(before) == 8
-        assert before == after
     program.end()

@@ -37,11 +37,10 @@ def kubectl(tmp_path: Path) -> FakeKubectl:
     return FakeKubectl(tmp_path)
 
 
-@pytest.mark.parametrize("by", ["node", "pod"])
-def test_a_command_shows_the_node_and_ends_kubectl(kubectl: FakeKubectl, exporter: ExporterProcess, by: str) -> None:
+def test_a_command_shows_the_node_of_a_pod_and_ends_kubectl(kubectl: FakeKubectl, exporter: ExporterProcess) -> None:
     kubectl.add("gpu-1", "http://127.0.0.1:1")
     pod = kubectl.add("gpu-2", exporter.tcp_url)
-    ended = run_command("--kube", "gpu-2" if by == "node" else pod, "info", "--json", **kubectl.environment())
+    ended = run_command("--kube", pod, "info", "--json", **kubectl.environment())
     assert (ended.returncode, ended.stderr) == (0, "")
     assert json.loads(ended.stdout)["devices"]
     kubectl.wait_until_ended()
@@ -92,21 +91,17 @@ def test_without_the_right_to_list_pods_the_reason_of_kubectl_is_shown(kubectl: 
     assert 'User "ada" cannot list resource "pods"' in ended.stderr
 
 
-def test_a_missing_kubectl_is_wrong_usage() -> None:
-    ended = run_command("--kube", "gpu-1", "info", GPUMEM_KUBECTL="no-kubectl")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert "cannot run 'no-kubectl'" in ended.stderr
+def test_a_missing_kubectl_and_a_second_option_for_the_exporter_are_wrong_usage(kubectl: FakeKubectl) -> None:
+    info = ("--kube", "gpu-1", "info")
+    missing = run_command(*info, GPUMEM_KUBECTL="no-kubectl")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "cannot run 'no-kubectl'" in missing.stderr
+    two = run_command(*info, "--url", "http://127.0.0.1:1", **kubectl.environment())
+    assert two.returncode == 2
+    assert "--kube and --url" in two.stderr
 
 
-def test_two_options_for_the_exporter_are_wrong_usage(kubectl: FakeKubectl, exporter: ExporterProcess) -> None:
-    kubectl.add("gpu-1", exporter.tcp_url)
-    ended = run_command("--kube", "gpu-1", "info", "--url", exporter.tcp_url, **kubectl.environment())
-    assert ended.returncode == 2
-    assert "--kube and --url" in ended.stderr
-    kubectl.wait_until_ended()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_ends_takes_kubectl_with_it(
     kubectl: FakeKubectl, exporter: ExporterProcess, number: signal.Signals
 ) -> None:

@@ -31,7 +31,6 @@ def test_the_found_size_trains_the_next_one_does_not_and_no_statistic_is_reset(
     process: TorchProcess,
 ) -> None:
     results = call(process, "found")
-    print(results["printed"])
     sizes = [size for size, *_ in results["tries"]]
     assert sizes[:2] == [768, 1536], "the start, rounded down, and twice that"
     assert results["size"] == results["largest"] == max(size for size, fits, *_ in results["tries"] if fits)
@@ -92,13 +91,9 @@ def test_without_cuda_nothing_is_tried_and_invalid_arguments_are_rejected() -> N
         assert re.search(r"find_batch_size\b.*\bCUDA\b", process.stderr())
         refused = call(process, "refusals")
     expected = [
-        r"start.*\b0\b.*multiple.*\b1\b.*maximum.*\b65536\b",
         r"start.*\b64\b.*multiple.*\b1\b.*maximum.*\b32\b",
         r"start.*\b4\b.*multiple.*\b8\b.*maximum.*\b65536\b",
-        r"multiple.*\b0\b.*\b1\b",
         r"margin.*\b1\.0\b.*\b0\b.*\b1\b",
-        r"runs.*\b0\b.*\b1\b",
         r"tries.*\b0\b.*\b1\b",
-        r"max_runs.*\b0\b.*\b1\b",
     ]
     assert [text for wanted, text in zip(expected, refused, strict=True) if not re.search(wanted, text)] == []

@@ -98,20 +98,14 @@ def test_errors_name_the_accepted_values(process: TorchProcess) -> None:
     expected = {
         "no blocks": r"\bLinear\b.*blocks=\[",
         "foreign blocks": "blocks",
-        "the model as a block": "blocks",
-        "no blocks given": "blocks",
         "every 9": r"\bevery\b.*\b9\b.*\b5\b",
-        "every 0": r"\bevery\b.*\b0\b.*\b5\b",
-        "no repeats": r"\brepeats\b.*\b0\b.*\b1\b",
         "no loss": r"\bloss\b.*\(8, 3\)",
-        "text for a loss": r"\bloss\b.*\bstr\b",
         "nothing to train": r"\bloss\b.*\bparameter\b",
         "a hook": r"\bhead\.weight\b.*\bhook\b",
         "meta": r"\bmeta\b",
         "inference": r"torch\.inference_mode",
         "a computed batch": r"\bbatch\b.*\bdetached\b",
         "autocast": r"torch\.int8.*torch\.bfloat16.*torch\.float16",
-        "no parameters": r"\bSequential\b.*\bparameters\b",
         "reset on the CPU": r"\breset_peaks\b.*\bcpu\b",
     }
     assert results.keys() == expected.keys()
@@ -146,21 +140,10 @@ def test_peaks_are_measured_without_a_reset_also_below_an_earlier_peak(measured:
 
 def test_a_history_that_the_user_records_stays_and_peaks_are_bounded(measured: dict[str, Any]) -> None:
     assert measured["still_recording"] is True
-    assert_bounds(measured["recording"], peaks(measured["reset"]))
-
-
-def test_bounds_of_a_peak_have_what_the_allocator_adds_to_requests(measured: dict[str, Any]) -> None:
-    bounded, reset = measured["rounded"]
-    assert_bounds(bounded, peaks(reset))
-    highest = max(peaks(reset))
-    assert all(row["peak_at_most_bytes"] - row["peak_bytes"] < highest / 2 for row in bounded["rows"])
-
-
-def assert_bounds(results: dict[str, Any], real: list[int]) -> None:
-    for row, peak in zip(results["rows"], real, strict=True):
+    for row, peak in zip(measured["recording"]["rows"], peaks(measured["reset"]), strict=True):
         assert row["peak_bytes"] <= peak <= row["peak_at_most_bytes"]
         assert row["exact"] is False
-    assert "reset_peaks=True" in results["text"]
+    assert "reset_peaks=True" in measured["recording"]["text"]
 
 
 @with_the_planners_kernels

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -215,44 +214,25 @@ def test_a_sharded_plan_is_close_to_fully_shard(tmp_path: Path, make_node: MakeN
     assert real < 0.9 * whole
 
 
-@pytest.fixture
-def branches(tmp_path: Path, make_node: MakeNode) -> dict[str, Any]:
-    with TorchProcess(make_node(devices=1)) as process:
-        results: dict[str, Any] = process.exec(STEPS, folder=str(tmp_path), model=BRANCHES, timeout_seconds=110)
-    return results
-
-
 @with_the_planners_kernels
-def test_planned_allocations_are_those_of_the_device(branches: dict[str, Any]) -> None:
+def test_planned_allocations_are_those_of_the_device(tmp_path: Path, make_node: MakeNode) -> None:
+    with TorchProcess(make_node(devices=1)) as process:
+        branches = process.exec(STEPS, folder=str(tmp_path), model=BRANCHES, timeout_seconds=110)
     assert branches["planned"] == branches["real"]
     assert branches["freed parameters"] == 0, "the last step repeats the one before it"
 
 
-def compare(*words: str) -> tuple[int, dict[str, Any], str]:
+@pytest.mark.slow
+def test_the_planned_batch_trains_and_a_quarter_more_does_not(emulation: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.planner", "--json", *words],
+        [sys.executable, "-m", "benchmarks.planner", "--json", "--only", "transformer-flash-adamw-fused-bf16"],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
         timeout=patient(280),
     )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout), done.stderr
-
-
-@with_the_planners_kernels
-@pytest.mark.slow
-def test_planned_peaks_equal_measured_peaks(emulation: Path) -> None:
-    code, results, output = compare("--peaks", "--only", "cnn-adamw-bf16", "mlp-adamw-fused-bf16")
-    assert code == 0, output
-    assert max(row["measured"] for row in results["rows"] if row["unit"] == "%") < 5
-
-
-@pytest.mark.slow
-def test_the_planned_batch_trains_and_a_quarter_more_does_not(emulation: Path) -> None:
-    code, results, output = compare("--only", "transformer-flash-adamw-fused-bf16")
-    assert code == 0, output
-    (trained,) = [row for row in results["rows"] if "50 steps" in row["what"]]
-    (refused,) = [row for row in results["rows"] if "1.25 times" in row["what"]]
-    assert (trained["measured"], trained["passed"]) == (0, True)
-    assert (refused["measured"], refused["passed"]) == (0, True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    for what in ("50 steps", "1.25 times"):
+        (row,) = [row for row in rows if what in row["what"]]
+        assert (row["measured"], row["passed"]) == (0, True)

@@ -31,26 +31,18 @@ def test_tied_weights_views_and_strides_are_saved_as_torch_saves_them(process: T
 def test_after_any_error_only_the_previous_checkpoint_exists(process: TorchProcess, tmp_path: Path) -> None:
     results = call(process, "failing", folder=str(tmp_path))
     assert [name for name, (*_, intact) in results.items() if not intact] == []
-    assert {name: kind for name, (_, kind, _, _) in results.items()} == {
+    assert {name: kind for name, (kind, _, _) in results.items()} == {
         "full": "StorageError",
         "full at the end": "StorageError",
         "unknown class": "ConfigurationError",
         "unpicklable": "TypeError",
         "interrupted": "KeyboardInterrupt",
         "interrupted in writing": "KeyboardInterrupt",
-        "nothing": "ConfigurationError",
-        "folder": "ConfigurationError",
-        "too long a name": "StorageError",
         "no folder": "StorageError",
     }
-    for name in ("full", "full at the end"):
-        text = results[name][2]
-        needed = {"full": "16.0 MiB", "full at the end": "1.0 MiB"}[name]
-        assert re.search(
-            rf"{tmp_path}/last\.pt\b.*{os.strerror(errno.EFBIG)}.*\b{re.escape(needed)}\b.*\b\d[\d.]* [KMGT]iB\b", text
-        )
-    assert re.search(r"\bUnknown\b.*weights_only=True", results["unknown class"][2])
-    assert "save_checkpoint(path, model=model)" in results["nothing"][2]
+    for name, needed in (("full", "16.0 MiB"), ("full at the end", "1.0 MiB")):
+        assert re.search(rf"{tmp_path}/last\.pt\b.*{os.strerror(errno.EFBIG)}.*\b{needed}\b", results[name][1])
+    assert re.search(r"\bUnknown\b.*weights_only=True", results["unknown class"][1])
 
 
 def test_a_signal_handler_can_save_while_another_checkpoint_is_written(start_torch: StartTorch, tmp_path: Path) -> None:

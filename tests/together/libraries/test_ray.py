@@ -1,22 +1,8 @@
-"""Pools of processes: the workers use CUDA and report, their parent does not."""
+"""Actors of ray: each has its job, and a name of its own."""
 
 from __future__ import annotations
 
-import signal
-
 from tests.support.library_programs import PYTHON, StartLibrary
-
-
-def test_workers_of_loky_report_and_their_parent_does_not(start_library: StartLibrary) -> None:
-    program = start_library(PYTHON, "loky_pool.py")
-    program.compare(parent=1, worker=2)
-    program.end()
-
-
-def test_processes_of_celery_s_pool_report_and_their_parent_does_not(start_library: StartLibrary) -> None:
-    program = start_library(PYTHON, "-m", "celery", "--app", "celery_tasks", "worker", "--concurrency", "2")
-    program.compare(parent=1, worker=2)
-    program.end(signal.SIGTERM)
 
 
 def test_actors_of_ray_have_their_job_and_differ_by_their_names(start_library: StartLibrary) -> None:
