@@ -6,6 +6,7 @@ import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -84,6 +85,16 @@ def test_auto_clean_stops_if_the_freed_memory_is_reserved_again(caplog: pytest.L
     assert cleaner.stopped
     assert cleaner.clears == 3
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_auto_clean_stops_if_clears_free_little() -> None:
+    heap = _Heap(GIB, 3 * GIB)
+    heap.clear = lambda: MIB  # type: ignore[method-assign]
+    cleaner = _cleaner(heap)
+    for _ in range(500):
+        cleaner.look()
+    assert cleaner.clears == 3
+    assert cleaner.stopped
 
 
 @pytest.mark.parametrize("bounds", [{"fragmentation": 1.5}, {"min_bytes": 0}, {"cooldown_steps": 0}])
@@ -179,7 +190,7 @@ RETRIES = {"alloc_retries": 7, "ooms": 2}
 
 
 def recommended(values: dict[str, int], current: str = "", variable: str = "", conflict: str = "") -> Recommendation:
-    sizes = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB}
+    sizes: dict[str, Any] = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB}
     return recommend(
         {0: DeviceSample("", **{**sizes, **values})}, current, variable, expandable_segments_conflict=conflict
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-import threading
 from collections.abc import Generator
 from typing import Any
 
@@ -251,29 +250,6 @@ def test_concurrent_coroutines_are_measured_separately() -> None:
     with pytest.raises(TypeError, match="asynchronous generator"):
         measured(observed_on(device))(values)
     assert [(use.before_bytes, use.growth_bytes) for use in uses] == [(0, 110), (10, 100)]
-
-
-def test_the_current_phase_is_that_of_this_thread_or_of_the_thread_it_works_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    observed = observed_on(Device())
-    main = threading.get_ident()
-    seen: list[str | None] = [observed.current_phase()]
-
-    def work() -> None:
-        seen.append(observed.current_phase())
-        monkeypatch.setattr("gpumem_client.phases.observed.calling_thread", lambda: main)
-        seen.append(observed.current_phase())
-        with measured(observed, "own"):
-            seen.append(observed.current_phase())
-
-    block = Measured("a block that is not a phase", kept=False, observed=observed)
-    with measured(observed, "outer"), measured(observed, "inner"), block:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        seen.append(observed.current_phase())
-    assert seen == [None, None, "inner", "own", "inner"]
 
 
 def test_a_running_phase_can_be_copied_and_pickled() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,14 +31,6 @@ PLAN = Plan(
     reserved_peak_bytes=1000,
     breakdown={},
 )
-
-
-def test_the_text_of_a_plan_whose_batch_does_not_fit_names_the_largest_that_fits_and_its_notes() -> None:
-    text = str(replace(PLAN, batch=16, notes=("compiled",)))
-    assert "no: a batch of 16 needs" in text
-    assert "the largest that fits is 8" in text
-    assert "compiled" in text
-    assert "largest" not in str(replace(PLAN, batch=1, largest_batch=0))
 
 
 def test_a_plan_is_a_file_its_content_or_an_object(tmp_path: Path) -> None:
@@ -77,10 +68,7 @@ INVALID_PLANS: dict[str, tuple[Any, str]] = {
     "an empty mapping": ({}, r"reserved_peak_bytes.*gpumem-exporter plan.*--json"),
     "nothing planned": ({"reserved_peak_bytes": 0}, r"reserved_peak_bytes.*\b1\b.*2\^63 - 1.*\b0$"),
     "more than the exporter takes": ({"reserved_peak_bytes": 2**63}, r"2\^63 - 1.*9223372036854775808"),
-    "a fraction": ({"reserved_peak_bytes": 1.5}, r"reserved_peak_bytes.*1\.5"),
-    "a text": ({"reserved_peak_bytes": "80GiB"}, "reserved_peak_bytes.*'80GiB'"),
     "a table": (b"from    the model\n", NO_JSON),
-    "a null": (b'{"reserved_peak_bytes": null}', rf"{FILE}.*reserved_peak_bytes.*gpumem-exporter plan.*--json"),
     "deeper than Python goes": (b"[" * 500_000, NO_JSON),
     "a number of many digits": (b'{"reserved_peak_bytes": 1' + b"0" * 9000 + b"}", FILE),
     "more than any plan": (b" " * (2 << 20), rf"{FILE}.*\b1048576\b"),
@@ -124,9 +112,7 @@ def test_the_plan_is_for_the_device_with_the_highest_peak() -> None:
     [
         (2, 800, 1000, 0.25),
         (100, 1250, 1000, -0.2),
-        (None, 800, 1000, None),
         (1, 800, 1000, None),
-        (2, None, 1000, None),
         (2, 0, 1000, None),
         (2, 800, None, None),
     ],

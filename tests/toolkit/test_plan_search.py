@@ -50,6 +50,12 @@ class Made(Sizing):
         return trace
 
 
+def test_the_breakdown_is_that_of_the_peak() -> None:
+    shares = steps(10).peak()
+    assert (shares["parameters"], shares["activations"], shares["temporaries"]) == (100 * MIB, 30 * MIB, 40 * MIB)
+    assert steps(1).highs()["activations"] == 3 * MIB
+
+
 def test_consecutive_frees_have_a_fixed_order() -> None:
     forward, backward = Trace(), Trace()
     for trace, order in ((forward, (1, 2)), (backward, (2, 1))):

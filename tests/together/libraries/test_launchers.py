@@ -1,4 +1,4 @@
-"""Ranks of launchers: pids, ranks and bytes of each process."""
+"""Ranks of torchrun and actors of ray: pids, ranks, names and bytes of each process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ def test_ranks_of_torchrun_with_ddp_and_fsdp(start_library: StartLibrary, export
     program.end()
 
 
-def test_workers_of_data_loaders_do_not_report_and_spawned_ranks_do(start_library: StartLibrary) -> None:
-    program = start_library(PYTHON, "torch_workers.py")
-    (trainer,) = program.compare(trainer=1, forked=2, spawned=1)["trainer"]
-    assert trainer.more["batches"] == [2] * 8
-    ranks = program.compare(main=1, rank=2)["rank"]
-    assert [(made.rank, made.world_size) for made in ranks] == [(0, 2), (1, 2)]
+def test_actors_of_ray_have_their_job_and_differ_by_their_names(start_library: StartLibrary) -> None:
+    program = start_library(PYTHON, "ray_actors.py", RAY_USAGE_STATS_ENABLED="0")
+    actors = program.compare(driver=1, actor=3)["actor"]
+    documents = program.exporter.processes()
+    infos = program.exporter.metrics().infos()
+    expected = {made.pid: f"ray::Rollout({made.more['name'] or made.more['actor'][:8]})" for made in actors}
+    assert len(set(expected.values())) == 3
+    assert {made.pid: documents[made.pid]["command"] for made in actors} == expected
+    assert {made.pid: infos[str(made.pid)]["command"] for made in actors} == expected
+    for made in actors:
+        assert documents[made.pid]["ray_job_id"] == infos[str(made.pid)]["ray_job_id"] == made.more["job"] != "ffffffff"
     program.end()

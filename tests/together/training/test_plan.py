@@ -1,4 +1,4 @@
-"""`gpumem-plan`: its output, and its numbers against hand arithmetic and PyTorch's own tracker."""
+"""`gpumem-plan`: its output, and its numbers against hand arithmetic."""
 
 from __future__ import annotations
 
@@ -130,8 +130,6 @@ import contextlib, io, os, pathlib, pickle, sys
 os.chdir(folder)
 sys.path.insert(0, folder)
 import mine
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 import gpumem_toolkit as toolkit
 from gpumem_toolkit.planning.command import main
 from gpumem_toolkit.planning import planner, simulation
@@ -206,23 +204,6 @@ stateful = set(OPTIMIZERS) - {"none", "sparseadam", "muon"}
 result["states"] = {name: traced(name, **described.get(name, {})).highs()["optimizer"] for name in sorted(stateful)}
 numbers = sum(p.numel() for p in mine.tied().parameters())
 result["parameters"] = [numbers, *(plan.breakdown["parameters"] for plan in plans)]
-
-with FakeTensorMode():
-    model = mine.make()
-    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    tracker = MemTracker()
-    tracker.track_external(model, optimizer)
-    with tracker:
-        for step in range(simulation.STEPS):
-            if step:
-                tracker.reset_mod_stats()
-            loss = model(torch.zeros(1024, 512)).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-tracked = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
-simulation.temporaries = lambda *_: ()  # the tracker does not count them
-result["tracker"] = tracked, sum(traced("adam").peak().values())
 """
 PROFILE = """
 import contextlib, io, sys
@@ -365,12 +346,6 @@ def test_the_states_of_optimizers_have_their_documented_sizes(scenes: dict[str, 
     assert states["adafactor"] == factored
     weights, scales, biases = 2 * 4 * 512 * 512, 2 * 4 * 4 * 1024, 2 * 4 * 4 * 512
     assert states["adam8bit"] == weights + scales + biases
-
-
-def test_pytorchs_own_tracker_counts_the_same_bytes(scenes: dict[str, Any]) -> None:
-    tracked, traced = scenes["tracker"]
-    # The tracker also counts eight step counts of four bytes, which are on the CPU.
-    assert tracked == traced + 32
 
 
 @with_the_planners_kernels
