@@ -13,6 +13,7 @@ from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.scheduler import Scheduler
 from gpumem_client.guest_safety import guest_safety
+from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.phases.measured import Measured
 from gpumem_client.phases.observed import Observed
@@ -79,6 +80,13 @@ def test_an_error_at_the_start_of_a_phase_leaves_no_phase_open() -> None:
     with pytest.raises(TooLateError), Measured("forward", kept=True, observed=observed):
         pytest.fail("the block must not start")
     assert observed.current_phase() is None
+
+
+def test_an_error_at_an_out_of_memory_error_reaches_the_user_s_code() -> None:
+    observer = OutOfMemoryObserver()
+    observer.listener = interrupted
+    with pytest.raises(TooLateError):
+        observer(0, 1, 2, 3)
 
 
 def test_an_error_at_a_guarded_block_reaches_the_user_s_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,8 @@ def test_follow_survives_a_restart_and_ends_with_ctrl_c(exporter: ExporterProces
             stdout=stdout,
             stderr=stderr,
             env=clean_environment(GPUMEM_EXPORTER_URL=exporter.url),
+            # A shell without job control lets its background programs, and so the tests, ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
     try:
         wait_for(lambda: "before" in out.read_text(), "the first line")

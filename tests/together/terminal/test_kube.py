@@ -92,6 +92,7 @@ def test_without_the_right_to_list_pods_the_reason_of_kubectl_is_shown(kubectl: 
 
 
 def test_a_missing_kubectl_and_a_second_option_for_the_exporter_are_wrong_usage(kubectl: FakeKubectl) -> None:
+    kubectl.add("gpu-1", "http://127.0.0.1:1")
     info = ("--kube", "gpu-1", "info")
     missing = run_command(*info, GPUMEM_KUBECTL="no-kubectl")
     assert (missing.returncode, missing.stdout) == (2, "")

