@@ -39,16 +39,18 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchProcess]:
         yield started
 
 
-def gpumem_plan(process: TorchProcess, *words: str, model: str = "make", **options: bool) -> tuple[int, str, str]:
+def gpumem_plan(
+    process: TorchProcess, *words: str, model: str = "make", in_worker: bool = False
+) -> tuple[int, str, str]:
     """Run the command for a model of the program."""
     factory = model if ":" in model else f"tests.programs.{PROGRAM}:{model}"
-    code, out, err = process.call_program(PROGRAM, "command", words=[factory, *words], **options)
+    code, out, err = process.call_program(PROGRAM, "command", words=[factory, *words], in_worker=in_worker)
     return code, out, err
 
 
-def planned(process: TorchProcess, *words: str, code: int = 0, **options: bool) -> Any:
+def planned(process: TorchProcess, *words: str, code: int = 0, in_worker: bool = False) -> Any:
     """Return the plan of the usual model as JSON."""
-    ended, out, err = gpumem_plan(process, "--input", ONE, "--json", *words, **options)
+    ended, out, err = gpumem_plan(process, "--input", ONE, "--json", *words, in_worker=in_worker)
     assert ended == code, err
     return json.loads(out)
 
