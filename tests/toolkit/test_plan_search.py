@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.job import Job, TensorSpec
 from gpumem_toolkit.planning.plan import Target, accumulate
-from gpumem_toolkit.planning.search import Bisection, Sizing
+from gpumem_toolkit.planning.search import Sizing
 from gpumem_toolkit.planning.trace import Mark, Trace, replay
 
 MIB = 1 << 20
@@ -156,18 +156,3 @@ def test_accumulation_never_falls_short_and_never_overfills(largest: int, target
 def test_an_impossible_target_is_rejected(field: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=str(value)):
         Target(**{field: value})  # type: ignore[arg-type]
-
-
-@given(st.integers(1, 4096), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
-def test_it_finds_the_largest_number_that_fits_in_few_tries(start: int, more: int, largest: int) -> None:
-    maximum = start + more
-    search = Bisection(start, maximum)
-    tried: list[int] = []
-    while (number := search.next()) is not None:
-        assert 1 <= number <= maximum
-        assert number not in tried
-        tried.append(number)
-        search.record(number, fits=number <= largest)
-    assert search.fits == min(largest, maximum)
-    assert tried[0] == start
-    assert len(tried) <= 2 * max(start, min(largest, maximum), 2).bit_length() + 1
