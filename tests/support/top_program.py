@@ -1,17 +1,14 @@
-"""The command and the environment of `top`, and a demo for it."""
+"""The command and the environment of `top`."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-import pytest
-
-from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient, wait_for
+from tests.support.waiting import patient
 
 
 def top_environment(base: Mapping[str, str] | None = None, **changes: str) -> dict[str, str]:
@@ -39,14 +36,3 @@ def top_once(*arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=patient(60),
         check=False,
     )
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
-    """Return an exporter of the demo after most processes have reported."""
-    exporter = ExporterProcess(tmp_path_factory.mktemp("demo"), "--demo")
-    try:
-        wait_for(lambda: len(exporter.processes()) >= 12, "a dozen reporting processes")
-        yield exporter
-    finally:
-        exporter.close()

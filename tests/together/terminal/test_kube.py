@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -19,17 +18,10 @@ from tests.conftest import StartExporter
 from tests.support.certificates import issue
 from tests.support.exporter_process import ExporterProcess
 from tests.support.fake_kubectl import FakeKubectl
-from tests.support.running_command import clean_environment, run_command
+from tests.support.running_command import run_command
 from tests.support.waiting import eventually, patient, wait_for
 
 TOKEN = "a-token-for-tests"
-
-
-@pytest.fixture(scope="module")
-def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
-    exporter = ExporterProcess(tmp_path_factory.mktemp("exporter"), "--demo", environment=clean_environment())
-    yield exporter
-    exporter.close()
 
 
 @pytest.fixture
@@ -37,9 +29,9 @@ def kubectl(tmp_path: Path) -> FakeKubectl:
     return FakeKubectl(tmp_path)
 
 
-def test_a_command_shows_the_node_of_a_pod_and_ends_kubectl(kubectl: FakeKubectl, exporter: ExporterProcess) -> None:
+def test_a_command_shows_the_node_of_a_pod_and_ends_kubectl(kubectl: FakeKubectl, demo: ExporterProcess) -> None:
     kubectl.add("gpu-1", "http://127.0.0.1:1")
-    pod = kubectl.add("gpu-2", exporter.tcp_url)
+    pod = kubectl.add("gpu-2", demo.tcp_url)
     ended = run_command("--kube", pod, "info", "--json", **kubectl.environment())
     assert (ended.returncode, ended.stderr) == (0, "")
     assert json.loads(ended.stdout)["devices"]
@@ -104,9 +96,9 @@ def test_a_missing_kubectl_and_a_second_option_for_the_exporter_are_wrong_usage(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_ends_takes_kubectl_with_it(
-    kubectl: FakeKubectl, exporter: ExporterProcess, number: signal.Signals
+    kubectl: FakeKubectl, demo: ExporterProcess, number: signal.Signals
 ) -> None:
-    kubectl.add("gpu-1", exporter.tcp_url)
+    kubectl.add("gpu-1", demo.tcp_url)
     with Page(kubectl) as page:
         page.process.send_signal(number)
         assert page.process.wait(patient(20)) == (0 if number == signal.SIGINT else -number)
@@ -122,8 +114,8 @@ def test_a_kubectl_that_hangs_is_ended(kubectl: FakeKubectl) -> None:
         kubectl.wait_until_ended()
 
 
-def test_the_page_returns_at_its_address_after_kubectl_ended(kubectl: FakeKubectl, exporter: ExporterProcess) -> None:
-    kubectl.add("gpu-1", exporter.tcp_url)
+def test_the_page_returns_at_its_address_after_kubectl_ended(kubectl: FakeKubectl, demo: ExporterProcess) -> None:
+    kubectl.add("gpu-1", demo.tcp_url)
     with Page(kubectl) as page:
         assert b"gpumem" in read(page.url)
         (pid,) = kubectl.pids()

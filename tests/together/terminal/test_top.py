@@ -11,19 +11,13 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.units import short_bytes
+from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.terminal_program import TerminalProgram
-from tests.support.top_program import (
-    demo,
-    top_command,
-    top_environment,
-    top_once,
-)
+from tests.support.top_program import top_command, top_environment, top_once
 from tests.support.waiting import wait_for
-
-__all__ = ["demo"]
 
 _START = """
 from dataclasses import replace
@@ -33,7 +27,6 @@ process_reporter().start(replace(ReporterSettings.resolve(workload=workload, ran
 """
 """Starts the reporter of a process whose idle cache is known after some seconds."""
 OpenTop = Callable[..., TerminalProgram]
-StartExporter = Callable[..., ExporterProcess]
 
 
 @pytest.fixture

@@ -15,10 +15,8 @@ import pytest
 from tests.emulation.node import GIB, EmulatedNode
 from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import run_command
-from tests.support.top_program import demo, top_command, top_environment, top_once
+from tests.support.top_program import top_command, top_environment, top_once
 from tests.support.waiting import patient
-
-__all__ = ["demo"]
 
 FOREIGN = 4_000_001
 """The pid of no process."""
