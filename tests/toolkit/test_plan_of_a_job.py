@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,14 @@ PLAN = Plan(
     reserved_peak_bytes=1000,
     breakdown={},
 )
+
+
+def test_the_text_of_a_plan_whose_batch_does_not_fit_names_the_largest_that_fits_and_its_notes() -> None:
+    text = str(replace(PLAN, batch=16, notes=("compiled",)))
+    assert "no: a batch of 16 needs" in text
+    assert "the largest that fits is 8" in text
+    assert "compiled" in text
+    assert "largest" not in str(replace(PLAN, batch=1, largest_batch=0))
 
 
 def test_a_plan_is_a_file_its_content_or_an_object(tmp_path: Path) -> None:
