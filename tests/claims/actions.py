@@ -1,4 +1,4 @@
-"""Actions run at the right time in the right thread, measure their effect, and are refused during a graph capture."""
+"""Actions measure their effect, and wait during a graph capture."""
 
 from __future__ import annotations
 
@@ -6,50 +6,10 @@ import tempfile
 from pathlib import Path
 
 from tests.claims.place import Bench
-from tests.claims.values import Value, Values, equal
+from tests.claims.values import Values, equal
 from tests.support.waiting import wait_for
 
 MIB = 1 << 20
-
-_STEPPING = """
-import os, threading, time
-import gpumem_client as client
-step_number = 0
-while not os.path.exists(stop):
-    step_number += 1
-    time.sleep(0.01)
-    client.step()
-result = threading.get_native_id()
-"""
-"""Runs steps of some milliseconds in the main thread until a file exists."""
-
-
-def modes(bench: Bench) -> Values:
-    """Each mode frees the cache, the driver's used bytes decrease equally, and `step` runs in the main thread."""
-    values: dict[str, Value] = {}
-    for mode in ("now", "step", "idle"):
-        bench.process.call("random_heap", seed=11, blocks=100)
-        reserved, used = bench.reserved(), bench.book().used_bytes
-        stepping = None
-        with tempfile.TemporaryDirectory() as folder:
-            stop = Path(folder) / "stop"
-            if mode == "step":
-                stepping = bench.process.send("exec", code=_STEPPING, stop=str(stop))
-            action = bench.exporter.act("empty_cache", target={"pid": bench.pid}, mode=mode, wait_seconds=30)
-            stop.touch()
-            main_thread = None if stepping is None else bench.process.receive(stepping)
-        row = bench.result(action)
-        fell = used - bench.book().used_bytes
-        values |= {
-            f"outcome, {mode}": equal(row["outcome"], "done"),
-            f"freed, {mode}": equal(row["freed_bytes"], reserved - bench.reserved()),
-            f"decrease of the driver's used bytes, {mode}": equal(fell, row["freed_bytes"]),
-            f"in the main thread, {mode}": equal(row["thread_id"] == bench.pid, mode == "step"),
-        }
-        assert main_thread in (None, bench.pid)
-        bench.process.call("free")
-        bench.process.call("empty_cache")
-    return values
 
 
 def dry_run_touches_nothing(bench: Bench) -> Values:

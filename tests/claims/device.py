@@ -41,19 +41,6 @@ def memory_of_the_device(place: Place) -> Values:
     }
 
 
-def processes_of_the_device(bench: Bench) -> Values:
-    """If the driver lists the process under its own pid, the series has its bytes; otherwise there is no series."""
-    bench.process.call("random_heap", seed=3)
-    labels = {"uuid": bench.uuid, "pid": str(bench.pid)}
-    used = bench.book().processes.get(bench.pid)
-    if used is not None:
-        bench.wait_until_listed(used)
-    found = bench.exporter.metrics().values("gpumem_process_memory_used_bytes", **labels)
-    return {
-        "gpumem_process_memory_used_bytes": equal(found[0] if found else None, used, per_device=True),
-    }
-
-
 def context_of_a_process(place: Place) -> Values:
     """The memory that a process uses before its first tensor is its context: non-torch memory."""
     place.process()  # starts the exporter

@@ -1,12 +1,11 @@
-"""Out-of-memory errors: their values, the limit of a memory fraction, and the report of a process that exits."""
+"""Out-of-memory errors: their values, and the limit of a memory fraction."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.claims.place import Bench, Place
+from tests.claims.place import Bench
 from tests.claims.values import Values, equal
-from tests.support.ending_programs import end_with
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
@@ -48,30 +47,6 @@ def limit_of_a_fraction(bench: Bench) -> Values:
     return {
         "limit": equal(detail["limit_bytes"], int(0.25 * total)),
         "free": equal(detail["device_free_bytes"], bench.book().free_bytes, per_device=True),
-    }
-
-
-def error_that_ends_its_process(place: Place) -> Values:
-    """An error that ends its process is an event, and the series of the process are removed."""
-    process = place.torch()
-    process.call("start_client", workload="doomed")
-    process.call("alloc", nbytes=1 << 28)
-    shows = {"workload": "doomed"}
-    series = "gpumem_torch_allocated_bytes"
-    wait_for(lambda: place.exporter.metrics().values(series, **shows) == [1 << 28], "the reports")
-    status = end_with(process, _RUN_OUT)
-    detail = _next(place.exporter, process.pid, 0)["detail"]
-    own = {"pid": str(process.pid)}
-    wait_for(lambda: not place.exporter.metrics().values("gpumem_reporter_up", **own), "the exit of the process")
-    metrics = place.exporter.metrics()
-    left = [name for name in metrics.samples if name.startswith("gpumem_torch_") and metrics.values(name, **own)]
-    return {
-        "exit status": equal(status, 1),
-        "the program's error is on stderr": equal("OutOfMemoryError" in process.stderr(), True),
-        "requested, by the event": equal(detail["requested_bytes"], REQUESTED_BYTES),
-        "requested, by the series": equal(metrics.value("gpumem_last_oom_requested_bytes", **own), REQUESTED_BYTES),
-        "allocated at the time of the error": equal(detail["allocator"]["allocated_bytes"], 1 << 28),
-        "remaining series of the process": equal(" ".join(left) or "none", "none"),
     }
 
 

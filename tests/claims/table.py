@@ -21,7 +21,6 @@ def _two(bench: Bench) -> tuple[int, ...]:
 
 CLAIMS: tuple[Claim, ...] = (
     Claim("the memory of a device is that of the driver and of CUDA", device.memory_of_the_device),
-    Claim("the driver lists a process with its bytes", _on(device.processes_of_the_device)),
     Claim("the context of a process is non-torch memory until the process exits", device.context_of_a_process),
     Claim("segments: classic", _on(device.segments)),
     Claim("segments: expandable", _on(device.segments, EXPANDABLE)),
@@ -54,9 +53,6 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("ledgers add up in every scrape", device.ledgers_add_up),
     Claim("an out-of-memory error has its memory values", _on(errors.values_of_an_error)),
     Claim("a memory fraction is the limit of an error", _on(errors.limit_of_a_fraction)),
-    Claim("an error that ends its process is reported", errors.error_that_ends_its_process),
-    Claim("clears in the modes now, step and idle: classic", _on(actions.modes)),
-    Claim("clears in the modes now, step and idle: expandable", _on(actions.modes, EXPANDABLE)),
     Claim("a dry run changes nothing", _on(actions.dry_run_touches_nothing)),
     Claim("a garbage collection frees reference cycles", _on(actions.cycles_go_with_a_collection)),
     Claim("peaks are reset", _on(lambda bench: actions.peaks_are_reset(bench, _two(bench)))),

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -91,7 +93,9 @@ def windows_of(batches: list[Batch], per_window: int) -> list[list[Batch]]:
     return [batches[at : at + per_window] for at in range(0, len(batches), per_window)]
 
 
-def against_whole(name: str, sizes: list[int], clip: float | None, left_out: list[int]) -> dict[str, Any]:
+def a_window_steps_like_one_batch_of_its_samples(
+    name: str, sizes: list[int], clip: float | None, left_out: list[int]
+) -> None:
     """Train with windows of 12 samples in three micro batches, for three epochs."""
     batches = micro_batches(sizes)
     kept = [batch for number, batch in enumerate(batches) if number not in left_out]
@@ -104,17 +108,15 @@ def against_whole(name: str, sizes: list[int], clip: float | None, left_out: lis
     stop = process_steps().listen(heard.append)
     norms = train_accumulated(accumulator, net, batches, 3, tuple(left_out))
     stop()
-    return {
-        "difference": difference(net, whole),
-        "norms": max((abs(a / b - 1) for a, b in zip(norms, expected, strict=False)), default=0.0),
-        "clipped": clip is not None and sum(norm > clip for norm in norms) > 0 and len(norms) == len(expected),
-        "steps": [accumulator.steps, len(expected), len(heard)],
-        "moved": difference(net, model()),
-        "gradients_left": sum(parameter.grad is not None for parameter in net.parameters()),
-    }
+    assert difference(net, whole) < 1e-12 < 1e-3 < difference(net, model())
+    assert [accumulator.steps, len(heard)] == [len(expected)] * 2, "made, and seen by the reporter's hook"
+    assert all(parameter.grad is None for parameter in net.parameters())
+    if clip is not None:
+        assert norms == pytest.approx(expected, rel=1e-12)
+        assert max(norms) > clip, "some gradients must be clipped"
 
 
-def in_low_precision(dtype_name: str) -> dict[str, Any]:
+def under_autocast_a_step_equals_accumulation_by_hand(dtype_name: str) -> None:
     """Train the same windows manually in the same type; all shares are powers of two, so both are rounded alike."""
     dtype = getattr(torch, dtype_name)
     batches = micro_batches([4] * 6, torch.float32)
@@ -135,22 +137,17 @@ def in_low_precision(dtype_name: str) -> dict[str, Any]:
         net, optimizer_of("sgd", net), effective_batch=16, micro_batch=4, autocast=dtype, scaler=scaler
     )
     train_accumulated(accumulator, net, batches)
-    return {"difference": difference(net, by_hand), "steps": accumulator.steps, "moved": difference(net, model())}
+    assert accumulator.steps == 2
+    assert difference(net, by_hand) == 0 < 1e-3 < difference(net, model(torch.float32))
 
 
-def overflowing() -> dict[str, Any]:
+def a_step_that_the_scaler_skips_is_counted_as_skipped() -> None:
     """Train with a loss scale that overflows in float16 until it has been reduced twice."""
     net = model(torch.float32)
+    options: dict[str, Any] = {"effective_batch": 8, "micro_batch": 4, "autocast": torch.float16}
     optimizer = optimizer_of("sgd", net)
-    accumulator = toolkit.GradientAccumulator(
-        net,
-        optimizer,
-        effective_batch=8,
-        micro_batch=4,
-        autocast=torch.float16,
-        scaler=torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-14),
-        clip_norm=1.0,
-    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-14)
+    accumulator = toolkit.GradientAccumulator(net, optimizer, **options, scaler=scaler, clip_norm=1.0)
     heard: list[Any] = []
     stop = process_steps().listen(heard.append)
     moved, stepped = [], []
@@ -162,19 +159,13 @@ def overflowing() -> dict[str, Any]:
         stepped.append(accumulator.step())
         moved.append(difference(net, before) > 0)
     stop()
-    return {
-        "stepped": stepped,
-        "moved": moved,
-        "counted": [accumulator.steps, accumulator.skipped_steps, len(heard)],
-        "default": accumulator.scaler.is_enabled(),
-        "scaled_by_default": toolkit.GradientAccumulator(
-            net, optimizer, effective_batch=8, micro_batch=4, autocast=torch.float16
-        ).scaler.get_scale(),
-    }
+    assert stepped == moved == [False] * 5 + [True, False, True]
+    assert (accumulator.steps, accumulator.skipped_steps, len(heard)) == (2, 2, 2)
+    assert toolkit.GradientAccumulator(net, optimizer, **options).scaler.get_scale() == 65536.0
 
 
-def of_another_size() -> list[str]:
-    """Return the log lines with batches of half the size, and with mixed sizes of the same mean."""
+def batches_of_another_size_cause_one_warning() -> None:
+    """Train with batches of half the size, and with mixed sizes of the same mean."""
     net = model()
     lines: list[str] = []
     handler = logging.Handler()
@@ -186,7 +177,8 @@ def of_another_size() -> list[str]:
         accumulator = toolkit.GradientAccumulator(net, optimizer, effective_batch=effective, micro_batch=4)
         train_accumulated(accumulator, net, micro_batches(sizes))
     log.removeHandler(handler)
-    return lines
+    (line,) = lines
+    assert re.search(r"\b2\b.*\b4\b", line)
 
 
 class OldShards(nn.Module):
@@ -199,51 +191,36 @@ class OldShards(nn.Module):
     def clip_grad_norm_(self) -> None: ...
 
 
-def refusals() -> dict[str, str]:
-    """Return the messages for incorrect use."""
-    net = model()
+def errors_name_the_accepted_values() -> None:
+    net, part = model(), nn.Sequential(OldShards())
     optimizer = optimizer_of("sgd", net)
-    results: dict[str, str] = {}
-
-    def refused(name: str, kind: type[Exception], **arguments: Any) -> None:
-        try:
-            toolkit.GradientAccumulator(net, optimizer, **({"effective_batch": 8, "micro_batch": 4} | arguments))
-        except kind as error:
-            results[name] = str(error)
-
-    refused("uneven", ConfigurationError, effective_batch=100, micro_batch=32)
-    refused("small", ConfigurationError, effective_batch=16, micro_batch=32)
-    refused("none", ConfigurationError, micro_batch=0)
-    refused("autocast", ConfigurationError, autocast=torch.float64)
-    refused("clip", ConfigurationError, clip_norm=0.0)
-    refused("clear", ConfigurationError, clear_cache_every=0)
-    refused("group", ConfigurationError, process_group=object())
-    net = nn.Sequential(OldShards())
-    refused("a part", ConfigurationError, clip_norm=1.0)
-    net = model()
-
+    uneven = r"effective batch.*\b100\b.*\b32\b.*micro batch.*\b32\b.*\b1 rank.*\b96\b.*\b128\b"
+    for pattern, trained, arguments in (
+        (uneven, net, {"effective_batch": 100, "micro_batch": 32}),
+        (r"autocast.*torch\.float64.*torch\.bfloat16.*torch\.float16.*None", net, {"autocast": torch.float64}),
+        (r"clip norm.*\b0\.0\b.*\b0\b", net, {"clip_norm": 0.0}),
+        (r"clip norm.*FullyShardedDataParallel.*torch\.distributed\.fsdp\.fully_shard", part, {"clip_norm": 1.0}),
+    ):
+        with pytest.raises(ConfigurationError, match=pattern):
+            toolkit.GradientAccumulator(trained, optimizer, **{"effective_batch": 8, "micro_batch": 4, **arguments})
     accumulator = toolkit.GradientAccumulator(net, optimizer, effective_batch=8, micro_batch=4)
-
-    def raised(name: str, kind: type[Exception], action: Any) -> None:
-        try:
-            action()
-        except kind as error:
-            results[name] = str(error)
 
     def forward() -> torch.Tensor:
         with accumulator.forward():
             return net(torch.zeros(4, 6, dtype=torch.float64)).mean()
 
-    raised("backward", RuntimeError, lambda: accumulator.backward(torch.zeros(()), samples=4))
-    raised("samples", ValueError, lambda: accumulator.backward(forward(), samples=0))
+    with pytest.raises(RuntimeError, match=r"backward\(\).*accumulator\.forward\(\)"):
+        accumulator.backward(torch.zeros(()), samples=4)
+    with pytest.raises(ValueError, match=r"\b0\.0 samples\b.*\b0\b"):
+        accumulator.backward(forward(), samples=0)
     for _ in range(2):
         accumulator.backward(forward(), samples=4)
-    raised("step", RuntimeError, forward)
-    return results
+    with pytest.raises(RuntimeError, match=r"\b2\b.*step\(\).*forward\(\)"):
+        forward()
 
 
-def interrupted() -> dict[str, Any]:
-    """A backward pass and a forward pass that fail, and a loop that is left within a window."""
+def a_failed_or_abandoned_window_does_not_affect_the_next() -> None:
+    """A backward pass and a forward pass fail, and a loop is left within a window."""
     batches = micro_batches([4] * 5)
     whole, net = model(), model()
     optimizer = optimizer_of("sgd", net)
@@ -267,12 +244,13 @@ def interrupted() -> dict[str, Any]:
                 loss = functional.cross_entropy(net[3](Fails.apply(net[:3](x)) if number == 2 else net[:3](x)), y)
             accumulator.backward(loss, samples=len(x))
         except (KeyError, MemoryError) as error:
-            caught.append(type(error).__name__)
+            caught.append(type(error))
             continue
         accumulator.step()
+    assert caught == [KeyError, MemoryError]
     # Batch 1 was dropped with the gradient of batch 2; batches 3 and 4 are a window.
     train_whole(whole, "sgd", [batches[3:5]], None, 1)
-    after_failures = difference(net, whole)
+    assert difference(net, whole) < 1e-12
     for x, y in accumulator.batches(batches):
         with accumulator.forward():
             loss = functional.cross_entropy(net(x), y)
@@ -283,39 +261,22 @@ def interrupted() -> dict[str, Any]:
     optimizer.state.clear()
     train_accumulated(accumulator, net, batches[:3])
     train_accumulated(reference, whole, batches[:3])
-    return {"caught": caught, "after_failures": after_failures, "after_a_break": difference(net, whole)}
+    assert difference(net, whole) < 1e-12
 
 
-def on_device() -> dict[str, Any]:
-    """Return the peaks of a window in micro batches and of the same samples at once, and the freed bytes."""
-
-    def net_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
-        layers = [part for _ in range(4) for part in (nn.Linear(512, 512), nn.GELU())]
-        net = nn.Sequential(*layers).to("cuda")
-        return net, torch.optim.AdamW(net.parameters())
-
-    net, optimizer = net_and_optimizer()
+def accumulation_clears_the_cache_at_its_interval() -> None:
+    net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).to("cuda")
     accumulator = toolkit.GradientAccumulator(
-        net, optimizer, effective_batch=65536, micro_batch=4096, autocast=torch.float16, clear_cache_every=1
+        net, torch.optim.AdamW(net.parameters()), effective_batch=16384, micro_batch=4096, clear_cache_every=1
     )
-    for x in accumulator.batches(torch.empty(4096, 512, device="cuda") for _ in range(32)):
+    for x in accumulator.batches(torch.empty(4096, 512, device="cuda") for _ in range(8)):
         with accumulator.forward():
             loss = net(x).mean()
         accumulator.backward(loss, samples=len(x))
         accumulator.step()
-    del x, loss
-    accumulated = torch.cuda.max_memory_allocated()
-    freed = accumulator.freed_bytes
-    by_driver = torch.cuda.memory_stats()["reserved_bytes.all.freed"]
-    x = torch.empty(65536, 512, device="cuda")
-    with torch.autocast("cuda", torch.float16):
-        loss = net(x).mean()
-    loss.backward()
-    optimizer.step()
-    return {
-        "accumulated": accumulated,
-        "at_once": torch.cuda.max_memory_allocated(),
-        "steps": accumulator.steps + accumulator.skipped_steps,
-        "freed": freed,
-        "by_driver": by_driver,
-    }
+    assert accumulator.steps == 2
+    assert accumulator.freed_bytes == torch.cuda.memory_stats()["reserved_bytes.all.freed"] > 0
+
+
+def every_public_name_can_be_imported() -> None:
+    assert all(getattr(toolkit, name).__name__ == name for name in toolkit.__all__)

@@ -1,16 +1,20 @@
 """Training steps with and without checkpointing, on the CPU and on the emulated node.
 
-The functions run in a process with torch; their results are JSON.
+The functions run in a process with torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -62,23 +66,28 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def refused(call: Callable[[], object]) -> str:
-    """Return the message of a configuration error; empty if there is none."""
-    try:
-        call()
-    except ConfigurationError as error:
-        return str(error)
-    return ""
+def selections(comparison: CheckpointingComparison) -> list[int | None]:
+    """Return the selection of blocks of each row."""
+    return [row.every for row in comparison.rows]
 
 
-def as_document(comparison: CheckpointingComparison) -> dict[str, Any]:
-    return {**comparison.as_dict(), "text": str(comparison)}
+def peaks(comparison: CheckpointingComparison) -> list[int | None]:
+    assert all(row.exact for row in comparison.rows), str(comparison)
+    return [row.peak_bytes for row in comparison.rows]
 
 
-def plain() -> dict[str, Any]:
+def the_longest_list_of_blocks_of_one_class_is_recomputed_and_without_cuda_no_peak_is_known() -> None:
     net = Net()
-    result = as_document(compare(net, torch.randn(8, 16), repeats=2, every=[2]))
-    return {**result, "calls": [block.calls for block in net.blocks]}
+    result = compare(net, torch.randn(8, 16), repeats=2, every=[2])
+    assert re.search(r"\b5 Block\b.*\bblocks\b", result.blocks)
+    assert [(row.every, row.blocks) for row in result.rows] == [(None, 0), (2, 3), (1, 5)]
+    # 13 forward passes: for each variant a warm-up, two timed runs and a comparison, and a second comparison for `none`
+    assert [block.calls for block in net.blocks] == [13 + 4 + 4, 13 + 4, 13 + 4 + 4, 13 + 4, 13 + 4 + 4]
+    assert {row.peak_bytes for row in result.rows} == {None}
+    assert all(row.name in str(result) for row in result.rows)
+    assert "CUDA" in str(result)
+    assert result.same_results
+    assert all(row.seconds > 0 for row in result.rows)
 
 
 def state_of(net: nn.Module) -> list[object]:
@@ -94,23 +103,10 @@ def state_of(net: nn.Module) -> list[object]:
     ]
 
 
-def simulated_in_evaluation() -> dict[str, Any]:
-    """Return the peaks of a model in each mode, and its random numbers."""
-    net, batch = Net(width=64, misbehave=lambda x: x * random.random()), torch.randn(512, 64)
-    before = state_of(net)
-    peaks = {
-        mode: [row.peak_bytes for row in compare(net.train(mode), batch, repeats=1, simulate=True).rows]
-        for mode in (False, True)
-    }
-    return {"evaluating": peaks[False], "training": peaks[True], "left": state_of(net) == before}
-
-
-def left_alone(failing: bool) -> list[bool]:
-    """Return whether each part of a model's state is unchanged after a comparison that succeeds or fails."""
+def a_comparison_changes_nothing(*, failing: bool) -> None:
     net = Net(misbehave=lambda x: x * random.random() * np.random.rand())
     own = net.blocks[1].forward
-    net.blocks[1].forward = lambda x: own(x)  # set by other code; must remain
-    given = net.blocks[1].forward
+    net.blocks[1].forward = given = lambda x: own(x)  # set by other code; must remain
     net.head.register_forward_hook(lambda *_: None)
     net(torch.randn(8, 16)).sum().backward()
     net.stem.eval()
@@ -124,100 +120,103 @@ def left_alone(failing: bool) -> list[bool]:
             raise RuntimeError("in the middle")
         return output.square().sum()
 
-    try:
+    with pytest.raises(RuntimeError, match="in the middle") if failing else contextlib.nullcontext():
         compare(net, batch, loss=loss, repeats=1)
-        ended = not failing
-    except RuntimeError as error:
-        ended = failing and str(error) == "in the middle"
-    after = state_of(net)
-    same = [one == other for one, other in zip(before, after, strict=True)]
-    return [*same, net.blocks[1].forward is given, batch.grad is None, ended]
+    assert [one == other for one, other in zip(before, state_of(net), strict=True)] == [True] * len(before)
+    assert net.blocks[1].forward is given
+    assert batch.grad is None
 
 
-def without_library_memory() -> list[bool]:
-    """Return the modes in which a library runs out of memory, as opposed to the allocator."""
+def a_model_in_evaluation_mode_is_simulated_in_training_mode() -> None:
+    net, batch = Net(width=64, misbehave=lambda x: x * random.random()), torch.randn(512, 64)
+    before = state_of(net)
+    evaluating, training = (peaks(compare(net.train(mode), batch, repeats=1, simulate=True)) for mode in (False, True))
+    assert evaluating == training
+    assert training[0] > training[-1] > 0
+    assert state_of(net) == before
 
+
+def an_allocation_failure_of_a_library_counts_as_out_of_memory() -> None:
     def only_in_checkpoints(x: torch.Tensor) -> torch.Tensor:
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         return x
 
     net = Net(misbehave=only_in_checkpoints)
-    return [row.out_of_memory for row in compare(net, torch.randn(8, 16), repeats=1, every=[]).rows]
+    assert [row.out_of_memory for row in compare(net, torch.randn(8, 16), repeats=1, every=[]).rows] == [True, False]
 
 
-def differing() -> dict[str, Any]:
-    """Return what checkpointing changes: random numbers that are drawn again, and statistics that are counted twice."""
+def results_that_differ_are_named() -> None:
+    """Random numbers are drawn again, statistics are counted twice, and one model is never twice the same."""
     random.seed(2)
-    drawing = Net(misbehave=lambda x: x * random.random())
-    norms = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(3)))
-    batch = torch.randn(8, 16)
-    running = np.random.default_rng(0)
-    noisy = Net(misbehave=lambda x: x * float(running.random()))
-    return {
-        name: as_document(compare(net, batch, repeats=1))
-        for name, net in (("drawing", drawing), ("norms", norms), ("noisy", noisy))
-    }
+    batch, running = torch.randn(8, 16), np.random.default_rng(0)
+    drawing = compare(Net(misbehave=lambda x: x * random.random()), batch, repeats=1)
+    assert [row.difference is not None for row in drawing.rows] == [False, True, True, True]
+    assert "gradient" in str(drawing)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(3)))
+    norms = compare(blocks, batch, repeats=1)
+    assert re.search(r"\b3 Sequential\b", norms.blocks)
+    assert [row.difference is not None for row in norms.rows] == [False, True, True]
+    moved = norms.rows[2].difference.names
+    assert {name.split()[0] for name in moved} == {"buffer"}, "gradients stay"
+    assert {name.rsplit(".")[-1] for name in moved} == {"running_mean", "running_var", "num_batches_tracked"}
+    assert "0.1.running_mean" in str(norms)
+    noisy = compare(Net(misbehave=lambda x: x * float(running.random())), batch, repeats=1)
+    assert "loss" in str(noisy)
+    assert not any(each.same_results for each in (drawing, norms, noisy))
 
 
-def chosen() -> dict[str, Any]:
+def blocks_selections_and_batches_can_be_chosen() -> None:
     net, batch = Net(), torch.randn(8, 16)
-    given = [net.stem[0], net.blocks[0], net.head]
-    return {
-        "given": as_document(compare(net, batch, blocks=given, every=[3], repeats=1)),
-        "evaluating": as_document(compare(net.eval(), {"x": batch}, repeats=1)),
-        "still evaluating": not any(module.training for module in net.modules()),
-        "positional": as_document(compare(net, (batch,), loss=lambda y: {"l": y.sum()}["l"], repeats=1)),
-        "autocast": as_document(compare(net, batch, autocast=torch.bfloat16, repeats=1)),
-    }
+    given = compare(net, batch, blocks=[net.stem[0], net.blocks[0], net.head], every=[3], repeats=1)
+    assert selections(given) == [None, 3, 1]
+    for arguments in (
+        {"batch": {"x": batch}},
+        {"batch": (batch,), "loss": lambda y: {"l": y.sum()}["l"]},
+        {"batch": batch, "autocast": torch.bfloat16},
+    ):
+        chosen = compare(net.eval(), **arguments, repeats=1)
+        assert not any(module.training for module in net.modules())
+        assert selections(chosen) == [None, 4, 2, 1]
+        assert chosen.same_results, str(chosen)
 
 
-def refusals() -> dict[str, str]:
-    net, batch = Net(), torch.randn(8, 16)
-    bare = nn.Sequential(nn.ReLU())
-    hooked = Net()
+def errors_name_the_accepted_values() -> None:
+    net, batch, hooked, frozen = Net(), torch.randn(8, 16), Net(), Net().requires_grad_(False)
     hooked.head.weight.register_post_accumulate_grad_hook(lambda _: None)
 
+    @torch.inference_mode()
     def in_inference() -> None:
-        with torch.inference_mode():
-            compare(net, batch)
+        compare(net, batch)
 
-    return {
-        "no blocks": refused(lambda: compare(nn.Linear(2, 2), batch)),
-        "foreign blocks": refused(lambda: compare(net, batch, blocks=[nn.Linear(2, 2)])),
-        "the model as a block": refused(lambda: compare(net, batch, blocks=[net])),
-        "no blocks given": refused(lambda: compare(net, batch, blocks=[])),
-        "every 9": refused(lambda: compare(net, batch, every=[9])),
-        "every 0": refused(lambda: compare(net, batch, every=[0])),
-        "no repeats": refused(lambda: compare(net, batch, repeats=0)),
-        "no loss": refused(lambda: compare(net, batch, loss=lambda output: output)),
-        "text for a loss": refused(lambda: compare(net, batch, loss=lambda output: "0.3")),
-        "nothing to train": refused(lambda: compare(net.requires_grad_(False), batch)),
-        "a hook": refused(lambda: compare(hooked, batch)),
-        "meta": refused(lambda: compare(Net().to("meta"), batch.to("meta"))),
-        "inference": refused(in_inference),
-        "a computed batch": refused(lambda: compare(net, nn.Linear(16, 16)(batch))),
-        "autocast": refused(lambda: compare(net, batch, autocast=torch.int8)),
-        "no parameters": refused(lambda: compare(bare, batch, blocks=[bare[0]])),
-        "reset on the CPU": refused(lambda: compare(net, batch, reset_peaks=True)),
-    }
+    for pattern, call in (
+        (r"\bLinear\b.*blocks=\[", lambda: compare(nn.Linear(2, 2), batch)),
+        ("blocks", lambda: compare(net, batch, blocks=[nn.Linear(2, 2)])),
+        (r"\bevery\b.*\b9\b.*\b5\b", lambda: compare(net, batch, every=[9])),
+        (r"\bloss\b.*\(8, 3\)", lambda: compare(net, batch, loss=lambda output: output)),
+        (r"\bloss\b.*\bparameter\b", lambda: compare(frozen, batch)),
+        (r"\bhead\.weight\b.*\bhook\b", lambda: compare(hooked, batch)),
+        (r"\bmeta\b", lambda: compare(Net().to("meta"), batch.to("meta"))),
+        (r"torch\.inference_mode", in_inference),
+        (r"\bbatch\b.*\bdetached\b", lambda: compare(net, nn.Linear(16, 16)(batch))),
+        (r"torch\.int8.*torch\.bfloat16.*torch\.float16", lambda: compare(net, batch, autocast=torch.int8)),
+        (r"\breset_peaks\b.*\bcpu\b", lambda: compare(net, batch, reset_peaks=True)),
+    ):
+        with pytest.raises(ConfigurationError, match=pattern):
+            call()
 
 
-def charts(path: str) -> dict[str, Any]:
+def a_figure_has_times_and_peaks_and_without_matplotlib_the_package_is_named(path: str) -> None:
     comparison = compare(Net(), torch.randn(8, 16), repeats=1, simulate=True)
     figure = comparison.figure(path)
-    titles = [axes.get_title() for axes in figure.axes]
-    labels = [text.get_text() for text in figure.axes[1].texts]
-    pyplot = "matplotlib.pyplot" in sys.modules
-    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "matplotlib"}
-    sys.modules["matplotlib"] = None  # type: ignore[assignment]
-    try:
-        missing = refused(comparison.figure)
-    finally:
-        del sys.modules["matplotlib"]
-        sys.modules.update(kept)
-    peaks = [row.peak_bytes for row in comparison.rows]
-    return {"titles": titles, "labels": labels, "pyplot": pyplot, "missing": missing, "peaks": peaks}
+    assert Path(path).read_bytes().startswith(b"\x89PNG")
+    assert [text.get_text() for text in figure.axes[1].texts] == [f"{peak / 2**20:.4g}" for peak in peaks(comparison)]
+    assert "matplotlib.pyplot" not in sys.modules, "no window and no global state"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+            patch.setitem(sys.modules, name, None)
+        with pytest.raises(ConfigurationError, match="pip install matplotlib"):
+            comparison.figure()
 
 
 def transformer() -> nn.Module:
@@ -226,49 +225,40 @@ def transformer() -> nn.Module:
     return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
 
 
-def on_device() -> dict[str, Any]:
+def peaks_are_exact_bounded_or_simulated_and_no_statistic_is_reset_by_default(*, exact: bool) -> None:
     """Compare on a device: first without a higher peak, then with resets, then simulated."""
     net, batch = transformer().cuda(), torch.randn(8, 64, 128, device="cuda")
     compare(net, batch[:1], repeats=1)  # allocates what torch keeps after its first kernels
     torch.cuda.reset_peak_memory_stats()
-    keeping = _peaks()
-    first = as_document(compare(net, batch, repeats=2))
-    fell = [name for name, peak in _peaks().items() if peak < keeping[name]]
-    again = as_document(compare(net, batch, repeats=2))
-    fell += [name for name, peak in _peaks().items() if peak < keeping[name]]
+    before = _peaks()
+    first, again = (compare(net, batch, repeats=1) for _ in range(2))
+    assert [name for name, peak in _peaks().items() if peak < before[name]] == []
     torch.cuda.memory._record_memory_history(max_entries=1000)
-    recording = as_document(compare(net, batch, repeats=1))
-    still_recording = torch._C._cuda_isHistoryEnabled()
+    recording = compare(net, batch, repeats=1)
+    assert torch._C._cuda_isHistoryEnabled(), "a history that the user records stays"
     torch.cuda.memory._record_memory_history(enabled=None)
-    torch.cuda.memory._set_allocator_settings("roundup_power2_divisions:4")
-    odd = batch[:7, :61].contiguous()
-    rounded = [as_document(compare(net, odd, repeats=1, reset_peaks=reset)) for reset in (False, True)]
-    torch.cuda.memory._set_allocator_settings("roundup_power2_divisions:1")
     allocated = torch.cuda.memory_allocated()
-    reset = as_document(compare(net, batch, repeats=2, reset_peaks=True))
-    left = torch.cuda.memory_allocated() - allocated
-    refusal = refused(lambda: compare(net, batch, simulate=True))
-    simulated = as_document(compare(net.cpu(), batch.cpu(), repeats=1, simulate=True))
-    return {
-        "first": first,
-        "again": again,
-        "recording": recording,
-        "rounded": rounded,
-        "still_recording": still_recording,
-        "reset": reset,
-        "simulated": simulated,
-        "fell": fell,
-        "left": left,
-        "refusal": refusal,
-    }
+    reset = compare(net, batch, repeats=2, reset_peaks=True)
+    assert torch.cuda.memory_allocated() == allocated
+    assert peaks(first) == peaks(again) == peaks(reset) == sorted(peaks(reset), reverse=True)
+    for row, peak in zip(recording.rows, peaks(reset), strict=True):
+        assert row.peak_bytes <= peak <= row.peak_at_most_bytes
+        assert not row.exact
+    assert "reset_peaks=True" in str(recording)
+
+    with pytest.raises(ConfigurationError, match=r"\bsimulate\b.*\bcuda:0\b"):
+        compare(net, batch, simulate=True)
+    simulated = compare(net.cpu(), batch.cpu(), repeats=1, simulate=True)
+    assert [{row.simulated for row in each.rows} for each in (simulated, reset)] == [{True}, {False}]
+    if exact:
+        assert peaks(simulated) == pytest.approx(peaks(reset), rel=0.05)
 
 
 def _peaks() -> dict[str, int]:
     return {name: value for name, value in torch.cuda.memory_stats().items() if name.endswith(".peak")}
 
 
-def without_room() -> dict[str, Any]:
-    """Compare on a device on which the step fits only with checkpoints."""
+def a_variant_that_runs_out_of_memory_is_reported_and_the_others_are_measured() -> None:
     net, batch = transformer().cuda(), torch.randn(256, 64, 128, device="cuda")
     needed = {row.every: row.peak_bytes for row in compare(net, batch, repeats=1, reset_peaks=True).rows}
     torch.cuda.empty_cache()
@@ -276,7 +266,11 @@ def without_room() -> dict[str, Any]:
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
     try:
         allocated = torch.cuda.memory_allocated()
-        result = as_document(compare(net, batch, repeats=1, reset_peaks=True))
-        return {**result, "left": torch.cuda.memory_allocated() - allocated}
+        result = compare(net, batch, repeats=1, reset_peaks=True)
+        assert torch.cuda.memory_allocated() == allocated, "the failed run has left nothing"
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    first, *_, last = result.rows
+    assert (first.every, first.out_of_memory, first.seconds, first.peak_bytes) == (None, True, None, None)
+    assert (last.every, last.out_of_memory, last.exact) == (1, False, True)
+    assert "out of memory" in str(result)

@@ -1,15 +1,16 @@
 """Models for inference, with and without changed weights, on the CPU and on the emulated node.
 
-The functions run in a process with torch; their results are JSON.
+The functions run in a process with torch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -37,106 +38,88 @@ def heard() -> Iterator[list[str]]:
             log.setLevel(level)
 
 
-def refused(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (ConfigurationError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 36, 4))
 
 
-def inference() -> dict[str, Any]:
+def inference_restores_each_mode_and_logs_that_there_is_no_cuda() -> None:
     model, batch = net(), torch.randn(2, 3, 8, 8)
     model[1].eval()  # frozen by the script
     modes = [module.training for module in model.modules()]
-    result: dict[str, Any] = {}
 
     @toolkit.inference_mode(model, autocast=torch.bfloat16)
     def predict(depth: int = 0) -> torch.Tensor:
-        result["modes within"] = [module.training for module in model.modules()]
+        assert not any(module.training for module in model.modules())
         return predict(depth - 1) if depth else model(batch)
 
     with heard() as lines:
         output = predict(depth=2)
         with toolkit.inference_mode(model) as use:
             again = model(batch)
-    result["lines"] = lines
-    result["dtypes"] = [str(output.dtype), str(again.dtype)]
-    result["inference"] = [output.is_inference(), again.is_inference()]
-    result["devices"] = list(use.devices)
-    try:
-        with toolkit.inference_mode(model):
-            raise KeyError("in the block")
-    except KeyError:
-        result["modes after"] = [module.training for module in model.modules()] == modes
-    result["gradients"] = model(batch).requires_grad
-    result["autocast"] = refused(lambda: toolkit.inference_mode(model, autocast=torch.int8))
+    assert len(lines) == 4
+    assert all(re.search(r"\bSequential\b.*\bno CUDA\b", line) for line in lines)
+    assert (output.dtype, again.dtype) == (torch.bfloat16, torch.float32)
+    assert output.is_inference()
+    assert again.is_inference()
+    assert list(use.devices) == []
+    with pytest.raises(KeyError, match="in the block"), toolkit.inference_mode(model):
+        raise KeyError("in the block")
+    assert [module.training for module in model.modules()] == modes
+    assert model(batch).requires_grad
+    with pytest.raises(ConfigurationError, match=r"torch\.int8\b.*torch\.bfloat16\b.*torch\.float16\b"):
+        toolkit.inference_mode(model, autocast=torch.int8)
 
     def later() -> Iterator[int]:
         yield 1
 
-    result["generator"] = refused(lambda: toolkit.inference_mode(model)(later))
-    return result
+    with pytest.raises(TypeError):
+        toolkit.inference_mode(model)(later)
 
 
-def optimizing() -> dict[str, Any]:
+def changed_weights_are_measured_and_arguments_without_effect_are_rejected() -> None:
     model, batch = net(), torch.randn(2, 3, 8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     modes = [module.training for module in model.modules()]
     mean = model[1].running_mean.tolist()
     with heard() as lines:
         change = toolkit.optimize_model(model, dtype=torch.bfloat16, channels_last=True, example=batch)
-    result = {
-        "text": str(change),
-        "logged": "\n".join(lines) == str(change),
-        "weights": [change.weights_before_bytes, change.weights_after_bytes],
-        "allocated": [change.allocated_before_bytes, change.allocated_after_bytes],
-        "peaks": [change.forward_before.peak_bytes, change.forward_after.peak_bytes],
-        "difference": change.output_difference_ratio,
-        "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
-        "layout": model[0].weight.is_contiguous(memory_format=torch.channels_last),
-        "optimizer": optimizer.param_groups[0]["params"][0] is model[0].weight,
-        "modes": [module.training for module in model.modules()] == modes,
-        "statistics": model[1].running_mean.tolist() == mean,
-    }
-    refusals = {
-        "nothing": {},
-        "the same dtype": {"dtype": torch.bfloat16},
-        "integers": {"dtype": torch.int8},
-        "the same layout": {"channels_last": True},
-        "reset without example": {"dtype": torch.float16, "reset_peaks": True},
-    }
-    result["refused"] = {
-        name: refused(lambda options=options: toolkit.optimize_model(model, **options))  # type: ignore[misc]
-        for name, options in refusals.items()
-    }
-    result["refused"]["no convolution"] = refused(lambda: toolkit.optimize_model(nn.Linear(2, 2), channels_last=True))
-    result["refused"]["no parameters"] = refused(lambda: toolkit.optimize_model(nn.ReLU(), dtype=torch.float16))
-    return result
+    assert "\n".join(lines) == str(change)
+    assert "no CUDA" in str(change)
+    before, after = change.weights_before_bytes, change.weights_after_bytes
+    assert before - after == (before - 8) // 2, "except the norm's count of batches, an integer of 8 bytes"
+    assert (change.allocated_before_bytes, change.forward_before.peak_bytes) == (None, None)
+    assert 0 < change.output_difference_ratio < 0.1
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    assert [module.training for module in model.modules()] == modes
+    assert model[1].running_mean.tolist() == mean
+    for pattern, options in (
+        ("dtype=.*channels_last=", {}),
+        (r"torch\.bfloat16.*Sequential|Sequential.*torch\.bfloat16", {"dtype": torch.bfloat16}),
+        (r"torch\.int8.*torch\.bfloat16", {"dtype": torch.int8}),
+        ("reset_peaks.*example", {"dtype": torch.float16, "reset_peaks": True}),
+    ):
+        with pytest.raises(ConfigurationError, match=pattern):
+            toolkit.optimize_model(model, **options)
+    with pytest.raises(ConfigurationError, match="channels_last"):
+        toolkit.optimize_model(nn.Linear(2, 2), channels_last=True)
 
 
-class WithNothing(nn.Module):
+class WithNothing(nn.Linear):
     """A model with an output that is always 0 and one that is empty."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [self.linear(x), x.new_zeros(3), x.new_zeros(0)]
+        return [super().forward(x), x.new_zeros(3), x.new_zeros(0)]
 
 
-def optimizing_zeros() -> dict[str, Any]:
-    change = toolkit.optimize_model(WithNothing(), dtype=torch.bfloat16, example=torch.randn(4, 8))
-    return {"difference": change.output_difference_ratio}
+def an_output_that_stays_zero_does_not_differ() -> None:
+    change = toolkit.optimize_model(WithNothing(8, 8), dtype=torch.bfloat16, example=torch.randn(4, 8))
+    assert 0 < change.output_difference_ratio < 0.1
 
 
-def on_device() -> dict[str, Any]:
+def on_a_device_bytes_and_peaks_equal_the_allocators() -> None:
     model, batch = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda(), torch.zeros(1024, 1024)
     batch = batch.cuda()
     model(batch).sum().backward()
@@ -144,21 +127,22 @@ def on_device() -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     with heard() as lines, toolkit.inference_mode(model) as use:
         model(batch)
-    result: dict[str, Any] = {
-        "inference": [use.before_bytes, use.after_bytes, use.peak_bytes, use.exact],
-        "lines": lines,
-    }
-    result["allocated"] = torch.cuda.memory_allocated()
+    (line,) = lines
+    assert re.search(r"\bSequential\b.*\bcuda:0\b", line)
+    assert (use.before_bytes, use.exact) == (use.after_bytes, True)
+    assert use.peak_bytes - use.before_bytes >= 2 * 4 * MIB, "the outputs of two layers at once"
+
+    allocated = torch.cuda.memory_allocated()
     torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")  # a higher peak than that of the forward passes
     highest = torch.cuda.max_memory_allocated()
     change = toolkit.optimize_model(model, dtype=torch.bfloat16, example=batch)
-    result["kept"] = torch.cuda.max_memory_allocated() == highest
-    result["weights"] = [change.weights_before_bytes, change.weights_after_bytes]
-    result["fell"] = change.allocated_before_bytes - change.allocated_after_bytes
-    result["measured fell"] = result["allocated"] - torch.cuda.memory_allocated()
+    assert torch.cuda.max_memory_allocated() == highest
+    assert (change.weights_before_bytes, change.weights_after_bytes) == (16 * MIB, 8 * MIB)
+    assert change.allocated_before_bytes - change.allocated_after_bytes == 8 * MIB
+    assert allocated - torch.cuda.memory_allocated() == 8 * MIB
     back = toolkit.optimize_model(model, dtype=torch.float32, example=batch.bfloat16(), reset_peaks=True)
     used = (change.forward_before, change.forward_after, back.forward_before)
-    result["peaks"] = [each.peak_bytes for each in used]
-    result["exact"] = [each.exact for each in used]
-    result["text"] = str(change)
-    return result
+    assert all(each.exact for each in used)
+    in_full, in_half, after_a_reset = (each.peak_bytes for each in used)
+    assert in_full - in_half == 4 * MIB, "half of two layers' outputs"
+    assert in_half == after_a_reset

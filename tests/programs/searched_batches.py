@@ -5,9 +5,11 @@ The functions run in a process with torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ import gpumem_toolkit as toolkit
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.errors import NoBatchSizeError
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 UNIT = 256
 
 
@@ -43,42 +45,39 @@ def runs(step: Callable[[int], None], size: int, times: int) -> bool:
     return True
 
 
-def found() -> dict[str, Any]:
-    """Search, train with the result, and return the statistics."""
+def the_found_size_trains_the_next_one_does_not_and_no_statistic_is_reset() -> None:
     step = training_step()
     resets: list[Any] = []
-    reset = torch._C._cuda_resetPeakMemoryStats
-    torch._C._cuda_resetPeakMemoryStats = resets.append
-    search = toolkit.find_batch_size(step, start=1000, multiple_of=UNIT, margin=0)
-    first = torch.cuda.max_memory_allocated()
-    step(UNIT)  # creates the gradients, as after a search
-    before = torch.cuda.memory_stats()
-    again = toolkit.find_batch_size(step, start=60000, multiple_of=UNIT, margin=0.1)
-    after = torch.cuda.memory_stats()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._C, "_cuda_resetPeakMemoryStats", resets.append)
+        search = toolkit.find_batch_size(step, start=1000, multiple_of=UNIT, margin=0)
+        first = torch.cuda.max_memory_allocated()
+        step(UNIT)  # creates the gradients, as after a search
+        before = torch.cuda.memory_stats()
+        again = toolkit.find_batch_size(step, start=60000, multiple_of=UNIT, margin=0.1)
+        after = torch.cuda.memory_stats()
+    assert [each.size for each in search.tries][:2] == [768, 1536], "the start, rounded down, and twice that"
+    size = len(range(search))
+    assert search.size == search.largest == size == max(each.size for each in search.tries if each.fits)
+    assert min(each.size for each in search.tries if not each.fits) == size + UNIT
+    assert [again.size, again.largest] == [int(size / UNIT * 0.9) * UNIT, size], "from above, and less a margin"
+
+    peaks = [each.peak_bytes for each in search.tries if each.peak_bytes is not None]
+    assert len(peaks) > 3, "each size larger than those before raises PyTorch's own peak"
+    assert peaks == sorted(set(peaks))
+    assert peaks[-1] == first
+    assert all(each.peak_bytes is None or each.peak_bytes > first for each in again.tries)
+    ooms = after["num_ooms"] - before["num_ooms"]
+    assert (resets, ooms) == ([], sum(not each.fits for each in again.tries))
+    assert after["allocated_bytes.all.peak"] >= before["allocated_bytes.all.peak"] == first
+    assert after["reserved_bytes.all.current"] < GIB / 4, "the last try does not leave its cache"
     step(UNIT)
-    left = torch.cuda.memory_allocated()
-    torch._C._cuda_resetPeakMemoryStats = reset
-    return {
-        "size": int(search),
-        "largest": search.largest,
-        "tries": [[each.size, each.fits, each.peak_bytes] for each in search.tries],
-        "peak": first,
-        "printed": str(search),
-        "in a range": len(range(search)),
-        "again": [again.size, again.largest],
-        "again_peaks": [each.peak_bytes for each in again.tries],
-        "ooms": after["num_ooms"] - before["num_ooms"] - sum(not each.fits for each in again.tries),
-        "peak_kept": after["allocated_bytes.all.peak"] >= before["allocated_bytes.all.peak"] == first,
-        "resets": len(resets),
-        "left": left - before["allocated_bytes.all.current"],
-        "reserved": after["reserved_bytes.all.current"],
-        "trains": runs(step, search.largest or 0, 20),
-        "more": runs(step, (search.largest or 0) + UNIT, 20),
-    }
+    assert torch.cuda.memory_allocated() == before["allocated_bytes.all.current"], "failed tries leave nothing behind"
+    assert (runs(step, size, 20), runs(step, size + UNIT, 20)) == (True, False)
 
 
-def filling() -> dict[str, Any]:
-    """Search with a step whose buffer is full after 30 steps: the peak is then four times that of the first step."""
+def the_found_size_is_tried_until_its_memory_stops_growing() -> None:
+    """The buffer of the step is full after 12 steps: the peak is then three times that of the first step."""
     buffer: list[torch.Tensor] = []
     last = 0
 
@@ -87,46 +86,44 @@ def filling() -> dict[str, Any]:
         if size != last:
             buffer.clear()
             last = size
-        if len(buffer) < 30:
-            buffer.append(torch.empty(size * MIB // 10, dtype=torch.uint8, device="cuda"))
+        if len(buffer) < 12:
+            buffer.append(torch.empty(size * MIB // 4, dtype=torch.uint8, device="cuda"))
         torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
 
     search = toolkit.find_batch_size(step, start=64)
     short = toolkit.find_batch_size(step, start=64, max_runs=2)
-    tries = [[each.size, each.fits, each.runs] for each in search.tries]
-    trains = [runs(step, size, 50) for size in (search.size, short.size)]
-    return {"size": search.size, "largest": search.largest, "tries": tries, "trains": trains}
+    assert [runs(step, size, 20) for size in (search.size, short.size)] == [True, False], "two runs fill no buffer"
+    size, tried = max((each.size, each.runs) for each in search.tries if each.fits and each.runs > 2)
+    assert size == search.largest
+    assert 20 <= tried < 28, "12 runs fill the buffer, and the last 8 reach no new maximum"
+    assert all(each.fits for each in search.tries if each.size <= search.size)
 
 
-def guarded() -> dict[str, Any]:
-    """Run out of memory in a guard, after a higher peak than that of any guarded run without an error."""
+def the_advice_of_a_guard_is_measured_although_the_search_had_a_higher_peak() -> None:
     step = training_step()
-    found = toolkit.find_batch_size(step, start=4 * UNIT, multiple_of=UNIT, margin=0)
+    found = toolkit.find_batch_size(step, start=4 * UNIT, multiple_of=UNIT, margin=0).size
 
-    def advised(guard: Any, ran: list[int]) -> int | None:
+    def advised(guard: Any, ran: list[int]) -> int:
         train = guard(step)
         for size in ran:
             train(size)
-        try:
-            train(16 * found.size)
-        except torch.OutOfMemoryError:
-            return next(each.batch_size for each in guard.diagnosis.advice if each.kind == "smaller_batch")
-        return None
+        with pytest.raises(torch.OutOfMemoryError):
+            train(16 * found)
+        return next(each.batch_size for each in guard.diagnosis.advice if each.kind == "smaller_batch")
 
     # The line of a guard identifies its block.
     guard = toolkit.oom_guard(batch_size=lambda size: size, free_frames=True)
-    proposed = {"after a search": advised(guard, [found.size // 4, found.size // 8])}
-    step(found.size)  # leaves a cache into which all smaller batches fit
+    after_a_search = advised(guard, [found // 4, found // 8])
+    step(found)  # leaves a cache into which all smaller batches fit
     guard = toolkit.oom_guard(batch_size=lambda size: size, free_frames=True)
-    proposed["with a full cache"] = advised(guard, [found.size // 2, found.size // 4])
-    trains = [runs(step, size or 0, 3) for size in proposed.values()]
-    return {"found": found.size, "proposed": proposed, "trains": trains}
+    with_a_full_cache = advised(guard, [found // 2, found // 4])
+    assert found * 0.7 < after_a_search <= found, "the first guess would be eight times as much"
+    assert found * 0.4 < with_a_full_cache <= found, "at least about the size that is known to fit"
+    assert all(runs(step, size, 3) for size in (after_a_search, with_a_full_cache))
 
 
-def ends() -> dict[str, Any]:
-    """Searches that do not end between two sizes."""
-    results: dict[str, Any] = {}
-    sizes: list[int] = []
+def a_search_ends_with_an_error_of_the_step_without_a_fitting_size_or_at_its_limits() -> None:
+    allocated, sizes = torch.cuda.memory_allocated(), []
     wrong = ValueError("no such sample")
 
     def fails(size: int) -> None:
@@ -134,10 +131,11 @@ def ends() -> dict[str, Any]:
         if size > 8:
             raise wrong
 
-    try:
+    with pytest.raises(ValueError, match="no such sample") as own:
         toolkit.find_batch_size(fails, start=4, runs=1)
-    except ValueError as error:
-        results["own error"] = [error is wrong, getattr(error, "__notes__", []), list(sizes)]
+    assert own.value is wrong
+    assert not hasattr(wrong, "__notes__")
+    assert sizes == [4, 8, 16]
 
     def takes(mib: int) -> Callable[[int], None]:
         def step(size: int) -> None:
@@ -147,18 +145,18 @@ def ends() -> dict[str, Any]:
 
         return step
 
-    try:
+    with pytest.raises(NoBatchSizeError, match="4, 2, 1") as none_fits:
         toolkit.find_batch_size(takes(4096), start=4)
-    except NoBatchSizeError as error:
-        results["none fits"] = [str(error), type(error.__cause__).__name__, *getattr(error.__cause__, "__notes__", [])]
-    results["left"] = torch.cuda.memory_allocated()
-    results["maximum"] = int(toolkit.find_batch_size(takes(1), start=4, maximum=50, margin=0))
+    cause = none_fits.value.__cause__
+    assert isinstance(cause, torch.OutOfMemoryError)
+    assert cause.__notes__, "the error says why"
+    del none_fits, cause
+    assert torch.cuda.memory_allocated() == allocated
+    assert int(toolkit.find_batch_size(takes(1), start=4, maximum=50, margin=0)) == 50
     bounded = toolkit.find_batch_size(takes(1), start=1, max_tries=3, margin=0)
-    results["bounded"] = [bounded.size, len(bounded.tries)]
-    try:
+    assert (bounded.size, len(bounded.tries)) == (4, 4), "three tries, and the found size once more"
+    with pytest.raises(NoBatchSizeError, match="64, 32"):
         toolkit.find_batch_size(takes(4096), start=64, max_tries=2)
-    except NoBatchSizeError as error:
-        results["bounded, none fits"] = str(error)
 
     def wraps(size: int) -> None:
         try:
@@ -166,30 +164,19 @@ def ends() -> dict[str, Any]:
         except torch.OutOfMemoryError as error:
             raise RuntimeError("in the data loader") from error
 
-    results["wrapped"] = int(toolkit.find_batch_size(wraps, start=4096, maximum=4096, margin=0)) < 4096
-    return results
+    assert int(toolkit.find_batch_size(wraps, start=4096, maximum=4096, margin=0)) < 4096
 
 
-def refusals() -> list[str]:
-    results = []
-    for arguments in (
-        {"start": 0},
-        {"start": 64, "maximum": 32},
-        {"start": 4, "multiple_of": 8},
-        {"multiple_of": 0},
-        {"margin": 1.0},
-        {"runs": 0},
-        {"max_tries": 0},
-        {"max_runs": 0},
-    ):
-        try:
-            toolkit.find_batch_size(lambda size: None, **arguments)  # type: ignore[arg-type]
-        except ConfigurationError as error:
-            results.append(str(error))
-    return results
-
-
-def without_cuda() -> dict[str, Any]:
+def without_cuda_nothing_is_tried_and_invalid_arguments_are_rejected() -> None:
     sizes: list[int] = []
     search = toolkit.find_batch_size(sizes.append, start=30, multiple_of=8)
-    return {"size": int(search), "sizes": sizes, "printed": str(search), "largest": search.largest}
+    assert (int(search), sizes, search.largest) == (24, [], None)
+    assert re.search(r"\b24\b.*\bCUDA\b", str(search))
+    for arguments, pattern in (
+        ({"start": 64, "maximum": 32}, r"start.*\b64\b.*multiple.*\b1\b.*maximum.*\b32\b"),
+        ({"start": 4, "multiple_of": 8}, r"start.*\b4\b.*multiple.*\b8\b.*maximum.*\b65536\b"),
+        ({"margin": 1.0}, r"margin.*\b1\.0\b.*\b0\b.*\b1\b"),
+        ({"max_tries": 0}, r"tries.*\b0\b.*\b1\b"),
+    ):
+        with pytest.raises(ConfigurationError, match=pattern):
+            toolkit.find_batch_size(lambda size: None, **arguments)

@@ -6,9 +6,9 @@ Processes with torch call `run`. The second rank has fewer samples, the first on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -60,14 +60,14 @@ def fsdp(net: nn.Module) -> tuple[nn.Module, list[int]]:
     return net, averaged
 
 
-def accumulate(rank: int) -> dict[str, Any]:
+def accumulation_steps_like_one_batch(rank: int, rounding: float) -> None:
     mine = micro_batches(SIZES[rank], seed=rank)
     everyone = [micro_batches(sizes, seed=number) for number, sizes in enumerate(SIZES)]
     windows = [[batch for own in everyone for batch in own[at : at + 2]] for at in range(0, 5, 2)]
     whole = model()
     norms = train_whole(whole, "sgd", windows, CLIP, 2)
-    results: dict[str, Any] = {"clipped": [min(norms) < CLIP, max(norms) > CLIP]}
-    for name, wrap, every in (("ddp", ddp, False), ("ddp every batch", ddp, True), ("fsdp", fsdp, False)):
+    assert min(norms) < CLIP < max(norms), "some steps are clipped and others are not"
+    for wrap, every, averages in ((ddp, False, 6), (ddp, True, 10), (fsdp, False, 6)):
         net = model()
         wrapped, averaged = wrap(net)
         accumulator = toolkit.GradientAccumulator(
@@ -79,16 +79,13 @@ def accumulate(rank: int) -> dict[str, Any]:
             sync_every_batch=every,
         )
         # Older releases cannot drop the gradients that FSDP2 keeps; the accumulator logs a warning.
-        if not every and (name == "ddp" or hasattr(net, "reset_iter_state")):
+        if not every and (wrap is ddp or hasattr(net, "reset_iter_state")):
             leave_a_window(accumulator, wrapped, mine)
         seen = train_accumulated(accumulator, wrapped, mine, 2)
-        results[name] = {
-            "steps": accumulator.steps,
-            "averaged": averaged[0],
-            "difference": difference(net, whole),
-            "norms": max(abs(a / b - 1) for a, b in zip(seen, norms, strict=True)),
-        }
-    return results
+        assert averaged == [averages], "once for each step, unless configured otherwise"
+        assert accumulator.steps == 6
+        assert difference(net, whole) < rounding, "an abandoned window does not affect the first one"
+        assert seen == pytest.approx(norms, rel=rounding)
 
 
 def leave_a_window(accumulator: toolkit.GradientAccumulator, net: nn.Module, batches: list[Batch]) -> None:
@@ -100,31 +97,18 @@ def leave_a_window(accumulator: toolkit.GradientAccumulator, net: nn.Module, bat
         break
 
 
-def misuse() -> dict[str, Any]:
+def misuse_is_refused() -> None:
     net = nn.parallel.DistributedDataParallel(model())
     optimizer = optimizer_of("sgd", net)
-    results: dict[str, Any] = {}
     accumulator = toolkit.GradientAccumulator(net, optimizer, effective_batch=24, micro_batch=4)
-    results["left out"] = caught(lambda: train_accumulated(accumulator, net, micro_batches([4, 4]), left_out=(1,)))
-    results["uneven"] = caught(
-        lambda: toolkit.GradientAccumulator(net, optimizer, effective_batch=12, micro_batch=4),
-    )
-    # Each rank trains an unwrapped model independently.
-    results["alone"] = toolkit.GradientAccumulator(
-        model(), optimizer, effective_batch=12, micro_batch=4
-    ).accumulation_steps
-    return results
-
-
-def caught(action: Callable[[], Any]) -> list[Any]:
-    try:
-        action()
-    except (ConfigurationError, RankFailedError, RuntimeError, ValueError) as error:
-        return [type(error).__name__, str(error), list(getattr(error, "ranks", ()))]
-    return []
+    with pytest.raises(RuntimeError, match=r"forward\(\).*backward\(\)"):
+        train_accumulated(accumulator, net, micro_batches([4, 4]), left_out=(1,))
+    with pytest.raises(ConfigurationError, match=r"\b12\b.*\b8\b.*\b4 on 2 ranks\b.*\b8\b.*\b16\b"):
+        toolkit.GradientAccumulator(net, optimizer, effective_batch=12, micro_batch=4)
 
 
 def search(rank: int) -> dict[str, Any]:
+    """Return what both ranks must find alike, and what each finds apart."""
     torch.cuda.set_device(rank)
     step = training_step(f"cuda:{rank}")
     alone = [dist.new_group([number]) for number in range(2)]
@@ -139,24 +123,31 @@ def search(rank: int) -> dict[str, Any]:
             raise ValueError("no such sample")
         step(size)
 
-    return {
-        "together": together.size,
-        "apart": apart.size,
-        "fits": [each.fits for each in together.tries],
-        "out_of_memory": sorted({number for each in together.tries for number in each.ranks_out_of_memory}),
-        "failed": caught(lambda: toolkit.find_batch_size(fails_on_rank_1, start=4096)),
-        "unlike": caught(lambda: find(start=4096 + rank)),
-        "foreign": caught(lambda: find(process_group=alone[1 - rank])),
-        "still together": find().size,
-    }
+    if rank == 1:
+        with pytest.raises(ValueError, match="no such sample"):
+            toolkit.find_batch_size(fails_on_rank_1, start=4096)
+    else:
+        with pytest.raises(RankFailedError, match=r"\b8192\b.*\brank 1\b") as failed:
+            toolkit.find_batch_size(fails_on_rank_1, start=4096)
+        assert list(failed.value.ranks) == [1]
+    with pytest.raises(ConfigurationError, match=r"\bstart\b.*\b4096 on rank 0\b.*\b4097 on rank 1\b"):
+        find(start=4096 + rank)
+    with pytest.raises(ConfigurationError, match="process group"):
+        find(process_group=alone[1 - rank])
+    assert find().size == together.size
+    out_of_memory = sorted({number for each in together.tries for number in each.ranks_out_of_memory})
+    alike = [together.size, [each.fits for each in together.tries], out_of_memory]
+    return {"alike": alike, "together": together.size, "apart": apart.size, "out of memory": out_of_memory}
 
 
-def run(rank: int, store: str) -> dict[str, Any]:
+def run(rank: int, store: str, rounding: float) -> dict[str, Any]:
     """Run one rank. The ranks 0 and 1 find each other by a new file at the path `store`."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
-        return {"accumulation": accumulate(rank), "misuse": misuse(), "search": search(rank)}
+        accumulation_steps_like_one_batch(rank, rounding)
+        misuse_is_refused()
+        return search(rank)
     finally:
         dist.destroy_process_group()

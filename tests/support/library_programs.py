@@ -56,8 +56,6 @@ class LibraryProgram:
     exporter: ExporterProcess
     statements: Path
     log: Path
-    profiles: dict[int, Any] = field(default_factory=dict)
-    """The memory profile of each compared process, by pid."""
     _compared: set[Path] = field(default_factory=set)
 
     def compare(self, workload: str = "job", /, **counts: int) -> dict[str, list[Statement]]:
@@ -82,16 +80,14 @@ class LibraryProgram:
         }
         for made in found:
             if made.devices:
-                self._profile(made)
+                self._check_profile(made)
         for file in files:
             file.with_suffix(".compared").touch()
         self._compared |= files
         return {role: [made for made in found if made.role == role] for role in counts}
 
-    def end(self, number: int | None = None) -> None:
-        """Wait until the program has ended with 0, after a signal if there is one, and is not reported any more."""
-        if number is not None:
-            self.popen.send_signal(number)
+    def end(self) -> None:
+        """Wait until the program has ended with 0, and is not reported any more."""
         assert self.popen.wait(patient(60)) == 0, self.log.read_text()
         assert "Traceback" not in self.log.read_text()
         wait_for(lambda: not self.exporter.processes(), "the exporter to forget the processes")
@@ -107,13 +103,11 @@ class LibraryProgram:
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait(patient(30))
 
-    def _profile(self, made: Statement) -> None:
-        """Take the memory profile of a process."""
+    def _check_profile(self, made: Statement) -> None:
         results = self.exporter.act("profile", target={"pid": made.pid}, wait_seconds=60)["results"]
         assert {result["outcome"] for result in results} == {"done"}, results
         profile = self.exporter.get(f"/api/v1/profiles/{results[0]['profile']}")
         assert sum(row["bytes"] for row in profile["rows"]) == sum(allocated for allocated, _ in made.devices.values())
-        self.profiles[made.pid] = profile
 
     def _made(self, counts: dict[str, int]) -> bool:
         assert self.popen.poll() is None, self.log.read_text()

@@ -1,21 +1,14 @@
-"""The command and the environment of `top`, and a demo for it."""
+"""The command and the environment of `top`."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
-import pytest
-
-from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient, wait_for
-
-FOREIGN = 4_000_001
-"""The pid of no process."""
+from tests.support.waiting import patient
 
 
 def top_environment(base: Mapping[str, str] | None = None, **changes: str) -> dict[str, str]:
@@ -43,26 +36,3 @@ def top_once(*arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=patient(60),
         check=False,
     )
-
-
-def top_without_default_exporter(socket: Path, *arguments: str) -> list[str]:
-    """Return the command line of `top` with `socket` as the default socket."""
-    code = (
-        "import os, sys; from gpumem_exporter.cli.main import main\n"
-        "from gpumem_exporter.cli import options; urls = options.exporter_urls\n"
-        "is_named = lambda url: url is not None or 'GPUMEM_EXPORTER_URL' in os.environ\n"
-        f"options.exporter_urls = lambda url: urls(url) if is_named(url) else ('unix://{socket}',)\n"
-        "sys.exit(main())"
-    )
-    return [sys.executable, "-c", code, "top", *arguments]
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
-    """Return an exporter of the demo after most processes have reported."""
-    exporter = ExporterProcess(tmp_path_factory.mktemp("demo"), "--demo")
-    try:
-        wait_for(lambda: len(exporter.processes()) >= 12, "a dozen reporting processes")
-        yield exporter
-    finally:
-        exporter.close()

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gpumem_client.hooks.out_of_memory import is_out_of_memory, parse_oom_message
-from gpumem_toolkit.oom.advice import advise, smaller_batch
+from gpumem_toolkit.oom.advice import advise
 from gpumem_toolkit.oom.diagnosis import NOTE_PREFIX, OomDiagnosis
 from gpumem_toolkit.oom.growth import BlockHistory
 from gpumem_toolkit.oom.guard import clear_frames, oom_guard
@@ -111,11 +112,10 @@ BASE = OomValues(requested=GIB, free=GIB // 2, total=8 * GIB, allocated=6 * GIB,
 
 
 def _with(**more: Any) -> OomValues:
-    from dataclasses import replace
-
     return replace(BASE, **more)
 
 
+ADAMW = {"phase": "optimizer", "optimizer": "AdamW", "parameters": 2 * GIB}
 RIGHT = [
     ("the cache would do", _with(reserved=7 * GIB, reclaimable=GIB), "clear"),
     ("the fraction forbids what is free", _with(free=4 * GIB, allowed=6 * GIB), "memory_fraction"),
@@ -130,34 +130,9 @@ RIGHT = [
     ),
     ("forward, nothing measured", _with(phase="forward", batch_size=64, grown=4 * GIB), "smaller_batch"),
     ("backward, batch of one", _with(phase="backward", batch_size=1, grown=4 * GIB), "checkpointing"),
-    (
-        "the optimizer's state",
-        _with(
-            phase="optimizer",
-            optimizer="AdamW",
-            parameters=2 * GIB,
-            optimizer_state=GIB,
-            optimizer_state_missing=3 * GIB,
-        ),
-        "optimizer_state",
-    ),
-    (
-        "the same on eight ranks",
-        _with(
-            phase="optimizer",
-            optimizer="AdamW",
-            parameters=2 * GIB,
-            optimizer_state=GIB,
-            optimizer_state_missing=3 * GIB,
-            ranks=8,
-        ),
-        "shard",
-    ),
-    (
-        "the optimizer's temporaries",
-        _with(phase="optimizer", optimizer="AdamW", parameters=2 * GIB, optimizer_state=4 * GIB),
-        "optimizer_temporaries",
-    ),
+    ("the optimizer's state", _with(**ADAMW, optimizer_state=GIB, optimizer_state_missing=3 * GIB), "optimizer_state"),
+    ("on eight ranks", _with(**ADAMW, optimizer_state=GIB, optimizer_state_missing=3 * GIB, ranks=8), "shard"),
+    ("the optimizer's temporaries", _with(**ADAMW, optimizer_state=4 * GIB), "optimizer_temporaries"),
     ("a batch on its way", _with(phase="data transfer", requested=5 * GIB), "pieces"),
     ("a model on its way", _with(phase="model transfer", parameters=12 * GIB), "half_precision"),
 ]
@@ -217,35 +192,23 @@ def test_the_expected_growth_of_the_block_counts_if_it_is_more_than_the_request(
     assert next(each for each in advice if each.kind == "other_process").enough is False
 
 
-@pytest.mark.parametrize(("phase", "kind"), [("forward", "split_request"), ("data transfer", "pieces")])
 @pytest.mark.parametrize(
     ("batch", "enough", "first"),
     [
-        ({}, True, None),
-        ({"batch_size": 1 << 20}, None, None),
-        ({"batch_size": 1 << 20, "batch_growth": 16 * GIB, "bytes_per_item": 16 << 10}, True, None),
+        ({}, True, "pieces"),
+        ({"batch_size": 1 << 20}, None, "pieces"),
+        ({"batch_size": 1 << 20, "batch_growth": 16 * GIB, "bytes_per_item": 16 << 10}, True, "pieces"),
         ({"batch_size": 1 << 20, "batch_growth": 240 * GIB, "bytes_per_item": 240 << 10}, False, "smaller_batch"),
     ],
     ids=["no batch", "nothing measured", "the request is all", "the rest does not fit"],
 )
 def test_a_change_of_one_operation_is_enough_only_if_the_rest_of_the_batch_fits(
-    phase: str, kind: str, batch: dict[str, Any], *, enough: bool | None, first: str | None
+    batch: dict[str, Any], enough: bool | None, first: str
 ) -> None:
-    values = _with(phase=phase, requested=16 * GIB, free=7 * GIB, allocated=GIB // 4, grown=0, **batch)
+    values = _with(phase="data transfer", requested=16 * GIB, free=7 * GIB, allocated=GIB // 4, grown=0, **batch)
     advice = advise(values)
-    assert next(each for each in advice if each.kind == kind).enough is enough
-    assert advice[0].kind == (first or kind)
-
-
-def test_the_proposed_batch_fits_the_measured_growth_per_item() -> None:
-    values = _with(phase="forward", batch_size=200, grown=2 * GIB, batch_growth=20 * GIB, bytes_per_item=100 * MIB)
-    fits = smaller_batch(values)
-    assert fits is not None
-    room = 2 * GIB + GIB // 2
-    fixed = 20 * GIB - 200 * 100 * MIB
-    assert fixed + fits * 100 * MIB <= room
-    assert fixed + (fits + 8) * 100 * MIB > room * 0.9
-    assert fits < 200
+    assert next(each for each in advice if each.kind == "pieces").enough is enough
+    assert advice[0].kind == first
 
 
 def test_expected_growth_is_a_line_through_measured_batches() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-import threading
 from collections.abc import Generator
 from typing import Any
 
@@ -104,22 +103,6 @@ def test_resets_by_phases_do_not_change_the_overall_peak(runs: list[tuple[int, b
     assert observed.peak_resets(0) == 0  # resets by phases do not count
 
 
-def test_a_run_above_the_allocator_s_peak_is_exact_and_one_below_it_has_two_bounds() -> None:
-    device = Device()
-    observed = observed_on(device)
-    with measured(observed) as first:
-        device.to(100)
-        device.to(30)
-    assert (first.before_bytes, first.after_bytes, first.growth_bytes, first.peak_bytes) == (0, 30, 30, 100)
-    assert first.exact
-    with measured(observed) as second:
-        device.to(70)
-        device.to(20)
-    assert second.devices[0].peak_bytes == 30
-    assert second.devices[0].peak_at_most_bytes == 100
-    assert (second.growth_bytes, second.exact) == (-10, False)
-
-
 def test_a_reset_by_the_program_removes_the_upper_bound() -> None:
     device = Device()
     observed = observed_on(device)
@@ -185,22 +168,6 @@ def test_names_become_valid_label_values(given: str, kept: str) -> None:
     assert observed_on(Device()).name_phase(given) == kept
 
 
-def test_a_phase_that_ends_by_an_exception_is_measured() -> None:
-    device = Device()
-    observed = observed_on(device)
-    uses: list[MemoryUse] = []
-
-    @measured(observed, ended=uses.append)
-    def fail() -> None:
-        device.to(8)
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        fail()
-    assert uses[0].peak_bytes == 8
-    assert observed.current_phase() is None
-
-
 def test_errors_of_statistics_do_not_reach_the_program() -> None:
     class Broken(Device):
         def state(self, index: int) -> dict[str, Any]:
@@ -212,10 +179,11 @@ def test_errors_of_statistics_do_not_reach_the_program() -> None:
     assert (use.devices, use.peak_bytes, observed.current_phase()) == ((), None, None)
 
 
-def test_a_decorated_function_is_measured_at_each_call_and_returns_its_value() -> None:
+def test_a_decorated_function_is_measured_at_each_call_also_if_it_fails() -> None:
     device = Device()
     uses: list[MemoryUse] = []
-    phase = measured(observed_on(device), ended=uses.append)
+    observed = observed_on(device)
+    phase = measured(observed, ended=uses.append)
 
     @phase
     def fall(n: int) -> int:
@@ -225,6 +193,16 @@ def test_a_decorated_function_is_measured_at_each_call_and_returns_its_value() -
 
     assert (fall(3), fall.__name__, fall.__doc__) == (0, "fall", "Docs.")
     assert [use.growth_bytes for use in uses] == [1, 2, 3, 4]
+
+    @phase
+    def fail() -> None:
+        device.to(8)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    assert uses[-1].peak_bytes == 8
+    assert observed.current_phase() is None
 
 
 def test_a_decorated_generator_is_measured_to_its_last_value_and_accepts_send() -> None:
@@ -265,38 +243,13 @@ def test_concurrent_coroutines_are_measured_separately() -> None:
         await two
 
     asyncio.run(main())
-    assert [(use.before_bytes, use.growth_bytes) for use in uses] == [(0, 110), (10, 100)]
 
-
-def test_decorating_an_asynchronous_generator_raises_type_error() -> None:
     async def values() -> Any:
         yield 1
 
     with pytest.raises(TypeError, match="asynchronous generator"):
-        measured(observed_on(Device()))(values)
-
-
-def test_the_current_phase_is_that_of_this_thread_or_of_the_thread_it_works_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    observed = observed_on(Device())
-    main = threading.get_ident()
-    seen: list[str | None] = [observed.current_phase()]
-
-    def work() -> None:
-        seen.append(observed.current_phase())
-        monkeypatch.setattr("gpumem_client.phases.observed.calling_thread", lambda: main)
-        seen.append(observed.current_phase())
-        with measured(observed, "own"):
-            seen.append(observed.current_phase())
-
-    block = Measured("a block that is not a phase", kept=False, observed=observed)
-    with measured(observed, "outer"), measured(observed, "inner"), block:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        seen.append(observed.current_phase())
-    assert seen == [None, None, "inner", "own", "inner"]
+        measured(observed_on(device))(values)
+    assert [(use.before_bytes, use.growth_bytes) for use in uses] == [(0, 110), (10, 100)]
 
 
 def test_a_running_phase_can_be_copied_and_pickled() -> None:

@@ -44,7 +44,8 @@ def test_a_log_has_a_line_about_a_plan_that_takes_long(monkeypatch: pytest.Monke
 
 def test_the_time_limit_passes_on_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     expired: list[str] = []
-    with Progress(0.05, expired.append) as progress:
-        progress.of("checkpointing")(315)
+    progress = Progress(0.05, expired.append)
+    progress.of("checkpointing")(315)
+    with progress:
         wait_for(lambda: expired, "the end of the time limit")
     assert expired == ["run 1: checkpointing, batch 315"]

@@ -10,13 +10,22 @@ import gpumem_client as gpumem
 gpumem.start(workload="notebook-alice")
 """,
     """
-from accelerate import notebook_launcher
-from accelerated_loop import main
-notebook_launcher(main, num_processes=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs, notebook_launcher
+from statement import state_and_wait
+
+def train():
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    model = torch.nn.Linear(256, 256)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.randn(4, 256, device=accelerator.device)).sum())
+    optimizer.step()
+    state_and_wait("rank", rank=accelerator.process_index, world_size=accelerator.num_processes)
+    accelerator.end_training()
+
+notebook_launcher(train, num_processes=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
 """,
     """
-import torch
-from statement import state_and_wait
 rows = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
 state_and_wait("kernel")
 """,

@@ -1,176 +1,79 @@
-"""A group on several nodes: real ranks with a collective in each step, two exporters and a real Prometheus."""
+"""A group on two nodes: a training process with its exporter on each, and a real Prometheus."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
-from tests.emulation.node import EmulatedNode
+from tests.emulation.fixtures import MakeNode
+from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import ExporterProcess
-from tests.support.paths import REPOSITORY
 from tests.support.ports import free_port
 from tests.support.running_command import run_command
 from tests.support.running_prometheus import RunningPrometheus
 from tests.support.waiting import patient, wait_for
 
-WORKLOAD = "fleet-ranks"
-ONE_RANK = f'last_over_time(gpumem_torch_allocated_bytes{{workload="{WORKLOAD}", rank="0"}}[5m])'  # a scrape may fail
-RANK = """
-import os, sys, time
-import torch, torch.distributed as dist
+RANKS = 'max_over_time(gpumem_torch_allocated_bytes{workload="fleet-ranks"}[5m])'
+ONE_RANK = 'last_over_time(gpumem_torch_allocated_bytes{workload="fleet-ranks", rank="0"}[5m])'  # a scrape may fail
+TRAINING = """
+import os, time
 import gpumem_client as client
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-os.environ["GPUMEM_EXPORTER_URL"] = sys.argv[2 + rank]  # as on a node of its own
-client.start(workload="fleet-ranks")
-kept = torch.empty(1 << 20, dtype=torch.uint8, device=f"cuda:{rank}")
-stop = torch.zeros(1)
-while not stop.item():
-    spare = torch.empty(3 << 20, dtype=torch.uint8, device=f"cuda:{rank}")
-    del spare
-    stop.fill_(os.path.exists(sys.argv[1]))
-    dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+client.start(workload="fleet-ranks", rank=rank)
+kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+while not os.path.exists(finished):
+    torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
     time.sleep(0.02)
     client.step()
-client.stop()
-os._exit(0)
 """
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Two ranks, the exporter of each, and a Prometheus."""
+@pytest.fixture
+def exporters(make_node: MakeNode, tmp_path: Path) -> Iterator[list[ExporterProcess]]:
+    """The exporters of two training processes, which make steps."""
+    with ExitStack() as ends:
+        started = []
+        for rank in range(2):
+            node, folder = make_node(devices=1), tmp_path / f"exporter{rank}"
+            folder.mkdir()
+            flags = ("--web.listen-address", f"127.0.0.1:{free_port()}", "--report.interval", "0.5")
+            started.append(ExporterProcess(folder, *flags, environment=node.environment()))
+            ends.callback(started[-1].close)
+            process = TorchProcess(node, {"GPUMEM_EXPORTER_URL": started[-1].url})
+            ends.callback(process.close)
+            process.send("exec", code=TRAINING, rank=rank, finished=str(tmp_path / "finished"))
+        ends.callback((tmp_path / "finished").touch)
+        yield started
 
-    exporters: tuple[ExporterProcess, ...]
-    instances: tuple[str, ...]
-    pids: tuple[int, ...]
-    prometheus: str
 
-    def clear(self, *, code: int, token: str = "right") -> Any:
-        """Run `fleet clear --group`, and return its document.
+def steps(exporters: list[ExporterProcess]) -> list[int]:
+    """Return the last reported step of each rank that reports its speed."""
+    found = [process for exporter in exporters for process in exporter.processes().values()]
+    return [process["step"] for process in found if process["step_seconds"]]
 
-        The command runs again if the ranks of a busy machine were too slow for a group.
-        """
-        for _ in range(5):
-            ended = run_command(
-                *("fleet", "clear", "--group", "--query", ONE_RANK, "--prometheus", self.prometheus),
-                *("--deadline", str(patient(60)), "--json"),
-                GPUMEM_ACTION_TOKEN=token,
-            )
+
+def test_all_ranks_clear_after_the_same_step_if_the_query_selects_one(
+    exporters: list[ExporterProcess], tmp_path: Path
+) -> None:
+    addresses = [exporter.tcp_url.removeprefix("http://") for exporter in exporters]
+    with RunningPrometheus(tmp_path / "prometheus", {address: address for address in addresses}) as prometheus:
+        wait_for(lambda: len(Prometheus(prometheus.url).query(RANKS).series) == 2, "two ranks in Prometheus")
+        words = ("clear", "--group", "--query", ONE_RANK, "--prometheus", prometheus.url)
+        for _ in range(5):  # the ranks of a busy machine may be too slow for a group
+            wait_for(lambda: len(steps(exporters)) == 2, "two ranks that make steps")
+            ended = run_command("fleet", *words, "--deadline", str(patient(60)), "--json")
             if ended.stdout:
                 break
-            for rank in (0, 1):
-                self.wait_for_step(rank)
-        assert ended.returncode == code, ended
-        assert ended.stdout, ended.stderr
-        return json.loads(ended.stdout)
-
-    def wait_for_step(self, rank: int, step: int | None = None) -> None:
-        """Wait until a rank reports a later step than this one, or than its last one."""
-
-        def last() -> int:
-            return int(self.exporters[rank].processes()[self.pids[rank]]["step"] or 0)
-
-        after = last() if step is None else step
-        wait_for(lambda: last() > after, f"a step after {after}")
-
-
-@pytest.fixture(scope="module")
-def ranks(emulation: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    folder = tmp_path_factory.mktemp("fleet-group")
-    (folder / "token").touch(0o600)
-    (folder / "token").write_text("right")
-    (folder / "rank.py").write_text(RANK)
-    node = EmulatedNode(folder / "node")
-    instances = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    ends: list[Callable[[], object]] = [node.close]
-    try:
-        exporters = []
-        for number, instance in enumerate(instances):
-            (folder / f"exporter{number}").mkdir()
-            guarded = ("--action.token-file", str(folder / "token")) if number == 1 else ()
-            flags = ("--web.listen-address", instance, "--report.interval", "0.5", *guarded)
-            exporters.append(ExporterProcess(folder / f"exporter{number}", *flags, environment=node.environment()))
-            ends.append(exporters[-1].close)
-        prometheus = RunningPrometheus(folder / "prometheus", {instance: instance for instance in instances})
-        ends.append(prometheus.close)
-        environment = {
-            **node.environment(),
-            "PYTHONPATH": str(REPOSITORY),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        with (folder / "torchrun.log").open("wb") as log:
-            launcher = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-                    *(str(folder / "rank.py"), str(folder / "finished"), *(exporter.url for exporter in exporters)),
-                ],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        ends.append(lambda: _end(launcher, folder, exporters))
-
-        def steps() -> tuple[int, ...]:
-            assert launcher.poll() is None, (folder / "torchrun.log").read_text()
-            found = [next(iter(exporter.processes().values()), None) for exporter in exporters]
-            return tuple(one["pid"] for one in found if one and one["step"] and one["step_seconds"])
-
-        pids = wait_for(lambda: steps() if len(steps()) == 2 else None, "two ranks that make steps", 120.0)
-        assert pids is not None
-        running = Ranks(tuple(exporters), tuple(instances), pids, prometheus.url)
-        known = f'max_over_time(gpumem_torch_allocated_bytes{{workload="{WORKLOAD}"}}[5m])'
-        wait_for(lambda: len(Prometheus(prometheus.url).query(known).series) == 2, "two ranks in Prometheus")
-        yield running
-    finally:
-        for end in reversed(ends):
-            end()
-
-
-def _end(launcher: subprocess.Popen[bytes], folder: Path, exporters: list[ExporterProcess]) -> None:
-    (folder / "finished").touch()
-    try:
-        launcher.wait(patient(30))
-    except subprocess.TimeoutExpired:
-        for exporter in exporters:  # torchrun starts each rank in its own session
-            for pid in exporter.processes():
-                os.kill(pid, signal.SIGKILL)
-        launcher.kill()
-        launcher.wait(patient(30))
-
-
-def test_all_ranks_clear_after_the_same_step_if_the_query_selects_one(ranks: Ranks) -> None:
-    document = ranks.clear(code=0)
+    assert ended.returncode == 0, ended
+    document = json.loads(ended.stdout)
     assert document["state"] == "done"
     assert {(row["rank"], row["outcome"], row["step"]) for row in document["results"]} == {
         ("0", "done", document["at_step"]),
         ("1", "done", document["at_step"]),
     }
-    assert {row["pid"] for row in document["results"]} == set(ranks.pids)
-    assert {row["thread_id"] for row in document["results"]} == set(ranks.pids)  # in the training thread
+    assert all(row["thread_id"] == row["pid"] for row in document["results"]), "in the training thread"
     assert len({row["url"] for row in document["results"]}) == 2
-
-
-def test_a_refusal_of_one_exporter_cancels_the_other_ranks(ranks: Ranks) -> None:
-    document = ranks.clear(code=1, token="wrong")
-    assert re.search(r"\brefused\b.*--action\.token-file\b", document["called_off"])
-    assert {row["rank"]: row["outcome"] for row in document["results"]} == {"0": "refused", "1": "refused"}
-    cancelled = next(row for row in document["results"] if row["rank"] == "0")
-    assert "cancelled" in cancelled["reason"]
-    step = document["at_step"]
-    ranks.wait_for_step(0, step)
-    (action,) = [one for one in ranks.exporters[0].get("/api/v1/actions")["actions"] if one["at_step"] == step]
-    assert action["outcomes"] == {"refused": 1}

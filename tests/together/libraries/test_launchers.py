@@ -1,8 +1,7 @@
-"""Ranks of launchers: pids, ranks and bytes of each process."""
+"""Ranks of torchrun and actors of ray: pids, ranks, names and bytes of each process."""
 
 from __future__ import annotations
 
-from tests.emulation.node import EmulatedNode
 from tests.support.exporter_process import ExporterProcess
 from tests.support.library_programs import PYTHON, StartLibrary
 
@@ -19,11 +18,15 @@ def test_ranks_of_torchrun_with_ddp_and_fsdp(start_library: StartLibrary, export
     program.end()
 
 
-def test_ranks_of_accelerate_launch(start_library: StartLibrary, node: EmulatedNode) -> None:
-    launch = (PYTHON, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2")
-    program = start_library(*launch, "--main_process_port", "0", "accelerated_loop.py")
-    ranks = program.compare(rank=2)["rank"]
-    assert [(made.rank, made.world_size) for made in ranks] == [(0, 2), (1, 2)]
-    for made in ranks:
-        assert made.devices[node.uuid(made.more["local_rank"])][0] > 0
+def test_actors_of_ray_have_their_job_and_differ_by_their_names(start_library: StartLibrary) -> None:
+    program = start_library(PYTHON, "ray_actors.py", RAY_USAGE_STATS_ENABLED="0")
+    actors = program.compare(driver=1, actor=3)["actor"]
+    documents = program.exporter.processes()
+    infos = program.exporter.metrics().infos()
+    expected = {made.pid: f"ray::Rollout({made.more['name'] or made.more['actor'][:8]})" for made in actors}
+    assert len(set(expected.values())) == 3
+    assert {made.pid: documents[made.pid]["command"] for made in actors} == expected
+    assert {made.pid: infos[str(made.pid)]["command"] for made in actors} == expected
+    for made in actors:
+        assert documents[made.pid]["ray_job_id"] == infos[str(made.pid)]["ray_job_id"] == made.more["job"] != "ffffffff"
     program.end()

@@ -12,7 +12,6 @@ from IPython.core.formatters import DisplayFormatter
 
 import gpumem_client as client
 import gpumem_toolkit as toolkit
-from gpumem_client.phases.measured import MemoryUse
 from gpumem_client.summary import Summary
 from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup
 from gpumem_toolkit.oom.diagnosis import OomDiagnosis
@@ -41,7 +40,6 @@ PLAN = Plan("model", parse_gpu("80GiB"), 0.85, 12, 8, 2, 16, 1, 5 << 30, 6 << 30
     [
         Summary(reason="no <CUDA>"),
         LingeringTensors((TensorGroup((2, 3), "float32", 0, 1, 24, referrers=("list of 1 in <locals>",)),)),
-        MemoryUse("load"),
         OomDiagnosis(OomValues(phase="forward", requested=1 << 30), ()),
         PLAN,
         dataclasses.replace(PLAN, largest_batch=0),

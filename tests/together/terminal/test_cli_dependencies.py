@@ -37,8 +37,6 @@ def test_plan_without_the_toolkit_says_what_to_install() -> None:
         (("run", "--help"), {"rich", "click", "pydantic", "argparse"}),
         (("serve", "--log.level", "nonsense"), {"rich", "textual", "fastapi", "uvicorn", "pynvml"}),
         (("clear",), {"rich", "textual", "fastapi", "uvicorn", "pynvml", "prometheus_client"}),
-        (("info", "--json", "--url", "unix:///nonexistent.sock"), {"rich", "textual", "fastapi", "uvicorn", "pynvml"}),
-        (("fleet", "gc", "--query", "up"), {"rich", "textual", "fastapi", "uvicorn", "pynvml", "prometheus_client"}),
         (
             ("top", "--once", "--json", "--url", "unix:///nonexistent.sock"),
             {"rich", "textual", "fastapi", "uvicorn", "pynvml"},

@@ -24,7 +24,7 @@ def _run(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedP
     )
 
 
-@pytest.mark.parametrize("locale", [{}, {"LC_CTYPE": "POSIX"}, {"LC_CTYPE": "C.UTF-8"}, {"LC_ALL": "C"}])
+@pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C"}])
 def test_the_command_gets_the_original_locale(locale: dict[str, str]) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", CONSOLE_SCRIPT, "run", "--", "/usr/bin/env"],
@@ -38,12 +38,9 @@ def test_the_command_gets_the_original_locale(locale: dict[str, str]) -> None:
     assert {name: value for name, value in variables.items() if name.startswith("LC_")} == locale
 
 
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [("raise SystemExit(77)", 77), ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM)],
-)
-def test_the_command_replaces_the_process(code: str, status: int) -> None:
-    assert _run("--", sys.executable, "-c", code).returncode == status
+def test_the_command_replaces_the_process() -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    assert _run("--", sys.executable, "-c", code).returncode == -signal.SIGTERM
 
 
 def test_run_changes_no_signal_handling() -> None:

@@ -69,30 +69,12 @@ def in_bash(home: Path, line: str, url: str) -> list[str]:
     return ended.stdout.split()
 
 
-@pytest.mark.parametrize(
-    ("line", "completed"),
-    [
-        ("gpumem-exporter cl", ["clear"]),
-        ("gpumem-exporter fleet cl", ["clear"]),
-        ("gpumem-exporter actions ca", ["cancel"]),
-        ("gpumem-exporter clear --work", ["--workload"]),
-        ("gpumem-exporter clear --workload ll", ["llm-pretrain"]),
-        ("gpumem-exporter clear --workload llm-pretrain,n", ["llm-pretrain,notebook"]),
-        ("gpumem-exporter events --job n", ["notebook"]),
-        ("gpumem-exporter events --type device_", ["device_lost", "device_returned"]),
-        ("gpumem-exporter clear --all --mo", ["--mode"]),
-    ],
-)
-def test_bash_completes(exporter: ExporterProcess, home: Path, line: str, completed: list[str]) -> None:
-    assert in_bash(home, line, exporter.url) == completed
-
-
 def test_a_list_completes_its_last_name_and_repeats_none() -> None:
     assert [item.value for item in of_list(["0", "1", "10"], "0,1")] == ["0,1", "0,10"]
     assert [item.value for item in of_list(["0", "1"], "0,")] == ["0,1"]
 
 
-@pytest.mark.parametrize("url", ["unix:///nonexistent.sock", "127.0.0.1:1", "no url"])
+@pytest.mark.parametrize("url", ["unix:///nonexistent.sock", "no url"])
 def test_without_an_exporter_names_have_no_completion_and_no_error(home: Path, url: str) -> None:
     assert in_bash(home, "gpumem-exporter clear --pid ", url) == []
     assert in_bash(home, "gpumem-exporter clear --work", url) == ["--workload"]
@@ -115,6 +97,8 @@ def test_a_tab_completes_names_with_colons_and_quotes_others(
     try:
         program.until_shows("ready>")
         for typed, completed in (
+            ("fleet cl", "clear"),
+            ("events --job n", "--job notebook"),
             ("clear --workload ll", "--workload llm-pretrain"),
             ("clear --mo", "--mode"),
             ("info --pid 4711@", f"--pid {pid}"),

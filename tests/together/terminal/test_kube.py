@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -19,17 +18,10 @@ from tests.conftest import StartExporter
 from tests.support.certificates import issue
 from tests.support.exporter_process import ExporterProcess
 from tests.support.fake_kubectl import FakeKubectl
-from tests.support.running_command import clean_environment, run_command
+from tests.support.running_command import run_command
 from tests.support.waiting import eventually, patient, wait_for
 
 TOKEN = "a-token-for-tests"
-
-
-@pytest.fixture(scope="module")
-def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
-    exporter = ExporterProcess(tmp_path_factory.mktemp("exporter"), "--demo", environment=clean_environment())
-    yield exporter
-    exporter.close()
 
 
 @pytest.fixture
@@ -37,11 +29,10 @@ def kubectl(tmp_path: Path) -> FakeKubectl:
     return FakeKubectl(tmp_path)
 
 
-@pytest.mark.parametrize("by", ["node", "pod"])
-def test_a_command_shows_the_node_and_ends_kubectl(kubectl: FakeKubectl, exporter: ExporterProcess, by: str) -> None:
+def test_a_command_shows_the_node_of_a_pod_and_ends_kubectl(kubectl: FakeKubectl, demo: ExporterProcess) -> None:
     kubectl.add("gpu-1", "http://127.0.0.1:1")
-    pod = kubectl.add("gpu-2", exporter.tcp_url)
-    ended = run_command("--kube", "gpu-2" if by == "node" else pod, "info", "--json", **kubectl.environment())
+    pod = kubectl.add("gpu-2", demo.tcp_url)
+    ended = run_command("--kube", pod, "info", "--json", **kubectl.environment())
     assert (ended.returncode, ended.stderr) == (0, "")
     assert json.loads(ended.stdout)["devices"]
     kubectl.wait_until_ended()
@@ -93,9 +84,9 @@ def test_without_the_right_to_list_pods_the_reason_of_kubectl_is_shown(kubectl: 
 
 
 def test_a_missing_kubectl_is_wrong_usage() -> None:
-    ended = run_command("--kube", "gpu-1", "info", GPUMEM_KUBECTL="no-kubectl")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert "cannot run 'no-kubectl'" in ended.stderr
+    missing = run_command("--kube", "gpu-1", "info", GPUMEM_KUBECTL="no-kubectl")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "cannot run 'no-kubectl'" in missing.stderr
 
 
 @pytest.mark.parametrize(
@@ -114,11 +105,11 @@ def test_wrong_usage_is_reported_without_kubectl(kubectl: FakeKubectl, words: tu
     assert kubectl.pids() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_ends_takes_kubectl_with_it(
-    kubectl: FakeKubectl, exporter: ExporterProcess, number: signal.Signals
+    kubectl: FakeKubectl, demo: ExporterProcess, number: signal.Signals
 ) -> None:
-    kubectl.add("gpu-1", exporter.tcp_url)
+    kubectl.add("gpu-1", demo.tcp_url)
     with Page(kubectl) as page:
         page.process.send_signal(number)
         assert page.process.wait(patient(20)) == (0 if number == signal.SIGINT else -number)
@@ -134,8 +125,8 @@ def test_a_kubectl_that_hangs_is_ended(kubectl: FakeKubectl) -> None:
         kubectl.wait_until_ended()
 
 
-def test_the_page_returns_at_its_address_after_kubectl_ended(kubectl: FakeKubectl, exporter: ExporterProcess) -> None:
-    kubectl.add("gpu-1", exporter.tcp_url)
+def test_the_page_returns_at_its_address_after_kubectl_ended(kubectl: FakeKubectl, demo: ExporterProcess) -> None:
+    kubectl.add("gpu-1", demo.tcp_url)
     with Page(kubectl) as page:
         assert b"gpumem" in read(page.url)
         (pid,) = kubectl.pids()

@@ -6,11 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import StartExporter
-from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
+from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import UNLIMITED
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for
@@ -24,33 +27,42 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **changes, "PYTHONPATH": str(REPOSITORY)}
 
 
-def run(example: str, *arguments: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, str(EXAMPLES / example), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=patient(110),
-        check=False,
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+# In a fork of an interpreter that has imported torch.
+RUN = """
+import contextlib, io, runpy, sys
+sys.argv, output = [path, *arguments], io.StringIO()
+with contextlib.redirect_stdout(output):
+    runpy.run_path(path, run_name="__main__")
+result = output.getvalue()
+"""
 
 
-def test_the_training_example_runs_without_a_gpu_and_an_exporter() -> None:
-    output = run("train.py", *("--steps", "1", "--batch", "1", "--length", "8", "--width", "32", "--layers", "1"))
-    assert output.startswith("step 0 loss ")
+@pytest.fixture
+def process() -> Iterator[TorchProcess]:
+    """A process without a GPU and an exporter."""
+    none = dict.fromkeys(name for name in os.environ if name.startswith("GPUMEM_"))
+    with TorchProcess(None, {**none, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}) as started:
+        yield started
 
 
-def test_every_tool_works_without_a_gpu_and_an_exporter(start_torch: StartTorch, tmp_path: Path) -> None:
-    output = run("toolkit.py", *SMALL, "--folder", str(tmp_path))
+def run(process: TorchProcess, example: str, *arguments: str) -> str:
+    return str(process.exec(RUN, path=str(EXAMPLES / example), arguments=arguments, timeout_seconds=110))
+
+
+def test_the_training_example_runs_without_a_gpu_and_an_exporter(process: TorchProcess) -> None:
+    small = ("--steps", "1", "--batch", "1", "--length", "8", "--width", "32", "--layers", "1")
+    assert run(process, "train.py", *small).startswith("step 0 loss ")
+
+
+def test_every_tool_works_without_a_gpu_and_an_exporter(process: TorchProcess, tmp_path: Path) -> None:
+    output = run(process, "toolkit.py", *SMALL, "--folder", str(tmp_path))
     assert re.search(r"^3 steps\b.*\b32\b", output, re.MULTILINE)  # the last one of 8 samples
     assert "no CUDA" in output
     assert re.search(r"^none +0 +.*\bMiB$", output, re.MULTILINE), "the row without checkpointing"
     assert re.search(r"^every block +2 +.*\bMiB\b", output, re.MULTILINE)
     assert str(tmp_path / "last.pt") in output
     load = "result = sorted(torch.load(path, weights_only=True))"
-    assert start_torch().exec(load, path=str(tmp_path / "last.pt")) == ["model", "optimizer"]
+    assert process.exec(load, path=str(tmp_path / "last.pt")) == ["model", "optimizer"]
 
 
 def test_the_command_in_the_docstring_of_the_hoarding_example_releases_its_cache(

@@ -1,10 +1,11 @@
-"""`gpumem-plan`: its output, and its numbers against hand arithmetic and PyTorch's own tracker."""
+"""`gpumem-plan`: its output, and its numbers against hand arithmetic."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,389 +17,133 @@ from tests.support.golden import assert_golden
 from tests.support.torch_release import with_the_planners_kernels
 
 MIB = 1 << 20
-MODEL = """
-import types, torch
-from torch import nn
-
-def make():
-    return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)))
-
-def tied():
-    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 3), nn.Linear(64, 64))
-    model[1].weight = model[0].layers[0].self_attn.out_proj.weight
-    return model
-
-def by_values():
-    rates = [x.item() for x in torch.linspace(0, 0.1, 3)]
-    return nn.Sequential(nn.Linear(8, 8), *(nn.Dropout(rate) for rate in rates))
-
-def converted():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).half().to("cpu")
-    model[2].weight = model[0].weight
-    adapter = nn.Linear(8, 2).to(model[0].weight.dtype)
-    return nn.Sequential(model, adapter).bfloat16()
-
-class Reading(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(512, 512)
-
-    def forward(self, x):
-        return self.layer(x) if x.sum() > 0 else x  # line 30
-
-def sparse():
-    return nn.Embedding(512, 8, sparse=True)
-
-class Recurrent(nn.LSTM):
-    def __init__(self):
-        super().__init__(512, 64)
-
-def broken():
-    raise RuntimeError("no weights here")  # line 40
-
-def of_width(width):
-    return nn.Linear(512, width)
-
-def out_of_range(count):
-    return torch.full((count,), 1e30)
-
-class Truncated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        rates = [x.item() for x in torch.linspace(0, 0.1, 3)]
-        self.weight = nn.Parameter(nn.init.trunc_normal_(out_of_range(8192)))
-
-    def forward(self, x):
-        return x.sum() * self.weight
-
-class Sampled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        values = out_of_range(8192)
-        while (values > 2).any():  # line 61
-            values.normal_()
-
-class OnCuda(Reading):
-    def forward(self, x):
-        return self.layer(x.to("cuda"))  # line 66
-
-class Kernel(Reading):
-    def forward(self, x):
-        import triton
-
-        @triton.jit
-        def doubled(x):
-            pass
-
-        doubled[(1,)](self.layer(x))
-
-class Flexible(Reading):
-    def forward(self, x):
-        from torch.nn.attention.flex_attention import flex_attention
-
-        x = self.layer(x).view(-1, 4, 8, 16)
-        return flex_attention(x, x, x)
-
-class Quantized(Reading):
-    def forward(self, x):
-        import bitsandbytes
-
-        return bitsandbytes.quantize(x)
-
-class Unlabeled(Reading):
-    def forward(self, x):
-        return types.SimpleNamespace(loss=None, logits=self.layer(x))
-
-class Compiled(Reading):
-    def forward(self, x):
-        return torch.nn.functional.scaled_dot_product_attention(*[self.layer(x).view(-1, 4, 8, 16)] * 3)
-
-def compiled():
-    return torch.compile(Compiled())
-
-def compiled_in_place():
-    model = nn.Sequential(Compiled())
-    model[0].compile()
-    return model
-"""
-
-# One process runs all scenes, and plans in the same process, because importing torch takes most of the time.
-# test_plan_worker.py shows that a worker returns the same plan.
-SCENES = """
-import contextlib, io, os, pathlib, pickle, sys
-os.chdir(folder)
-sys.path.insert(0, folder)
-import mine
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
-import gpumem_toolkit as toolkit
-from gpumem_toolkit.planning.command import main
-from gpumem_toolkit.planning import planner, simulation
-from gpumem_toolkit.planning.job import OPTIMIZERS, Job, parse_tensor
-from gpumem_toolkit.planning.worker import Progress
-
-def in_this_process(*call, uses_cuda=False, timeout_seconds, **options):
-    function, *arguments = pickle.loads(pickle.dumps(call))
-    return function(*arguments, progress=Progress(), **options)
-
-planner.run_in_worker = in_this_process
-result = {}
-
-def run(scene, *words):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(words)
-    result[scene] = code, out.getvalue(), err.getvalue()
-
-one = "float32[B,512]"
-job, small = ("mine:make", "--input", one), ("--gpu", "1GiB")
-applied = ("--apply", "config.yaml", "--map", "loader.batch=batch", "--map", "accumulation=accumulation")
-target = ("--target", one, "--target-effective-batch", "65536")
-run("applied", *job, *small, "--no-changes", *applied, *target, "--json")
-result["config"] = pathlib.Path("config.yaml").read_text()
-run("restored", "--restore", "config.yaml")
-result["config again"] = pathlib.Path("config.yaml").read_text()
-run("table", *job, "--gpu", "2GiB", "--devices", "4")
-run("same as JSON", *job, "--gpu", "2GiB", "--devices", "4", "--no-changes", "--json")
-run("nothing", *small)
-run("no module", "nowhere:make", *small, "--input", one)
-run("no callable", "mine:take", *small, "--input", one)
-run("broken", "mine:broken", *small, "--input", one)
-run("factory's argument", "mine:of_width", *small, "--input", one)
-run("sampled", "mine:Sampled", *small, "--input", one)
-for scene in ("OnCuda", "Kernel", "Flexible", "Quantized", "Unlabeled"):
-    run(scene, "mine:" + scene, *small, "--input", one)
-run("compiled", "mine:compiled", *small, "--input", one, "--no-changes")
-run("no input", "mine:make", *small)
-run("fixed", *job, "--gpu", "2GiB", "--no-changes", "--json", "--batch", "64", "--accumulation", "16")
-run("fixed, too large", *job, "--gpu", "2GiB", "--no-changes", "--json", "--batch", "1000000")
-run("fixed and a target", *job, *small, "--batch", "64", "--target-effective-batch", "128")
-run("batch", *job, *small, "--batch", "0")
-run("reads a value", "mine:Reading", *small, "--input", one)
-run("sparse", "mine:sparse", *small, "--input", "int64[B,4]", "--loss", "mean", "--optimizer", "sparseadam")
-run("recurrent", "mine:Recurrent", *small, "--input", "float32[B,8,512]")
-run("other argument", "mine:make", *small, "--input", "tokens=" + one)
-run("wrong input", "mine:make", *small, "--input", "float32[B,511]")
-run("margin", *job, *small, "--margin", "1.5")
-run("option", *job, *small, "--optimizer-option", "momentum=1")
-run("no map", *job, *small, "--apply", "x.yaml")
-run("no CUDA", *job, *small, "--profile")
-run("too small", *job, "--gpu", "769MiB", "--no-changes")
-
-sequences = dict(inputs="float32[B,16,64]", gpu="1GiB", changes=False)
-plans = [
-    toolkit.plan(mine.tied, **sequences),
-    toolkit.plan(mine.tied, precision="pure-bf16", **sequences),
-    toolkit.plan(mine.by_values, "float32[B,8]", "1GiB", optimizer="sgd", changes=False),
-]
-inputs = dict(inputs=one, gpu="1GiB", optimizer="sgd", changes=False)
-result["truncated"] = toolkit.plan(mine.Truncated, **inputs).breakdown["parameters"]
-result["notes"] = [toolkit.plan(make, **inputs).notes for make in (mine.compiled, mine.compiled_in_place, mine.make)]
-result["frames of Dynamo"] = dict(torch._dynamo.utils.counters["frames"])
-converted = toolkit.plan(mine.converted, "bfloat16[B,8]", "1GiB", optimizer="sgd", changes=False)
-result["converted"] = converted.breakdown["parameters"]
-
-def traced(optimizer, loop="trainer", **options):
-    job = Job(mine.make, [parse_tensor(one)], loss="mean", optimizer=optimizer, optimizer_options=options, loop=loop)
-    return simulation.trace_job(job, 1024)
-
-result["loops"] = [sum(traced("sgd", loop).peak().values()) for loop in ("script", "trainer")]
-described = {"described": {"bytes": 2}, "lbfgs": {"history_size": 3}}
-stateful = set(OPTIMIZERS) - {"none", "sparseadam", "muon"}
-result["states"] = {name: traced(name, **described.get(name, {})).highs()["optimizer"] for name in sorted(stateful)}
-numbers = sum(p.numel() for p in mine.tied().parameters())
-result["parameters"] = [numbers, *(plan.breakdown["parameters"] for plan in plans)]
-
-with FakeTensorMode():
-    model = mine.make()
-    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    tracker = MemTracker()
-    tracker.track_external(model, optimizer)
-    with tracker:
-        for step in range(simulation.STEPS):
-            if step:
-                tracker.reset_mod_stats()
-            loss = model(torch.zeros(1024, 512)).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-tracked = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
-simulation.temporaries = lambda *_: ()  # the tracker does not count them
-result["tracker"] = tracked, sum(traced("adam").peak().values())
-"""
-PROFILE = """
-import contextlib, io, sys
-from gpumem_toolkit.planning.command import main
-sys.path.insert(0, folder)
-out, err = io.StringIO(), io.StringIO()
-with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-    code = main(words)
-result = code, out.getvalue(), err.getvalue()
-"""
+PROGRAM = "planned_models"
+PARAMETERS = 4 * 4 * (512 * 512 + 512)  # bytes of the model of `make`
 # Stands in for the package, which needs a GPU.
 QUANTIZATION = """
 def quantize(x):
     return x.data_ptr() + "no text"
 """
-_NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 CONFIG = "loader:\n  batch: 8   # a device\naccumulation: 1\n"
-PARAMETERS = 4 * 4 * (512 * 512 + 512)  # bytes of mine.make()
+ONE = "float32[B,512]"
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def planner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchProcess]:
+    """A process without a driver, in which the models can import a quantization library."""
     folder = tmp_path_factory.mktemp("plan")
-    (folder / "config.yaml").write_text(CONFIG)
-    (folder / "mine.py").write_text(MODEL)
     (folder / "bitsandbytes.py").write_text(QUANTIZATION)
-    with TorchProcess(None) as process:
-        results: dict[str, Any] = process.exec(SCENES, folder=str(folder), timeout_seconds=110)
-    return results
+    with TorchProcess(None) as started:
+        started.exec("import sys; sys.path.insert(0, folder)", folder=str(folder))
+        yield started
 
 
-@pytest.mark.slow
-def test_a_plan_is_written_into_a_file_and_the_file_is_restored(scenes: dict[str, Any]) -> None:
-    code, out, err = scenes["applied"]
-    assert code == 0, err
-    plan = json.loads(out)
+def gpumem_plan(
+    process: TorchProcess, *words: str, model: str = "make", in_worker: bool = False
+) -> tuple[int, str, str]:
+    """Run the command for a model of the program."""
+    factory = model if ":" in model else f"tests.programs.{PROGRAM}:{model}"
+    code, out, err = process.call_program(PROGRAM, "command", words=[factory, *words], in_worker=in_worker)
+    return code, out, err
+
+
+def planned(process: TorchProcess, *words: str, code: int = 0, in_worker: bool = False) -> Any:
+    """Return the plan of the usual model as JSON."""
+    ended, out, err = gpumem_plan(process, "--input", ONE, "--json", *words, in_worker=in_worker)
+    assert ended == code, err
+    return json.loads(out)
+
+
+def test_a_plan_is_written_into_a_file_and_the_file_is_restored(planner: TorchProcess, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    applied = ("--apply", str(config), "--map", "loader.batch=batch", "--map", "accumulation=accumulation")
+    target = ("--target", ONE, "--target-effective-batch", "65536")
+    plan = planned(planner, "--gpu", "1GiB", "--no-changes", *applied, *target)
     assert plan["batch"] * plan["accumulation"] == 65536
-    expected = CONFIG.replace("8 ", f"{plan['batch']} ").replace(": 1", f": {plan['accumulation']}")
-    assert scenes["config"] == expected
-    assert f"+  batch: {plan['batch']}   # a device" in err, "the change is shown"
-    code, out, err = scenes["restored"]
-    assert (code, out.count("\n"), err) == (0, 1, "")
-    assert "config.yaml" in out
-    assert scenes["config again"] == CONFIG
-
-
-def test_the_breakdown_equals_hand_arithmetic(scenes: dict[str, Any]) -> None:
-    plan = json.loads(scenes["applied"][1])
+    assert config.read_text() == CONFIG.replace("8 ", f"{plan['batch']} ").replace(": 1", f": {plan['accumulation']}")
     assert plan["reserved_peak_bytes"] <= 256 * MIB, "1 GiB less 768 MiB"
     assert plan["breakdown_bytes"]["parameters"] == plan["highest_bytes"]["gradients"] == PARAMETERS
     assert plan["highest_bytes"]["optimizer"] == 2 * PARAMETERS
+    code, out, err = planner.call_program(PROGRAM, "command", words=["--restore", str(config)])
+    assert (code, out.count("\n"), err) == (0, 1, "")
+    assert "config.yaml" in out
+    assert config.read_text() == CONFIG
 
 
-def test_the_table_names_changes_and_says_if_a_job_does_not_fit(scenes: dict[str, Any]) -> None:
+def test_the_table_names_changes_and_says_if_a_job_does_not_fit(planner: TorchProcess) -> None:
     """Numbers are left out; other tests check them."""
-    assert [scenes[scene][0] for scene in ("table", "too small")] == [0, 1]
-    assert [scenes[scene][2] for scene in ("table", "too small")] == ["", ""]
-    text = "\n".join(scenes[scene][1] for scene in ("table", "too small"))
-    assert_golden("plan.txt", re.sub(" +", " ", re.sub(r"\b\d[\d.]*( ([KMG]i)?B)?", "#", text)))
+    fits = gpumem_plan(planner, "--input", ONE, "--gpu", "2GiB", "--devices", "4")
+    too_small = gpumem_plan(planner, "--input", ONE, "--gpu", "769MiB", "--no-changes")
+    assert [(code, err) for code, _, err in (fits, too_small)] == [(0, ""), (1, "")]
+    text = re.sub(r"\b\d[\d.]*( ([KMG]i)?B)?", "#", f"{fits[1]}\n{too_small[1]}")
+    assert_golden("plan.txt", re.sub(" +", " ", text))
 
 
 @pytest.mark.parametrize(
-    ("scene", "expected"),
+    ("model", "words", "expected"),
     [
-        ("nothing", "--layers"),
-        ("no module", "'nowhere'"),
-        ("no callable", "take"),
-        ("broken", "model factory fails: RuntimeError: no weights here"),
-        ("broken", "mine.py:40"),
-        ("factory's argument", "model factory"),
-        ("factory's argument", "'width'"),
-        ("sampled", "_local_scalar_dense"),
-        ("sampled", "mine.py:61"),
-        ("OnCuda", "mine.py:66"),
-        ("OnCuda", "x.to(self.weight.device)"),
-        pytest.param("Kernel", "Triton kernel doubled", marks=_NEEDS_TRITON),
-        ("Flexible", "FlexAttention"),
-        ("Quantized", "bitsandbytes"),
-        ("Quantized", "--profile"),
-        ("Unlabeled", "SimpleNamespace"),
-        ("Unlabeled", "--input labels="),
-        ("Unlabeled", "--loss mean"),
-        ("fixed and a target", "target effective batch"),
-        ("batch", "invalid batch 0"),
-        ("no input", "--input"),
-        ("reads a value", "_local_scalar_dense"),
-        ("reads a value", "mine.py:30; plan from measured steps instead: --profile"),
-        ("sparse", "sparse=False"),
-        ("sparse", "--profile"),
-        ("recurrent", "torch.lstm runs in cuDNN"),
-        ("recurrent", "--convolution native"),
-        ("recurrent", "--profile"),
-        ("other argument", "--input NAME=TENSOR"),
-        ("wrong input", "RuntimeError"),
-        ("margin", "1.5"),
-        ("option", "momentum"),
-        ("no map", "--map"),
-        ("no CUDA", "CUDA"),
+        ("nowhere:make", "", "'nowhere'"),
+        ("broken", "", r"model factory fails: RuntimeError: no weights here.*planned_models\.py:\d+"),
+        ("of_width", "", "'width'"),
+        ("Sampled", "", r"planned_models\.py:\d+"),
+        ("OnCuda", "", r"x\.to\(self\.weight\.device\)"),
+        pytest.param("Kernel", "", "Triton kernel doubled", marks=NEEDS_TRITON),
+        ("Flexible", "", "FlexAttention"),
+        ("Quantized", "", "bitsandbytes"),
+        ("Unlabeled", "", "--input labels="),
+        ("Reading", "", r"planned_models\.py:\d+; plan from measured steps instead: --profile"),
+        ("sparse", "--input int64[B,4] --loss mean --optimizer sparseadam", "sparse=False"),
+        ("Recurrent", "--input float32[B,8,512]", r"torch\.lstm runs in cuDNN.*--convolution native"),
+        ("make", "--batch 64 --target-effective-batch 128", "target effective batch"),
+        ("make", "--batch 0", "invalid batch 0"),
+        ("make", "--input tokens=float32[B,512]", "--input NAME=TENSOR"),
+        ("make", "--input float32[B,511]", "RuntimeError"),
+        ("make", "--optimizer-option momentum=1", "momentum"),
+        ("make", "--apply x.yaml", "--map"),
+        ("make", "--profile", "CUDA"),
     ],
 )
-def test_errors_are_one_line(scenes: dict[str, Any], scene: str, expected: str) -> None:
-    code, out, err = scenes[scene]
+def test_errors_are_one_line(planner: TorchProcess, model: str, words: str, expected: str) -> None:
+    given = words.split()
+    inputs = [] if "--input" in given else ["--input", ONE]
+    code, out, err = gpumem_plan(planner, "--gpu", "1GiB", *inputs, *given, model=model)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("gpumem-plan: ")
-    assert expected in err
+    assert re.search(expected, err)
 
 
-def test_models_that_copy_tie_or_read_values_can_be_planned(scenes: dict[str, Any]) -> None:
-    numbers, tied, pure, valued = scenes["parameters"]
-    assert (tied, pure, valued) == (4 * numbers, 2 * numbers, 4 * 72)
-
-
-def test_a_factory_that_samples_until_values_are_in_range_ends(scenes: dict[str, Any]) -> None:
-    assert scenes["truncated"] == 4 * 8192
-
-
-def test_a_requested_batch_is_planned_with_its_accumulation(scenes: dict[str, Any]) -> None:
-    fixed, best = (json.loads(scenes[scene][1]) for scene in ("fixed", "same as JSON"))
+def test_a_requested_batch_is_planned_with_its_accumulation(planner: TorchProcess) -> None:
+    sizes = ("--gpu", "2GiB", "--no-changes")
+    best = planned(planner, *sizes)
+    fixed = planned(planner, *sizes, "--batch", "64", "--accumulation", "16")
     assert (fixed["batch"], fixed["accumulation"], fixed["effective_batch"]) == (64, 16, 1024)
     assert fixed["fits"] is True
     assert 64 < fixed["largest_batch"] < best["largest_batch"], "gradients live during the forward pass"
-    code, out, _ = scenes["fixed, too large"]
-    assert (code, json.loads(out)["fits"], json.loads(out)["batch"]) == (1, False, 1000000)
+    too_large = planned(planner, *sizes, "--batch", "1000000", code=1)
+    assert (too_large["fits"], too_large["batch"]) == (False, 1000000)
 
 
-def test_a_compiled_model_is_planned_as_eager_and_the_plan_says_so(scenes: dict[str, Any]) -> None:
-    whole, in_place, plain = scenes["notes"]
-    assert "torch.compile" in whole[0]
-    assert in_place == whole
-    assert plain == []
-    assert "torch.compile" in scenes["compiled"][1]
-    assert scenes["frames of Dynamo"] == {}, "Dynamo has not seen the planner's functions"
-
-
-def test_a_factory_may_convert_the_model(scenes: dict[str, Any]) -> None:
-    assert scenes["converted"] == 2 * (8 * 8 + 8 + 2 * 8 + 8 + 8 * 2 + 2), "tied parameters stay tied"
-
-
-def test_a_script_keeps_the_output_during_backward_and_a_trainer_does_not(scenes: dict[str, Any]) -> None:
-    script, trainer = scenes["loops"]
-    assert script - trainer == 1024 * 512 * 4
-
-
-def test_the_states_of_optimizers_have_their_documented_sizes(scenes: dict[str, Any]) -> None:
-    states = scenes["states"]
-    assert states["adam"] == states["radam"] == 2 * PARAMETERS
-    assert states["rmsprop"] == states["adagrad"] == PARAMETERS
-    assert states["sgd"] == 0
-    assert states["described"] == PARAMETERS // 2
-    assert states["lbfgs"] == (2 * 3 + 3) * PARAMETERS
-    factored = 4 * 4 * (512 + 512 + 512)  # a row and a column of each weight, and each bias
-    assert states["adafactor"] == factored
-    weights, scales, biases = 2 * 4 * 512 * 512, 2 * 4 * 4 * 1024, 2 * 4 * 4 * 512
-    assert states["adam8bit"] == weights + scales + biases
-
-
-def test_pytorchs_own_tracker_counts_the_same_bytes(scenes: dict[str, Any]) -> None:
-    tracked, traced = scenes["tracker"]
-    # The tracker also counts eight step counts of four bytes, which are on the CPU.
-    assert tracked == traced + 32
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "models_that_copy_tie_convert_or_read_values_can_be_planned",
+        "a_compiled_model_is_planned_as_eager_and_the_plan_says_so",
+        "a_script_keeps_the_output_during_backward_and_a_trainer_does_not",
+        "the_states_of_optimizers_have_their_documented_sizes",
+    ],
+)
+def test_a_plan(planner: TorchProcess, scenario: str) -> None:
+    planner.call_program(PROGRAM, scenario)
 
 
 @with_the_planners_kernels
-def test_a_profile_is_measured_on_the_device(tmp_path: Path, make_node: MakeNode, scenes: dict[str, Any]) -> None:
-    node = make_node(devices=1, total_bytes=2 << 30)
-    (tmp_path / "mine.py").write_text(MODEL)
-    words = ("mine:make", "--input", "float32[B,512]", "--json", "--profile", "--batch", "32768")
-    with TorchProcess(node) as process:
-        code, out, err = process.exec(PROFILE, folder=str(tmp_path), words=words, timeout_seconds=110)
-    assert code == 0, err
-    measured = json.loads(out)
+def test_a_profile_is_measured_on_the_device(planner: TorchProcess, make_node: MakeNode) -> None:
+    with TorchProcess(make_node(devices=1, total_bytes=2 << 30)) as process:
+        measured = planned(process, "--profile", "--batch", "32768", in_worker=True)
     assert measured["gpu"]["total_bytes"] == (2 << 30) - 256 * MIB, "without what the driver reserves"
     assert measured["breakdown_bytes"]["parameters"] == measured["breakdown_bytes"]["gradients"] == PARAMETERS
-    planned = json.loads(scenes["same as JSON"][1])["largest_batch"]
+    expected = planned(planner, "--gpu", "2GiB", "--devices", "4", "--no-changes")["largest_batch"]
     # The cache at the measured sizes counts as needed at other sizes, so that the profile predicts fewer samples.
-    assert 0.85 * planned < measured["largest_batch"] <= planned
+    assert 0.85 * expected < measured["largest_batch"] <= expected

@@ -21,8 +21,8 @@ def shown(exporter: ExporterProcess, pid: int) -> tuple[list[float], list[float]
     return metrics.values(PLANNED, pid=str(pid)), metrics.values(ERROR, pid=str(pid))
 
 
-def test_the_error_of_a_plan_is_exported_for_the_device_with_the_highest_peak_from_the_second_step_on(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+def test_the_error_of_a_plan_is_exported_for_the_device_with_the_highest_peak_and_an_invalid_plan_is_ignored(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     exporter = start_exporter(node, *QUICK)
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, GPUMEM_PLAN="/nowhere/of/the/environment.json")
@@ -46,13 +46,8 @@ def test_the_error_of_a_plan_is_exported_for_the_device_with_the_highest_peak_fr
     wait_until_equal(lambda: exporter.processes()[process.pid]["step"], 3, "the step")
     assert shown(exporter, process.pid) == ([64 << 20], [-0.5])
 
-
-def test_an_invalid_plan_is_ignored_with_one_line(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
-) -> None:
     garbage = tmp_path / "garbage.json"
     garbage.write_text("from    the model\ndevice  80 GiB\n")
-    exporter = start_exporter(node, *QUICK)
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, GPUMEM_PLAN=str(garbage))
     process.call("start_client")
     process.call("alloc", nbytes=30 << 20)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,72 +15,6 @@ from tests.emulation.torch_process import TorchProcess
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for
 
-MODEL = """
-from torch import nn
-
-def make():
-    print("text from the factory")
-    return nn.Linear(16, 16)
-
-def broken():
-    raise LookupError("no weights here")
-
-def killed():
-    import os
-    os.kill(os.getpid(), 9)
-"""
-IN_A_JOB = """
-import gc, os, random, sys, threading
-sys.path.insert(0, folder)
-import mine
-import gpumem_toolkit as toolkit
-from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.planning.job import Job, parse_tensor
-from gpumem_toolkit.planning.plan import Target
-from gpumem_toolkit.planning.planner import plan_job
-from gpumem_toolkit.planning.devices import parse_gpu
-
-def state():
-    x = torch.ones(2, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        softmax = torch.softmax(x, 0).dtype
-    keys = "AutocastCPU", "AutogradCPU"
-    return {
-        "collector": gc.isenabled(),
-        "kernels": [sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)) for key in keys],
-        "softmax": str(softmax),
-        "dtype": str(torch.get_default_dtype()),
-        "device": str(torch.get_default_device()),
-        "random": [hash(torch.get_rng_state().numpy().tobytes()), hash(random.getstate())],
-        "cuda": torch.cuda.is_initialized(),
-        "environment": dict(os.environ),
-        "path": list(sys.path),
-        "threads": threading.active_count(),
-    }
-
-def plan(make):
-    return toolkit.plan(make, "float64[B,16]", "1GiB", optimizer="sgd", changes=False)
-
-sys.modules["cloudpickle"] = None  # as if it were not installed
-torch.set_default_dtype(torch.float64)
-before = state()
-planned = plan(mine.make)
-after = state()
-errors = {}
-for make in (mine.broken, mine.killed, lambda: None):
-    try:
-        plan(make)
-    except ConfigurationError as error:
-        errors[make.__name__] = [str(error), str(error.__cause__)]
-job = Job(mine.make, [parse_tensor("float64[B,16]")], optimizer="sgd")
-here = plan_job(job, parse_gpu("1GiB"), Target(), changes=False)
-result = {
-    "changed": [name for name in before if before[name] != after[name]],
-    "same": planned == here,
-    "parameters": planned.breakdown["parameters"],
-    "errors": errors,
-}
-"""
 SCRIPT = """
 from torch import nn
 import gpumem_toolkit as toolkit
@@ -122,31 +55,16 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("job")
-    (folder / "mine.py").write_text(MODEL)
-    with TorchProcess(None) as process:
-        result: dict[str, Any] = process.exec(IN_A_JOB, folder=str(folder), timeout_seconds=110)
-        assert process.stderr().count("text from the factory") > 0
-    return result
-
-
-def test_a_plan_changes_nothing_in_the_process_of_the_caller(job: dict[str, Any]) -> None:
-    assert job["changed"] == []
-
-
-def test_the_worker_s_plan_equals_the_caller_s_and_uses_the_caller_s_default_dtype(job: dict[str, Any]) -> None:
-    assert job["same"] is True
-    assert job["parameters"] == 8 * (16 * 16 + 16)
-
-
-def test_errors_of_the_model_have_the_traceback_of_the_worker(job: dict[str, Any]) -> None:
-    text, cause = job["errors"]["broken"]
-    assert "LookupError: no weights here" in text
-    assert 'mine.py", line 9, in broken' in cause
-    assert "SIGKILL" in job["errors"]["killed"][0]
-    assert "cloudpickle" in job["errors"]["<lambda>"][0]
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "a_plan_changes_nothing_and_equals_a_plan_in_the_process_of_the_caller",
+        "errors_of_the_model_have_the_traceback_of_the_worker",
+        "closures_are_passed_on_by_cloudpickle",
+    ],
+)
+def test_a_worker(process: TorchProcess, scenario: str) -> None:
+    process.call_program("plan_in_a_worker", scenario)
 
 
 @pytest.mark.parametrize(("script", "code"), [(GUARDED, 0), (UNGUARDED, 1)], ids=["guarded", "unguarded"])
@@ -159,14 +77,6 @@ def test_a_script_can_plan_its_own_model_under_a_main_guard(tmp_path: Path, scri
         assert "if __name__ == '__main__':" in err.splitlines()[-1]
     else:
         assert out == f"{4 * (16 * 16 + 16)}\n"
-
-
-def test_closures_are_passed_on_by_cloudpickle(tmp_path: Path) -> None:
-    call = 'toolkit.plan(lambda: nn.Linear(width, width), "float32[B,16]", "1GiB", changes=False)'
-    code = f"from torch import nn\nimport gpumem_toolkit as toolkit\nwidth = 16\nprint({call}.breakdown['parameters'])"
-    with start(tmp_path, "-c", code) as process:
-        out, err = process.communicate(timeout=patient(110))
-    assert out == f"{4 * (16 * 16 + 16)}\n", err
 
 
 ENDLESS_PLAN = ("-m", "gpumem_exporter", "plan", "endless:make", "--input", "float32[B]", "--gpu", "1GiB")

@@ -1,0 +1,215 @@
+"""Models to plan, the command that plans them, and numbers of plans against hand arithmetic.
+
+The functions run in a process with torch. `plan` plans in that process, because a new one would import torch again.
+test_plan_worker.py shows that a worker returns the same plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gpumem_toolkit as toolkit
+from gpumem_toolkit.planning import planner, simulation
+from gpumem_toolkit.planning.command import main
+from gpumem_toolkit.planning.job import OPTIMIZERS, Job, parse_tensor
+from gpumem_toolkit.planning.worker import Progress
+
+INPUT = "float32[B,512]"
+
+
+def make():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)))
+
+
+def tied():
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 3), nn.Linear(64, 64))
+    model[1].weight = model[0].layers[0].self_attn.out_proj.weight
+    return model
+
+
+def by_values():
+    rates = [x.item() for x in torch.linspace(0, 0.1, 3)]
+    return nn.Sequential(nn.Linear(8, 8), *(nn.Dropout(rate) for rate in rates))
+
+
+def converted():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).half().to("cpu")
+    model[2].weight = model[0].weight
+    adapter = nn.Linear(8, 2).to(model[0].weight.dtype)
+    return nn.Sequential(model, adapter).bfloat16()
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(512, 512)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() > 0 else x
+
+
+def sparse():
+    return nn.Embedding(512, 8, sparse=True)
+
+
+class Recurrent(nn.LSTM):
+    def __init__(self):
+        super().__init__(512, 64)
+
+
+def broken():
+    raise RuntimeError("no weights here")
+
+
+def of_width(width):
+    return nn.Linear(512, width)
+
+
+def out_of_range(count):
+    return torch.full((count,), 1e30)
+
+
+class Truncated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rates = [x.item() for x in torch.linspace(0, 0.1, 3)]
+        self.weight = nn.Parameter(nn.init.trunc_normal_(out_of_range(8192)))
+
+    def forward(self, x):
+        return x.sum() * self.weight
+
+
+class Sampled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        values = out_of_range(8192)
+        while (values > 2).any():
+            values.normal_()
+
+
+class OnCuda(Reading):
+    def forward(self, x):
+        return self.layer(x.to("cuda"))
+
+
+class Kernel(Reading):
+    def forward(self, x):
+        import triton
+
+        @triton.jit
+        def doubled(x):
+            pass
+
+        doubled[(1,)](self.layer(x))
+
+
+class Flexible(Reading):
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        x = self.layer(x).view(-1, 4, 8, 16)
+        return flex_attention(x, x, x)
+
+
+class Quantized(Reading):
+    def forward(self, x):
+        import bitsandbytes
+
+        return bitsandbytes.quantize(x)
+
+
+class Unlabeled(Reading):
+    def forward(self, x):
+        return types.SimpleNamespace(loss=None, logits=self.layer(x))
+
+
+class Compiled(Reading):
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(*[self.layer(x).view(-1, 4, 8, 16)] * 3)
+
+
+def compiled():
+    return torch.compile(Compiled())
+
+
+def compiled_in_place():
+    model = nn.Sequential(Compiled())
+    model[0].compile()
+    return model
+
+
+PARAMETERS = 4 * sum(parameter.numel() for parameter in make().parameters())
+
+
+def in_this_process(*call: Any, uses_cuda: bool = False, timeout_seconds: float, **options: Any) -> Any:
+    function, *arguments = pickle.loads(pickle.dumps(call))
+    return function(*arguments, progress=Progress(), **options)
+
+
+def command(words: list[str], *, in_worker: bool = False) -> tuple[int, str, str]:
+    """Return the exit code of `gpumem-plan` and what it prints."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        if not in_worker:
+            patch.setattr(planner, "run_in_worker", in_this_process)
+        code = main(words)
+    return code, out.getvalue(), err.getvalue()
+
+
+def plan(make_model: Any, inputs: str = INPUT, **options: Any) -> toolkit.Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "run_in_worker", in_this_process)
+        return toolkit.plan(make_model, inputs, "1GiB", **{"optimizer": "sgd", "changes": False, **options})
+
+
+def models_that_copy_tie_convert_or_read_values_can_be_planned() -> None:
+    numbers = sum(parameter.numel() for parameter in tied().parameters())
+    for make_model, inputs, options, expected in (
+        (tied, "float32[B,16,64]", {}, 4 * numbers),
+        (tied, "float32[B,16,64]", {"precision": "pure-bf16"}, 2 * numbers),
+        (by_values, "float32[B,8]", {}, 4 * 72),
+        (Truncated, INPUT, {}, 4 * 8192),
+        (converted, "bfloat16[B,8]", {}, 2 * (8 * 8 + 8 + 2 * 8 + 8 + 8 * 2 + 2)),  # tied parameters stay tied
+    ):
+        assert plan(make_model, inputs, **options).breakdown["parameters"] == expected, make_model
+
+
+def a_compiled_model_is_planned_as_eager_and_the_plan_says_so() -> None:
+    whole, in_place, plain = (plan(each).notes for each in (compiled, compiled_in_place, make))
+    assert "torch.compile" in whole[0]
+    assert in_place == whole
+    assert plain == ()
+    assert not torch._dynamo.utils.counters["frames"], "Dynamo has not seen the planner's functions"
+
+
+def traced(optimizer: str, loop: str = "trainer", **options: Any) -> Any:
+    job = Job(make, [parse_tensor(INPUT)], loss="mean", optimizer=optimizer, optimizer_options=options, loop=loop)
+    return simulation.trace_job(job, 1024)
+
+
+def a_script_keeps_the_output_during_backward_and_a_trainer_does_not() -> None:
+    script, trainer = (sum(traced("sgd", loop).peak().values()) for loop in ("script", "trainer"))
+    assert script - trainer == 1024 * 512 * 4
+
+
+def the_states_of_optimizers_have_their_documented_sizes() -> None:
+    options = {"described": {"bytes": 2}, "lbfgs": {"history_size": 3}}
+    stateful = set(OPTIMIZERS) - {"none", "sparseadam", "muon"}
+    states = {name: traced(name, **options.get(name, {})).highs()["optimizer"] for name in stateful}
+    assert states["adam"] == states["radam"] == 2 * PARAMETERS
+    assert states["rmsprop"] == states["adagrad"] == PARAMETERS
+    assert states["sgd"] == 0
+    assert states["described"] == PARAMETERS // 2
+    assert states["lbfgs"] == (2 * 3 + 3) * PARAMETERS
+    assert states["adafactor"] == 4 * 4 * (512 + 512 + 512), "a row and a column of each weight, and each bias"
+    weights, scales, biases = 2 * 4 * 512 * 512, 2 * 4 * 4 * 1024, 2 * 4 * 4 * 512
+    assert states["adam8bit"] == weights + scales + biases
