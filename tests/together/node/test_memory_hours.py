@@ -191,14 +191,6 @@ def test_the_memory_hours_of_each_owner_are_the_integral_of_the_scrapes(
     assert ("west", "bob", "", "", "") not in scrapes.reported, "unknown is not 0"
 
 
-def test_a_node_that_goes_away_holds_nothing_from_then_on(recorded: tuple[Prometheus, Scrapes, float]) -> None:
-    prometheus, _, end = recorded
-    gone = end - 120 - DURATION_SECONDS + GONE["west/b"]
-    query = 'count_over_time(owner:gpumem_process_memory_used_bytes:mean1m{user="bob"}[30m])'
-    assert prometheus.instant(query, gone - 60)
-    assert prometheus.instant(query, gone + 1860) == []
-
-
 def test_the_dashboard_shows_the_same_hours(recorded: tuple[Prometheus, Scrapes, float]) -> None:
     prometheus, scrapes, end = recorded
 

@@ -76,9 +76,7 @@ def assert_others_are_unknown(exporter: ExporterProcess, node: EmulatedNode, res
 @pytest.mark.parametrize(
     ("way", "place", "listed"),
     [
-        ("unix", "own container", "host pids"),
         ("unix", "own container", "none"),
-        ("tcp", "host", "none"),
         ("tcp", "same namespace", "host pids"),
     ],
 )
@@ -100,7 +98,7 @@ def test_a_sidecar_shows_its_reporters_and_leaves_the_rest_unattributed(
     wait_for_polls(exporter)
     assert_others_are_unknown(exporter, node, 0)
 
-    launchers = {"own container": CONTAINER, "host": (), "same namespace": inside(exporter)}
+    launchers = {"own container": CONTAINER, "same namespace": inside(exporter)}
     trainer = start_trainer(start_torch, launchers[place], exporter.url if way == "unix" else exporter.tcp_url)
     if listed == "host pids":
         node.show_pid_as(trainer.pid, main_pid(trainer._popen.pid))
