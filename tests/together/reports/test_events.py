@@ -14,7 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire

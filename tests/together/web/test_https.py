@@ -7,7 +7,6 @@ import http.client
 import json
 import re
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -23,7 +22,6 @@ import trustme
 from gpumem_client.wire.errors import ExporterUnreachableError, ExporterUntrustedError
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
-from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import bind
 from gpumem_exporter.server.serve import demo_url
 from tests.conftest import StartExporter
@@ -32,7 +30,6 @@ from tests.emulation.node import EmulatedNode
 from tests.support.certificates import authority, client_context, folder, handshake, issue, trust
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.running_command import run_command
-from tests.support.running_exporter import running_exporter
 from tests.support.running_prometheus import RunningPrometheus
 from tests.support.waiting import patient, wait_for
 
@@ -189,13 +186,6 @@ def test_a_token_replaces_the_password_and_a_password_replaces_no_token(start_ht
     assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
 
 
-def test_loopback_with_a_password_may_act_without_a_token(start_https: StartHttps) -> None:
-    exporter = start_https(users=USERS)
-    body = json.dumps({"action": "empty_cache", "target": {"all": True}, "dry_run": True}).encode()
-    assert exporter.request(ACTIONS, "POST", body=body).status == 401
-    assert exporter.request(ACTIONS, "POST", body=body, user=IN_URL).status == 404  # no process reports
-
-
 def test_sighup_loads_users_and_certificate_and_refuses_other_changes(
     start_https: StartHttps, folder: Path, authority: trustme.CA
 ) -> None:
@@ -288,16 +278,6 @@ def test_a_server_without_tls_has_its_own_error(start_https: StartHttps) -> None
     exporter = start_https(tls=None)
     with pytest.raises(ExporterUnreachableError, match=rf"{exporter.url()}\b.*\bTLS\b"):
         exporter.request("/metrics")
-
-
-def test_a_client_without_a_handshake_is_disconnected(folder: Path) -> None:
-    (folder / "web.yml").write_text(json.dumps({"tls_server_config": TLS}))
-    limits = Limits(max_connections=8, request_seconds=0.4)
-    with (
-        running_exporter(web_config_file=str(folder / "web.yml"), limits=limits, ready=False) as exporter,
-        socket.create_connection(("127.0.0.1", exporter.port), patient(30)) as connection,
-    ):
-        assert connection.recv(1) == b""
 
 
 def test_a_training_process_reports_over_https_and_clears(

@@ -105,29 +105,11 @@ def test_an_address_in_use_is_a_one_line_error_with_exit_code_1() -> None:
     assert "--web.listen-address" in line
 
 
-def test_an_invalid_configuration_is_a_one_line_error_with_exit_code_2(tmp_path: Path) -> None:
-    file = tmp_path / "exporter.yaml"
-    file.write_text("web:\n  listen-adress: ':9844'\n")
-    ended = run_to_the_end("--config.file", str(file))
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    (line,) = ended.stderr.splitlines()
-    assert "'web.listen-adress'" in line
-    assert str(file) in line
-
-
 def test_every_address_of_the_machine_is_ipv4_and_ipv6() -> None:
     with bind([":0"]) as listeners:
         port = listeners.sockets[0].getsockname()[1]
         for host in ("127.0.0.1", *(["::1"] if _has_ipv6() else [])):
             socket.create_connection((host, port), timeout=patient(30)).close()
-
-
-def test_the_exporter_listens_on_several_addresses() -> None:
-    addresses = ["127.0.0.1:0", "localhost:0", *(["[::1]:0"] if _has_ipv6() else [])]
-    with bind(addresses) as listeners:
-        assert len(listeners.sockets) >= len(addresses)
-        assert all(name.startswith("http://") for name in listeners.names())
 
 
 def test_if_one_address_fails_the_others_are_closed() -> None:
