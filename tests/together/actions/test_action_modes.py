@@ -51,11 +51,6 @@ def process(exporter: ExporterProcess, start_torch: StartTorch) -> TorchProcess:
     return process
 
 
-def cache(process: TorchProcess) -> None:
-    """Cache 64 MiB without a tensor."""
-    process.call("free", numbers=[process.call("alloc", nbytes=64 * MIB)])
-
-
 @contextmanager
 def stepping(process: TorchProcess, folder: Path) -> Iterator[list[int]]:
     """Let the process make steps; afterwards the list has the number of the last one and its thread."""
@@ -92,27 +87,6 @@ def test_in_every_mode_the_freed_bytes_are_what_the_driver_gained(
         assert action["freed_bytes"] == before - node.books().used_by(process.pid) > 0
         for row in rows.values():
             assert row["device_free_after_bytes"] - row["device_free_before_bytes"] == row["freed_bytes"]
-
-
-def test_mode_idle_waits_until_no_step_runs_and_nothing_is_allocated(
-    exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode, tmp_path: Path
-) -> None:
-    cache(process)
-    with ThreadPoolExecutor() as pool:
-        with stepping(process, tmp_path):
-            wait_for(lambda: exporter.processes()[process.pid]["step"], "a step")
-            pending = pool.submit(
-                act_on_own_connection, exporter, target={"pid": process.pid}, mode="idle", wait_seconds=30
-            )
-            wait_for(lambda: exporter.processes()[process.pid]["step"] > 50, "more steps")
-            assert not pending.done()
-            assert process.pid in exporter.processes()
-        status, action = pending.result()
-    assert status == 200, action
-    (row,) = action["results"]
-    assert (row["outcome"], row["freed_bytes"]) == ("done", 64 * MIB)
-    assert row["thread_id"] != process.pid
-    assert process.call("stats", device=0)["reserved_bytes.all.current"] == 0
 
 
 def test_actions_at_random_times_break_no_cuda_graph_capture(

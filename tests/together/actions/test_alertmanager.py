@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -20,7 +19,6 @@ import yaml
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.core.samples import ProcessMemory
-from gpumem_exporter.server.security.request_guard import MAX_ALERTS_BYTES
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
@@ -28,7 +26,7 @@ from tests.support.alertmanagers import running_alertmanager
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import QUICK
 from tests.support.paths import REPOSITORY
-from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, running_exporter
 from tests.support.waiting import patient, wait_for
 
 ALERTS = "/api/v1/alerts"
@@ -109,17 +107,6 @@ def test_a_refused_alert_does_not_affect_others_and_is_retried(exporter: Running
     assert counted(exporter, "refused") == 2
     assert exporter.report(report(2, devices=(sample(UUIDS[1], 10, 7),))).status == 200
     assert [each["outcome"] for each in send(exporter, absent)] == ["acted"]
-
-
-def test_an_invalid_message_is_422_and_names_the_field(exporter: RunningExporter) -> None:
-    wrong = copy.deepcopy(message(alert(**CLEAR)))
-    wrong["alerts"][0]["labels"] = {"a": 1}
-    document = problem(exporter.request("POST", ALERTS, wrong), 422)
-    assert [error["field"] for error in document["errors"]] == ["alerts.0.labels.a"]
-    problem(exporter.request("POST", ALERTS, body=b"{"), 422)
-    problem(exporter.request("POST", ALERTS, body=b" " * (MAX_ALERTS_BYTES + 1)), 413)
-    assert counted(exporter, "invalid") == 2
-    assert actions(exporter) == []
 
 
 def test_terminate_from_an_alert_requires_that_the_action_is_allowed() -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
-from gpumem_client.wire.procfs import start_time_ticks
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, EmulatedNode
@@ -57,12 +53,6 @@ def wait_for_true_values(exporter: ExporterProcess, node: EmulatedNode, *process
     exporter.metrics().assert_ledgers_add_up()
 
 
-def wait_for_no_series(exporter: ExporterProcess, *pids: int) -> None:
-    for pid in pids:
-        wait_for(lambda pid=pid: not exporter.metrics().states_of(pid), f"no series of {pid}")  # type: ignore[misc]
-    exporter.metrics().assert_ledgers_add_up()
-
-
 # Devices and processes
 
 
@@ -105,34 +95,3 @@ def test_values_are_on_the_right_device_whatever_its_cuda_index(
 
 
 # Ends of processes
-
-
-def test_after_an_exec_the_earlier_program_has_no_series(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
-    process = client(exporter, start_torch, node)
-    process.call("alloc", nbytes=32 * MIB)
-    wait_for_true_values(exporter, node, process)
-    pid, started = process.pid, start_time_ticks(f"/proc/{process.pid}")
-    process.send(
-        "exec",
-        code=(
-            "import os, sys\n"
-            "for fd in os.listdir('/proc/self/fd'):\n"
-            "    if os.path.exists(f'/proc/self/fd/{fd}') and os.stat(f'/proc/self/fd/{fd}').st_ino == inode:\n"
-            "        os.dup2(int(fd), 1)\n"
-            "os.execv(sys.executable, [sys.executable, '-m', 'tests.emulation.torch_worker', 'again'])"
-        ),
-        inode=os.fstat(process._answers).st_ino,
-    )
-    wait_for(lambda: b"again" in Path(f"/proc/{pid}/cmdline").read_bytes(), "the exec")
-    wait_for_no_series(exporter, pid)
-    process._hello = {}
-    assert process.pid == pid
-    assert start_time_ticks(f"/proc/{pid}") == started, "it is the same process"
-    process.call("start_client", workload="after")
-    process.call("alloc", nbytes=5 * MIB, device=1)
-    wait_for_true_values(exporter, node, process)
-    (labels,) = [dict(labels) for labels in exporter.metrics().samples["gpumem_torch_allocated_bytes"]]
-    assert (labels["workload"], labels["uuid"]) == ("after", node.uuid(1))

@@ -27,6 +27,12 @@ def test_a_page_is_compressed_if_the_scraper_accepts_it(exporter: RunningExporte
     assert "content-encoding" not in exporter.get("/metrics", Accept_Encoding="identity").headers
 
 
+def test_only_get_and_head_are_allowed(exporter: RunningExporter) -> None:
+    answer = exporter.request("POST", "/metrics", {})
+    problem(answer, 405)
+    assert answer.headers["allow"] == "GET, HEAD"
+
+
 def test_a_head_request_returns_headers_without_a_body(exporter: RunningExporter) -> None:
     for path in ("/metrics", "/health", "/"):
         answer = exporter.request("HEAD", path)

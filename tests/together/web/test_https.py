@@ -42,7 +42,6 @@ IN_URL = "ada:s%3Aecr%40t@"
 GONE = r"(?i)alert|reset|eof|closed connection"
 """The possible errors of a refused client: they depend on when it reads the refusal."""
 REPORT = "/api/v1/reports"
-ACTIONS = "/api/v1/actions"
 
 
 @pytest.fixture
@@ -98,10 +97,6 @@ def start_https(trusted: Path, start_exporter: StartExporter) -> StartHttps:
 
 def basic(credentials: str) -> dict[str, Any]:
     return {"Authorization": "Basic " + base64.b64encode(credentials.encode()).decode()}
-
-
-def bearer(token: str) -> dict[str, Any]:
-    return {"Authorization": f"Bearer {token}"}
 
 
 def test_tcp_requires_tls_and_the_unix_socket_does_not(start_https: StartHttps, folder: Path) -> None:
@@ -168,22 +163,6 @@ def test_every_route_over_tcp_requires_the_password_and_the_unix_socket_does_not
     assert exporter.request(REPORT, "POST", body=b"{}").status == 401
     reports = 'gpumem_reports_total{outcome="unauthorized"} 1.0'
     assert reports in exporter.request("/metrics", user=IN_URL).body.decode()
-
-
-def test_a_token_replaces_the_password_and_a_password_replaces_no_token(start_https: StartHttps, folder: Path) -> None:
-    for name in ("action", "report"):
-        (folder / name).touch(0o600)
-        (folder / name).write_text(f"{name}-token\n")
-    flags = [word for name in ("action", "report") for word in (f"--{name}.token-file", str(folder / name))]
-    exporter = start_https(*flags, users=USERS)
-    acting, reporting = bearer("action-token"), bearer("report-token")
-    assert [exporter.request(path, **acting).status for path in (ACTIONS, "/metrics", "/health")] == [200] * 3
-    assert [exporter.request(path, **reporting).status for path in (ACTIONS, "/metrics")] == [401] * 2
-    assert exporter.request(REPORT, "POST", body=b"{}", **reporting).status == 422
-    refused = exporter.request(REPORT, "POST", body=b"{}", **bearer("other"))
-    assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
-    refused = exporter.request(ACTIONS, user=IN_URL)
-    assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
 
 
 def test_sighup_loads_users_and_certificate_and_refuses_other_changes(

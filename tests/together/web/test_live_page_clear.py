@@ -120,15 +120,6 @@ def test_a_token_is_requested_and_a_wrong_one_loses_nothing(tmp_path: Path, open
         assert not any(TOKEN in url for url in live.requested)
 
 
-def test_disabled_clears_are_shown_as_disabled(tmp_path: Path, open_page: OpenPage) -> None:
-    with serving(tmp_path, "--report.expiry", "3600", "--action.allow", "reset_peak") as exporter:
-        train(exporter)
-        live = open_page(exporter)
-        live.until("document.querySelector('#jobs .job')")
-        live.until("document.querySelector('#rights').textContent.includes('--action.allow')")
-        assert live.page.locator("#jobs .act:visible").count() == 0
-
-
 def test_an_engine_sleeps_and_wakes_from_its_jobs_page_where_that_is_allowed(
     tmp_path: Path, open_page: OpenPage
 ) -> None:

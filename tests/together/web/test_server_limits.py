@@ -74,14 +74,6 @@ def test_a_request_that_waits_for_a_command_has_no_timeout(exporter: RunningExpo
     assert time.monotonic() - started >= 1.0 > LIMITS.request_seconds
 
 
-def test_a_connection_is_kept_between_requests(exporter: RunningExporter) -> None:
-    with connect(exporter) as sock:
-        for _ in range(3):
-            sock.sendall(GET)
-            assert read_answer(sock)[0] == 200
-            time.sleep(1.5 * LIMITS.request_seconds)  # longer than the timeout of a request
-
-
 def test_headers_over_the_limit_are_answered_with_431(exporter: RunningExporter) -> None:
     for size, status in ((60_000, 200), (66_000, 431)):
         with connect(exporter) as sock:

@@ -142,7 +142,6 @@ def test_an_unknown_path_is_a_404_problem(exporter: RunningExporter, path: str) 
     ("method", "path", "allowed"),
     [
         ("DELETE", "/health", "GET, HEAD"),
-        ("POST", "/metrics", "GET, HEAD"),
         ("GET", "/api/v1/reports", "POST"),
         ("OPTIONS", "/api/v1/actions", "GET, HEAD, POST"),
         ("PUT", "/api/v1/actions/0", "DELETE, GET, HEAD"),
