@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.core.samples import ProcessMemory
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.running_exporter import RunningExporter, problem
@@ -52,6 +53,20 @@ def test_devices_are_shown_without_parameters_and_jobs_by_their_id(exporter: Run
 def test_invalid_parameters_are_a_problem(exporter: RunningExporter, query: str) -> None:
     errors = problem(exporter.get(f"{HISTORY}?{query}"), 422)["errors"]
     assert errors[0]["field"].partition(".")[0] in query
+
+
+def test_hidden_commands_are_shown_with_the_token_only(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-long-token\n")
+    token.chmod(0o600)
+    provider = ScriptedProvider()
+    provider.processes[UUIDS[0]] = (ProcessMemory(4711, 50 * MIB),)
+    with running_exporter(provider=provider, web_hide_identities=True, action_token_file=str(token)) as exporter:
+        path = f"{HISTORY}?job=pid~4711"
+        (hidden,) = eventually(lambda: exporter.document(path)["series"])
+        assert hidden["name"] == "pid 4711"
+        assert b"train.py" not in exporter.get(path).body
+        assert b"train.py" in exporter.get(path, Authorization="Bearer a-long-token").body
 
 
 def test_the_history_of_the_real_process_survives_a_restart(tmp_path: Path) -> None:
