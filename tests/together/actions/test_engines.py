@@ -156,3 +156,14 @@ def test_another_user_reaches_no_engine_of_root(
     assert node.books().used_by(engine.pid) == before
     cautious = start_exporter(node, *QUICK)  # by default, neither is allowed
     assert "--action.allow" in str(cautious.act("release_memory", target={"all": True}, expect=403))
+
+
+def test_a_cancelled_wait_does_nothing(node: EmulatedNode, engine: Engine, exporter: ExporterProcess) -> None:
+    engine.set_requests(1)
+    before = node.books().used_by(engine.pid)
+    request: dict[str, Any] = {"target": {"pid": engine.pid}, "wait_idle_seconds": 120, "wait_seconds": 0}
+    waiting = exporter.act("release_memory", expect=202, **request)
+    path = f"/api/v1/actions/{waiting['id']}"
+    exporter.request("DELETE", path)
+    wait_for(lambda: exporter.get(path)["state"] == "cancelled", "the end of the wait")
+    assert node.books().used_by(engine.pid) == before

@@ -119,3 +119,12 @@ def test_an_idempotency_key_returns_the_same_action_and_conflicts_with_another_r
     assert "k-1" in problem(other, 409)["detail"]
     assert len(exporter.document(ACTIONS)["actions"]) == 1
     problem(exporter.request("POST", ACTIONS, request, Idempotency_Key="x" * 256), 422)
+
+
+def test_a_request_over_the_limit_is_429_with_a_retry_after() -> None:
+    with running_exporter(action_process_limit=2) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        answers = [exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0) for _ in range(3)]
+        assert [answer.status for answer in answers] == [202, 202, 429]
+        assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+        assert "pid 1" in problem(answers[2], 429)["detail"]

@@ -104,3 +104,10 @@ def test_a_broken_connection_loses_no_command_and_removes_only_a_process_that_ex
         exporter.host.dead.add(2)
         dying.close()
         eventually(lambda: exporter.sample("gpumem_reporter_up", pid="2"), lambda up: up is None)
+
+
+def test_a_repeated_final_report_removes_the_process() -> None:
+    with running_exporter() as exporter:
+        assert exporter.report(report(7)).status == 200
+        assert exporter.report(report(7, final=True)).status == 200
+        assert exporter.runtime.snapshot().processes == ()

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from gpumem_exporter.server.http import connections
 from gpumem_exporter.server.http.connections import Limits
-from tests.support.builders import report, sample
+from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
-from tests.support.waiting import patient
+from tests.support.waiting import eventually, patient
 
 LIMITS = Limits(max_connections=16, request_seconds=0.4, unread_seconds=0.4)
 GET = b"GET /-/healthy HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -109,3 +112,46 @@ def test_pipelined_requests_beyond_the_limit_close_the_connection(exporter: Runn
     with connect(exporter) as sock:
         sock.sendall(GET * 2000)
         assert read_to_the_end(sock).count(b"HTTP/1.1 200") <= 1 + LIMITS.pipelined_requests
+
+
+def assert_problem(answer: tuple[int, dict[str, str], bytes], status: int) -> None:
+    assert answer[0] == status
+    assert answer[1]["content-type"] == "application/problem+json"
+    assert json.loads(answer[2])["status"] == status
+
+
+def test_a_connection_over_the_limit_is_answered_with_503_if_all_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_IDLE_SECONDS", 0.0)  # each connection that waits for its client makes room
+    limits = Limits(max_connections=8)  # half of them for one user
+    with running_exporter(limits=limits, report_interval=20, report_expiry=60) as exporter:
+        body = b'{"action":"empty_cache","target":{"all":true},"wait_seconds":60}'
+        head = b"POST /api/v1/actions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        exporter.report(report(1, devices=(sample(UUIDS[0]),)))
+        eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 0)
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                sock = stack.enter_context(connect(exporter))
+                sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            eventually(lambda: len(exporter.runtime.held_requests), lambda count: count == 4)
+            with connect(exporter) as sock:
+                sock.sendall(GET)
+                answer = read_answer(sock)
+                assert_problem(answer, 503)
+                assert int(answer[1]["retry-after"]) > 0
+        eventually(lambda: exporter.get("/-/healthy").status, lambda status: status == 200)
+
+
+def test_a_client_that_does_not_read_its_reply_is_disconnected() -> None:
+    limits = Limits(max_connections=16, unread_seconds=0.4)
+    with running_exporter(limits=limits, report_interval=3600, report_expiry=7200) as exporter:
+        for pid in range(1, 301):
+            exporter.report(report(pid, devices=tuple(sample(uuid, pid) for uuid in UUIDS[:2])))
+        assert len(exporter.get("/metrics").body) > 500_000
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(patient(30))
+            sock.connect(("127.0.0.1", exporter.port))
+            sock.sendall(GET.replace(b"/-/healthy", b"/metrics") * 8)
+            eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 1)
+            eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 0)
+            assert exporter.get("/-/healthy").status == 200
