@@ -11,7 +11,7 @@ import pytest
 from gpumem_exporter.core.samples import ProcessMemory
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.running_exporter import RunningExporter, problem
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually
 
 HISTORY = "/api/v1/history"
