@@ -26,7 +26,7 @@ from tests.support.alertmanagers import running_alertmanager
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import QUICK
 from tests.support.paths import REPOSITORY
-from tests.support.running_exporter import RunningExporter, ScriptedProvider, running_exporter
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import patient, wait_for
 
 ALERTS = "/api/v1/alerts"
@@ -107,6 +107,13 @@ def test_a_refused_alert_does_not_affect_others_and_is_retried(exporter: Running
     assert counted(exporter, "refused") == 2
     assert exporter.report(report(2, devices=(sample(UUIDS[1], 10, 7),))).status == 200
     assert [each["outcome"] for each in send(exporter, absent)] == ["acted"]
+
+
+def test_an_alert_without_a_request_and_an_invalid_message_are_counted(exporter: RunningExporter) -> None:
+    (outcomes,) = send(exporter, alert(summary="hi"))
+    assert (outcomes["outcome"], outcomes["action_id"]) == ("ignored", None)
+    problem(exporter.request("POST", ALERTS, body=b"{"), 422)
+    assert (counted(exporter, "ignored"), counted(exporter, "invalid"), actions(exporter)) == (1, 1, [])
 
 
 def test_terminate_from_an_alert_requires_that_the_action_is_allowed() -> None:
