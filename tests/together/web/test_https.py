@@ -39,8 +39,6 @@ TLS = {"cert_file": "tls.crt", "key_file": "tls.key"}
 USERS = {"ada": bcrypt.hashpw(b"s:ecr@t", bcrypt.gensalt(4)).decode()}
 PASSWORD = "ada:s:ecr@t"
 IN_URL = "ada:s%3Aecr%40t@"
-GONE = r"(?i)alert|reset|eof|closed connection"
-"""The possible errors of a refused client: they depend on when it reads the refusal."""
 REPORT = "/api/v1/reports"
 
 
@@ -195,30 +193,6 @@ def test_sighup_loads_users_and_certificate_and_refuses_other_changes(
     exporter.config.write_text(json.dumps({"tls_server_config": TLS}))
     exporter.reload()
     assert exporter.request("/metrics").status == 200
-
-
-def with_certificate(exporter: Https, folder: Path, client: trustme.CA | None) -> int:
-    """The status of a request with a client certificate of this authority."""
-    context = client_context(folder, client.issue_cert("client") if client else None)
-    with urlopen(f"{exporter.url()}/-/ready", timeout=patient(30), context=context) as answer:
-        return int(answer.status)
-
-
-@pytest.mark.parametrize("auth_type", ["VerifyClientCertIfGiven", "RequireAndVerifyClientCert"])
-def test_client_certificates_are_verified(start_https: StartHttps, folder: Path, auth_type: str) -> None:
-    known, stranger = trustme.CA(), trustme.CA()
-    trust(known, folder, "clients.crt")
-    exporter = start_https(tls={**TLS, "client_auth_type": auth_type, "client_ca_file": "clients.crt"})
-    assert with_certificate(exporter, folder, known) == 200
-    with pytest.raises(OSError, match=GONE):
-        with_certificate(exporter, folder, stranger)
-    if auth_type == "VerifyClientCertIfGiven":
-        assert with_certificate(exporter, folder, None) == 200
-        return
-    with pytest.raises(OSError, match=GONE):
-        with_certificate(exporter, folder, None)
-    with pytest.raises(ExporterUnreachableError, match=exporter.url()):
-        exporter.request("/-/ready")
 
 
 def test_commands_over_https_show_no_password(start_https: StartHttps) -> None:
