@@ -67,7 +67,7 @@ def stepping(process: TorchProcess, folder: Path) -> Iterator[list[int]]:
 def test_in_every_mode_the_freed_bytes_are_what_the_driver_gained(
     exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode, tmp_path: Path
 ) -> None:
-    request = {"target": {"pid": process.pid}, "wait_seconds": 50}
+    request: dict[str, Any] = {"target": {"pid": process.pid}, "wait_seconds": 50}
     for mode in ("now", "step", "idle"):
         for device in (0, 1):
             process.call("random_heap", device=device, seed=device, blocks=100)

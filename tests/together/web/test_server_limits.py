@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -144,8 +145,10 @@ def test_a_connection_over_the_limit_is_answered_with_503_if_all_are_busy(monkey
 def test_a_client_that_does_not_read_its_reply_is_disconnected() -> None:
     limits = Limits(max_connections=16, unread_seconds=0.4)
     with running_exporter(limits=limits, report_interval=3600, report_expiry=7200) as exporter:
-        for pid in range(1, 301):
-            exporter.report(report(pid, devices=tuple(sample(uuid, pid) for uuid in UUIDS[:2])))
+        phases = {f"phase {number} {'x' * 100}": 1 for number in range(16)}
+        devices = tuple(replace(sample(uuid), phase_peak_bytes=phases) for uuid in UUIDS[:2])
+        for pid in range(1, 81):
+            exporter.report(report(pid, devices=devices))
         assert len(exporter.get("/metrics").body) > 500_000
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
