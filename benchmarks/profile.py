@@ -31,7 +31,7 @@ from torch import nn
 from gpumem_client.allocator.allocator import attached
 from gpumem_client.profile.blocks import Stacks
 from gpumem_client.profile.heap_reader import HeapReader
-from gpumem_client.profile.recording import live_profile
+from gpumem_client.profile.profiler import live_profile
 from gpumem_client.profile.recorder import Recorder
 torch.empty(1, device="cuda")
 recorder, heap = Recorder(torch), HeapReader(torch, attached())

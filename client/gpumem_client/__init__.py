@@ -42,6 +42,7 @@ __all__ = [
     "stop",
 ]
 
+# The module of each name that is imported on first use.
 _LAZY = {
     "clear_cache": "clear",
     "log_summary": "summary",
@@ -52,7 +53,6 @@ _LAZY = {
     "set_memory_fraction": "clear",
     "snapshot": "allocator.snapshot_file",
 }
-"""The module of each name that is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:

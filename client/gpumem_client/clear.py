@@ -93,6 +93,7 @@ def deep_clean() -> DeepClean:
     # A captured graph contains the address of its workspace, which must stay allocated.
     clear_cublas = None if _may_have_graphs(torch) else torch_access.find_cublas_clear(torch)
     clear_pinned = torch_access.find_pinned_cache_clear(torch)
+    # In this order: the first three move memory to the cache, which the fourth releases.
     return DeepClean(
         (
             _rung(allocator, "garbage", gc.collect, _allocated_bytes),
@@ -184,10 +185,8 @@ def _freed(allocator: Allocator, action: Callable[[], Any], measure: Callable[[A
 
 
 def _returned_bytes(allocator: Allocator) -> int:
-    """Return a number that falls by the bytes that are released to the driver, even if others are reserved.
-
-    It is the negative counter of freed reserved bytes, or the reserved bytes if there is no counter (cudaMallocAsync).
-    """
+    """Return a number that falls by the bytes that are released to the driver, even if others are reserved."""
+    # The negative counter of freed reserved bytes, or the reserved bytes without a counter (cudaMallocAsync).
     freed = [known(allocator.state(index), "reserved_bytes", "freed") for index in allocator.devices()]
     if None not in freed:
         return -sum(filter(None, freed))

@@ -60,9 +60,8 @@ def read_driver(uuid: str) -> DriverReading:
             nvml.nvmlShutdown()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.lru_cache(maxsize=None)  # each load leaves several kilobytes of garbage
 def _library() -> ctypes.CDLL:
-    """Load the library once: each load leaves several kilobytes of garbage."""
     return ctypes.CDLL("libnvidia-ml.so.1")
 
 
@@ -74,7 +73,8 @@ def _utilization(nvml: Any, device: ctypes.c_void_p) -> float | None:
 
 
 def _processes(nvml: Any, device: ctypes.c_void_p) -> dict[int, int | None]:
-    """Return bytes by pid; empty in another PID namespace, whose pids are not the driver's."""
+    """Return bytes by pid; empty in another PID namespace."""
+    # NVML reports pids of the host. In a container such a pid may be the pid of another process.
     try:
         return processes_on_device(nvml, device) if pid_namespace() == INITIAL_PID_NAMESPACE else {}
     except ProcessListError:

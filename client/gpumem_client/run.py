@@ -127,11 +127,9 @@ def run(arguments: Sequence[str], *, program: str = "gpumem-exporter run") -> in
 
 
 def injected_environment(environ: Mapping[str, str], bootstrap: str) -> dict[str, str]:
-    """Return an environment in which Python starts the reporter: `bootstrap` is the first entry of PYTHONPATH.
-
-    The other entries keep their order. An empty entry stands for the working directory: an existing one stays, and
-    none is added.
-    """
+    """Return an environment in which Python starts the reporter: `bootstrap` is the first entry of PYTHONPATH."""
+    # An empty entry stands for the working directory: an existing one stays, and an empty variable adds none, because
+    # the modules there would hide modules that the command imports.
     inherited = environ.get("PYTHONPATH", "")
     entries = [entry for entry in inherited.split(os.pathsep) if entry != bootstrap] if inherited else []
     return {**environ, "PYTHONPATH": os.pathsep.join([bootstrap, *entries]), "GPUMEM_INJECT": "1"}
@@ -164,7 +162,8 @@ def _bootstrap_directory() -> str:
 
 
 def _restore_signals() -> None:
-    """Restore the signals that the interpreter ignores: Python sets SIGPIPE to SIG_IGN, which survives exec."""
+    """Restore the signals that the interpreter ignores."""
+    # Python sets SIGPIPE to SIG_IGN, which survives exec: the command would not end when its reader does.
     for name in ("SIGPIPE", "SIGXFSZ"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_IGN:

@@ -19,12 +19,12 @@ from gpumem_client.torch_access import allocator_settings, initialized_torch
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
+# Attributes of `DeviceSummary` that are the same in `DeviceSample`.
 _FROM_SAMPLE = (
     *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
     *("allocated_peak_bytes", "reserved_peak_bytes", "private_pools_bytes", "reclaimable_bytes"),
     *("alloc_retries", "ooms"),
 )
-"""Attributes of `DeviceSummary` that are the same in `DeviceSample`."""
 
 
 @dataclass(frozen=True)

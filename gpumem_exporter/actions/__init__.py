@@ -1,5 +1,5 @@
 """Actions on processes: requests, their delivery to reporters, their results, and policies that request them.
 
 Other folders import: `caller`, `dispatcher`, `engine_starts`, `engines`, `group`, `lifecycle`, `model`,
-`request`, `selection`, `suggestion`, `terminate`.
+`rate_limits`, `request`, `selection`, `suggestion`, `terminate`.
 """

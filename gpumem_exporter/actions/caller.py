@@ -1,4 +1,4 @@
-"""The caller of an action: what it may do and how often, and one spelling of it for logs, events and the API.
+"""The caller of an action: what it may do, and one spelling of it for logs, events and the API.
 
 A caller comes from the kernel, a token, the policy file or an alert that the rules admitted. No text of a request
 becomes a part of it, except the name of an alert, which is reduced to letters, digits and `_.-`.
@@ -7,24 +7,21 @@ becomes a part of it, except the name of an alert, which is reduced to letters, 
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import ReportingProcess
-from gpumem_exporter.errors import ActionForbiddenError, ActionNotAllowedError, TooManyActionsError
+from gpumem_exporter.errors import ActionForbiddenError, ActionNotAllowedError
 
 _MAX_ALERT_NAME = 128
+# The actions that need `Rights.ALL`.
 _ONLY_ALL = frozenset({"terminate"})
-"""The actions that need `Rights.ALL`."""
+# The actions that need no more rights with `force`. `engine_starts` decides whose engines they may disturb, and a
+# profile stops its own process only.
 _FORCED_FOR_OWN = frozenset({"empty_cache", "profile", "release_memory", "resume_memory"})
-"""The actions that need no more rights with `force`. `engine_starts` decides whose engines they may disturb, and a
-profile stops its own process only."""
-_MAX_BUCKETS = 4096
-_MINUTE_SECONDS = 60.0
 
 
 def share_of(key: str) -> str:
@@ -158,28 +155,24 @@ class Caller:
         )
 
     def may_act_on(self, process: ReportingProcess) -> bool:
-        """Return whether a process is a possible target. The kernel names the process's owner: its uid and its place.
-
-        Outside of containers, a user owns its processes wherever they run, as with kill(2). In a container, a user owns
-        its processes in the same container, and root owns all processes there.
-        """
+        """Return whether a process is a possible target. The kernel names its owner: its uid and its place."""
         return self.may_act_for(process.owner_uid, process.key.place)
 
     def may_act_for(self, owner_uid: int | None, place: Place) -> bool:
         """Return whether a process of this user in this place is a possible target; None if only a token vouches."""
         if self.rights is not Rights.OWN:
             return self.rights is Rights.ALL
+        # Outside of containers, a user owns its processes wherever they run, as with kill(2). In a container, a user
+        # owns its processes in the same container, and root owns all processes there.
         if self.uid is None or owner_uid is None or not self.place.reaches(place):
             return False
         return owner_uid == self.uid or (self.uid == 0 and not self.place.here)
 
     def may_act_on_listed(self, owner_uid: int | None) -> bool:
-        """Return whether a process that only the driver lists is a possible target; its effective uid is given.
-
-        The driver's list has no place, so in a container a user may act only on processes that report.
-        """
+        """Return whether a process that only the driver lists is a possible target; its effective uid is given."""
         if self.rights is not Rights.OWN:
             return self.rights is Rights.ALL
+        # The driver's list has no place, so in a container a user may act only on processes that report.
         return self.place.here and self.uid is not None and owner_uid == self.uid
 
     def __str__(self) -> str:
@@ -197,59 +190,3 @@ class Caller:
         if self.kind is CallerKind.UNIX:
             text += f":pid={self.pid}"
         return text if self.place.here else f"{text}:container={self.place}"
-
-
-class RateLimits:
-    """Counts the actions per minute of each caller, and on each process from all callers. Not thread-safe.
-
-    A caller may use the limit of a whole minute at once. `what` names what is counted, for messages.
-    """
-
-    def __init__(self, *, per_caller: int, per_process: int, clock: Callable[[], float], what: str = "actions") -> None:
-        self._clock = clock
-        self._what = what
-        self._callers = _Buckets(per_caller)
-        self._processes = _Buckets(per_process)
-
-    def take(self, caller: str, processes: Iterable[tuple[Hashable, str]]) -> None:
-        """Count one action on these processes, given as keys and names for messages.
-
-        Raises TooManyActionsError if a limit is reached; then nothing is counted.
-        """
-        now = self._clock()
-        wait = self._callers.wait_seconds(caller, now)
-        if wait > 0:
-            raise TooManyActionsError(f"{caller} has requested {self._callers.size} {self._what} within a minute", wait)
-        keys = []
-        for key, name in processes:
-            wait = self._processes.wait_seconds(key, now)
-            if wait > 0:
-                raise TooManyActionsError(f"{name} has had {self._processes.size} {self._what} within a minute", wait)
-            keys.append(key)
-        self._callers.take(caller, now)
-        for key in keys:
-            self._processes.take(key, now)
-
-
-class _Buckets:
-    """A bucket for each key that was used recently."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
-        """The level of each bucket, and when it had that level."""
-
-    def wait_seconds(self, key: Hashable, now: float) -> float:
-        """Return the seconds until an action is permitted; 0 if one is permitted now."""
-        missing = 1.0 - self._level(key, now)
-        return max(0.0, missing * _MINUTE_SECONDS / self.size) if missing > 1e-9 else 0.0
-
-    def take(self, key: Hashable, now: float) -> None:
-        self._levels[key] = self._level(key, now) - 1.0, now
-        self._levels.move_to_end(key)
-        while len(self._levels) > _MAX_BUCKETS:
-            self._levels.popitem(last=False)
-
-    def _level(self, key: Hashable, now: float) -> float:
-        level, since = self._levels.get(key, (float(self.size), now))
-        return min(float(self.size), level + max(0.0, now - since) * self.size / _MINUTE_SECONDS)

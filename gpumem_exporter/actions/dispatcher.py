@@ -4,9 +4,8 @@ The path of an action: `submit` creates a part for each process, `commands` deli
 process's report, `take_results` takes the result from a later report, and the last result finishes the action. The
 states of actions and of their parts are in `lifecycle`. Used on the event loop only.
 
-A command is sent again with each reply until the process reports that it keeps it: a reply may get lost, and a reporter
-that gets a command twice repeats the first result. A command is bound to one process and one reporter session in it. No
-later process with the same pid gets it, and no other program in the same process.
+A command is bound to one process and one reporter session in it. No later process with the same pid gets it, and no
+other program in the same process.
 
 A group acts on all ranks or on none, as far as that is possible without a barrier. Its step is some seconds ahead. If a
 rank does not have its command in time, the dispatcher recalls the commands of all ranks.
@@ -15,15 +14,14 @@ rank does not have its command in time, the dispatcher recalls the commands of a
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_COMMANDS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.caller import Caller, RateLimits
-from gpumem_exporter.actions.engine_starts import EngineStarts, starts_for, starts_of_selection
+from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.engine_starts import EngineStarts, starts_for
 from gpumem_exporter.actions.engines import EngineMemory, Engines
 from gpumem_exporter.actions.group import whole_group
 from gpumem_exporter.actions.lifecycle import (
@@ -35,7 +33,9 @@ from gpumem_exporter.actions.lifecycle import (
     PartState,
     RunningAction,
 )
-from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action, SubmittedAction
+from gpumem_exporter.actions.model import Action, SubmittedAction
+from gpumem_exporter.actions.outside import OutsideActs
+from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.request import (
     ANSWER_GRACE_SECONDS,
     DEVICE_ACTIONS,
@@ -49,8 +49,9 @@ from gpumem_exporter.actions.results import (
     dry_run_results,
     expected_refusal,
     outside_results,
+    unsupported,
 )
-from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection, select
+from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, select
 from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.actions.terminate import Terminator
@@ -97,7 +98,6 @@ class Dispatcher:
         self._clock = clock
         self._wall_clock = wall_clock
         self._on_finished = on_finished
-        self._terminator = terminator
         self._limits = limits
         self._record = record
         self._call_later = call_later
@@ -106,6 +106,7 @@ class Dispatcher:
         self._settlements = Settlements(self._actions.replace)
         self._engines = EngineMemory(store, engines, clock=clock, poll_soon=poll_soon, changed=self._actions.replace)
         self._tasks: set[asyncio.Task[None]] = set()
+        self.outside = OutsideActs(terminator, self._engines, spawn=self._spawn, ended=self.finish_if_complete)
         self._engine_starts = EngineStarts(
             store, self._actions, self, lambda: wall_clock() - clock(), hide_identities=hide_identities
         )
@@ -133,29 +134,34 @@ class Dispatcher:
             TooManyActionsError: the caller, or a process, has reached its limit.
             IdempotencyConflictError: the caller used the key for another request.
         """
+        # Before all checks: the repetition of a request gets its action, whatever has changed since.
         if idempotency_key is not None:
             earlier = self._actions.with_key(requested_by.key, idempotency_key, request)
             if earlier is not None:
                 return earlier
         requested_by.require_permission(request, self._allowed)
+        action = Action.of(request, requested_by, self._wall_clock(), unlisted=unlisted)
+        share = action.share
+
         now = self._clock()
         snapshot = self._store.snapshot(now)
         selection = select(request, requested_by, snapshot, hide_identities=self._hide_identities)
         if request.group:
             selection = whole_group(selection, request, requested_by, now)
-        starting: tuple[StartingEngine, ...] = ()
-        if snapshot.starting:
-            starting = starts_of_selection(request, requested_by, selection)
-            self._engine_starts.require_permission(request, requested_by, starting, snapshot)
-        share = requested_by.share
+        commanded, targets = selection.commanded(request.action), selection.outside_targets(request.action)
+        facts = selection.facts(request)
         # A dry run reaches no process, so it counts for its caller only.
         limited = [] if request.dry_run else selection.limit_keys()
+        starting = self._engine_starts.admit(request, requested_by, selection) if snapshot.starting else ()
         if not request.dry_run:
             self._actions.require_room(share, len(selection.reporting))
+        # After all checks: an action that is refused does not count.
         self._limits.take(share, limited)
-        running = self._started(request, requested_by, selection, now, unlisted=unlisted)
-        self._actions.start(running, request, idempotency_key)
-        commanded, targets = selection.commanded(request.action), selection.outside_targets(request.action)
+
+        action = replace(action, at_step=selection.at_step)
+        running = RunningAction(action, now, request, requested_by, facts, offered_seconds=now)
+        if not request.dry_run:
+            self._call_later(request.deadline_seconds + request.duration_seconds + SILENT_GRACE_SECONDS, self.expire)
         for selected in commanded:
             # A group waits as a whole.
             whole = request.group or not starting
@@ -168,10 +174,13 @@ class Dispatcher:
             self._add_outside(running, target, its, snapshot)
         if running.blocked or any(each.reason_code == ReasonCode.ENGINE_STARTING for each in running.action.results):
             self._engine_starts.show(running, starting, snapshot)
-        self.finish_if_complete(running)
-        if running.commands or running.blocked:
-            self._call_later(request.deadline_seconds + request.duration_seconds + SILENT_GRACE_SECONDS, self.expire)
-        if not running.recorded.is_set() and self._record is not None:
+
+        self._actions.start(running, request, idempotency_key)
+        if running.complete:
+            self.finish_if_complete(running)
+        if self._record is None or request.dry_run or unlisted:
+            running.offer(self.wake)
+        else:
             submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
             self._spawn(self._offer_once(running, self._record(submitted)))
         return running.action
@@ -184,31 +193,6 @@ class Dispatcher:
         selected = select(request, requested_by, snapshot, hide_identities=self._hide_identities).reporting
         return suggest_clears(request, selected, snapshot, now, free_deadline=free_deadline)
 
-    def _started(
-        self, request: ActionRequest, caller: Caller, selection: Selection, now: float, *, unlisted: bool
-    ) -> RunningAction:
-        action = Action(
-            id=uuid.uuid4().hex,
-            action=request.action,
-            state=ActionState.QUEUED.value,
-            requested_by=str(caller),
-            created_unix_seconds=self._wall_clock(),
-            target=request.target,
-            mode=request.mode,
-            group=request.group,
-            at_step=selection.at_step,
-            dry_run=request.dry_run,
-            reason=request.reason,
-            caller=caller.key,
-            settle_seconds=request.settle_seconds,
-            unlisted=unlisted,
-        )
-        facts = selection.facts(request)
-        running = RunningAction(action, now, request, caller, facts, offered_seconds=now)
-        if self._record is None or request.dry_run or unlisted:
-            running.recorded.set()
-        return running
-
     def _add_command(
         self, running: RunningAction, selected: SelectedProcess, starting: Sequence[StartingEngine], snapshot: Snapshot
     ) -> None:
@@ -217,7 +201,10 @@ class Dispatcher:
         every_device = request.action not in DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
         if every_device:
             selected = selected._replace(samples=selected.process.report.devices)
-        result = expected_refusal(selected, request, running.facts) if request.dry_run else selected.refusal(request)
+        if request.dry_run:
+            result = expected_refusal(selected, request, running.facts)
+        else:
+            result = unsupported(selected.process, request)
         if result is None and request.action in ENGINE_ACTIONS:
             result = self._engines.refusal(running, selected.process, snapshot)
         if result is None and request.dry_run and starting:
@@ -234,21 +221,38 @@ class Dispatcher:
         state = PartState.BLOCKED if starting else PartState.WAITING
         part = CommandPart(command, selected, running.started_seconds + request.deadline_seconds, state)
         running.commands[part.key] = part
-        if running.recorded.is_set() and not starting:
-            self.wake(part.key)
+
+    def _add_outside(
+        self, running: RunningAction, target: OutsideTarget, starting: Sequence[StartingEngine], snapshot: Snapshot
+    ) -> None:
+        """Let the exporter act on a process, or add the result if it must not."""
+        result = self.outside.refusal(running, target, snapshot)
+        if result is None and running.action.dry_run:
+            waits = bool(starting)
+            result = (
+                self._engine_starts.refusal(running, starting, snapshot) if waits else self.outside.expected(running)
+            )
+        if result is not None:
+            running.add(outside_results(target, result, running.facts, running.request))
+            return
+        part = OutsidePart(running.action.id, target, running.started_seconds + running.request.deadline_seconds)
+        part.state = PartState.BLOCKED if starting else PartState.ACTING
+        running.outside.append(part)
+        if not starting:
+            self.outside.start(running, part)
 
     async def _offer_once(self, running: RunningAction, recorded: Awaitable[None]) -> None:
         try:
             await recorded
         finally:
-            running.recorded.set()
-            for key in running.commands:
-                self.wake(key)
+            running.offer(self.wake)
 
     # 2. A reporter receives its commands.
 
     def commands(self, process: ReportingProcess) -> tuple[Command, ...]:
         """Return the commands for a process, which count as delivered."""
+        # Until the process reports that it keeps a command, each reply has it: a reply may get lost. A reporter that
+        # gets a command twice repeats the first result.
         now = self._clock()
         pending = [
             (running, part)
@@ -415,52 +419,6 @@ class Dispatcher:
             part.recall(result)
             self.wake(part.key)
 
-    # Terminations, and engines that the exporter itself speaks with: the exporter acts, not the process.
-
-    def _add_outside(
-        self, running: RunningAction, target: OutsideTarget, starting: Sequence[StartingEngine], snapshot: Snapshot
-    ) -> None:
-        action_id, dry_run = running.action.id, running.action.dry_run
-        if running.action.action == "terminate":
-            result = self._terminator.refusal(action_id, target)
-            if result is None and dry_run and not starting:
-                result = CommandResult(action_id, DRY_RUN_OUTCOMES["terminate"], "", ReasonCode.WOULD_TERMINATE)
-        else:
-            result = self._engines.no_engine(action_id, target) or self._engines.refusal(
-                running, target.reporter, snapshot
-            )
-        if result is None and dry_run and starting:
-            result = self._engine_starts.refusal(running, starting, snapshot)
-        if result is not None:
-            running.add(outside_results(target, result, running.facts, running.request))
-            return
-        part = OutsidePart(action_id, target, running.started_seconds + running.request.deadline_seconds)
-        part.state = PartState.BLOCKED if starting else PartState.ACTING
-        running.outside.append(part)
-        if not starting:
-            self.start_outside(running, part)
-
-    def start_outside(self, running: RunningAction, part: OutsidePart) -> None:
-        """Act on a process, once the action is recorded."""
-        running.start()
-        self._spawn(self._act(running, part))
-
-    async def _act(self, running: RunningAction, part: OutsidePart) -> None:
-        await running.recorded.wait()
-        driver = None
-        try:
-            if running.withdrawal is not None:
-                result = running.withdrawal
-            elif running.action.action == "terminate":
-                result = await self._terminator.end(running.action.id, part.target)
-            else:
-                result, driver = await self._engines.act(running, part)
-        except Exception as error:  # noqa: BLE001 - the action must end, whatever the error is
-            reason = f"{type(error).__name__}: {error}"[:500]
-            result = CommandResult(running.action.id, "failed", reason, ReasonCode.EXCEPTION)
-        running.end_outside(part, result, driver)
-        self.finish_if_complete(running)
-
     # Queries
 
     def get(self, action_id: str) -> Action | None:
@@ -479,16 +437,8 @@ class Dispatcher:
 
     def note(self, action: str, *, requested_by: Caller, reason: str) -> Action:
         """Record an action that the exporter performs itself, without a target process."""
-        noted = Action(
-            id=uuid.uuid4().hex,
-            action=action,
-            state=ActionState.DONE.value,
-            requested_by=str(requested_by),
-            created_unix_seconds=self._wall_clock(),
-            target=Target(),
-            reason=reason,
-            caller=requested_by.key,
-        )
+        noted = Action.of(ActionRequest(action, Target(), reason=reason), requested_by, self._wall_clock())
+        noted = replace(noted, state=ActionState.DONE.value)
         self._actions.finish(noted)
         return noted
 

@@ -27,9 +27,9 @@ from gpumem_exporter.errors import ActionForbiddenError, GroupIncompleteError
 if TYPE_CHECKING:
     from gpumem_exporter.actions.dispatcher import Dispatcher
 
+# The actions that release memory to the driver or take memory from it. A garbage collection leaves the memory in the
+# allocator's cache, and a fraction releases nothing, with or without force.
 _DISTURBING = frozenset({"empty_cache", "terminate", "release_memory", "resume_memory"})
-"""The actions that release memory to the driver or take memory from it. A garbage collection leaves the memory in the
-allocator's cache, and a fraction releases nothing, with or without force."""
 _MAX_NAMED = 4
 
 
@@ -39,12 +39,13 @@ def starts_on(
     """Return the engines that start on these devices and whose start this action must not spoil.
 
     `ended` are the host pids that the action terminates, or the engine that it addresses: their own start does not
-    matter. With `force`, the caller accepts that the start of an engine fails, if the engine is its own or it may act
-    on every process.
+    matter.
     """
     if request.action not in _DISTURBING or not snapshot.starting:
         return ()
     devices, pids = set(uuids), set(() if request.action == "empty_cache" else ended)
+    # With `force`, the caller accepts that the start of an engine fails. It may do so for its own engine, or if it may
+    # act on every process.
     return tuple(
         engine
         for engine in snapshot.starting
@@ -151,16 +152,20 @@ class EngineStarts:
         viewer = caller if self.hide_identities else None
         return waits(starting, snapshot, unix_offset_seconds=self.unix_offset_seconds(), viewer=viewer)
 
-    def require_permission(
-        self, request: ActionRequest, caller: Caller, starting: Sequence[StartingEngine], snapshot: Snapshot
-    ) -> None:
-        """Raise ActionForbiddenError if `force` is not sufficient: engines of other users, as of `starts_on`, start."""
+    def admit(self, request: ActionRequest, caller: Caller, selection: Selection) -> tuple[StartingEngine, ...]:
+        """Return the engines that an action waits for.
+
+        Raises ActionForbiddenError if `force` is not sufficient: engines of other users, as of `starts_on`, start.
+        """
+        starting = starts_of_selection(request, caller, selection)
         if request.force and starting:
+            waiting = self.seen_by(caller, starting, selection.snapshot)
             raise ActionForbiddenError(
-                f"{describe(self.seen_by(caller, starting, snapshot))}, and memory that is released meanwhile can end "
-                f"its start. For the engine of another user, {request.action} with force needs "
-                f"{caller.missing_rights}. Without force, the action waits until the engine has started"
+                f"{describe(waiting)}, and memory that is released meanwhile can end its start. For the engine of "
+                f"another user, {request.action} with force needs {caller.missing_rights}. Without force, the action "
+                "waits until the engine has started"
             )
+        return starting
 
     def refusal(self, running: RunningAction, starting: Sequence[StartingEngine], snapshot: Snapshot) -> CommandResult:
         """Return the result of a part that does not run because these engines start."""
@@ -221,7 +226,7 @@ class EngineStarts:
         """Continue a part whose engines have started. The parts of a group continue together."""
         if isinstance(part, OutsidePart):
             part.unblock()
-            self.dispatcher.start_outside(running, part)
+            self.dispatcher.outside.start(running, part)
         elif running.action.group:
             self._unblock_group(running, now)
         else:
@@ -229,7 +234,8 @@ class EngineStarts:
             self.dispatcher.wake(part.key)
 
     def _unblock_group(self, running: RunningAction, now: float) -> None:
-        """Choose the step of a group again: its ranks have made steps while it was blocked."""
+        """Choose the step of a group again, and continue it."""
+        # Its ranks have made steps while it was blocked: the step that was chosen may have passed.
         parts = [part for part in running.commands.values() if part.blocked]
         reported = [self.store.find(part.key) for part in parts]
         ranks = [

@@ -1,8 +1,7 @@
 """Releases and resumes the memory of inference engines, and measures what the driver then lists. Event loop only.
 
 An engine whose reporter can speak with it runs the action as a command. With any other engine, the exporter itself
-speaks: `Engines` finds it. In both cases the effect is the difference of the driver's values for the process, and never
-what the engine says.
+speaks: `Engines` finds it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from gpumem_exporter.core.store import Store
 MIN_IDLE_SECONDS = 120.0
 """Policies and alerts let no engine sleep that had a request in this time, or whose last request is not known."""
 _THREADS = 16
+# The number of engines of one user or container that are spoken with at the same time.
 _CALLS_OF_OWNER = 4
-"""The number of engines of one user or container that are spoken with at the same time."""
 _ASK_AGAIN_SECONDS = 0.5
 _MEASURE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
@@ -119,10 +118,10 @@ class EngineMemory:
         self._poll_soon = poll_soon
         self._changed = changed
         self._threads = asyncio.Semaphore(_THREADS)
+        # By share: root of a container can become every uid.
         self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_CALLS_OF_OWNER))
-        """By share: root of a container can become every uid."""
+        # The calls under way, by action and engine: all processes of an engine sleep together.
         self._calls: dict[tuple[str, Hashable], asyncio.Task[None]] = {}
-        """The calls under way, by action and engine: all processes of an engine sleep together."""
 
     def engines_among(self, targets: list[OutsideTarget], others: int) -> list[OutsideTarget]:
         """Return the targets that seem to be engines; all of them if there is no engine, so that the results say so."""
@@ -154,6 +153,7 @@ class EngineMemory:
     async def act(self, running: RunningAction, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
         """Let the engine of a process release or resume its memory. Return the result, and what the driver lists."""
         action_id, target = running.action.id, part.target
+        # The effect is the difference of the driver's values for the process, and never what the engine says.
         started, before = self._clock(), self.used_by(target.host_pid)
         try:
             engine = await self._call(target, lambda: self._find(target))
@@ -161,7 +161,7 @@ class EngineMemory:
             if key not in self._calls:
                 self._calls[key] = asyncio.ensure_future(self._drive(running, part, engine))
                 self._calls[key].add_done_callback(lambda _: self._calls.pop(key, None))
-            await asyncio.shield(self._calls[key])
+            await asyncio.shield(self._calls[key])  # other processes of the engine wait for the same call
         except EngineRefusedError as error:
             return CommandResult(action_id, error.outcome, str(error), error.code), None
         duration_seconds = self._clock() - started
@@ -255,7 +255,8 @@ class EngineMemory:
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
-    """Run a function in a thread of its own: a daemon, so that an engine that hangs does not delay the exit."""
+    """Run a function in a thread of its own."""
+    # A daemon, unlike the threads of a pool: an engine that hangs must not delay the exit.
     future: Future[T] = Future()
 
     def run() -> None:

@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.results import unsupported
 from gpumem_exporter.actions.selection import SelectedProcess, Selection, select_reporting
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import GroupIncompleteError
 
 GROUP_LEAD_SECONDS = 5.0
 """The minimum time until a group's step: enough to reach every rank, and to withdraw the commands again."""
+# The owners, and the processes of each, that a message names.
 _MAX_SHOWN = 8
-"""The owners, and the processes of each, that a message names."""
+# The minimum number of steps between the last report of a rank and the step at which it acts: the rank may be at the
+# end of the next one already.
 _LEAD_STEPS = 2
-"""The minimum number of steps between the last report of a rank and the step at which it acts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,14 @@ def seconds_until_step_ends(rates: Iterable[StepRate], step: int) -> float:
 def whole_group(selection: Selection, request: ActionRequest, caller: Caller, now_seconds: float) -> Selection:
     """Return every process of the selected processes' workload and owner, and the step after which they act.
 
-    The workload is only a label, which the processes of another user or container may have as well. If there are
-    several owners, a user's group is its own outside of containers. Otherwise the target must name the processes.
     Raises GroupIncompleteError if there is not one workload and owner, or if a rank cannot take part.
     """
     workloads = sorted({one.process.report.process.workload for one in selection.reporting})
     if len(workloads) > 1 or not workloads[0]:
         named = ", ".join(workload or "(none)" for workload in workloads)
         raise GroupIncompleteError(f"a group is one workload; the target has {named}")
+    # The workload is only a label, which the processes of another user or container may have as well. If there are
+    # several owners, a user's group is its own outside of containers. Otherwise the target must name the processes.
     owners = {one.process.key.owner for one in selection.reporting}
     own = (caller.uid, caller.place)
     if len(owners) > 1 and not request.target.pid:
@@ -101,7 +103,7 @@ def group_step(request: ActionRequest, ranks: Sequence[SelectedProcess], now_sec
     obstacles: list[str] = []
     for rank in ranks:
         report = rank.process.report
-        refusal = rank.refusal(request)
+        refusal = unsupported(rank.process, request)
         if refusal is not None:
             obstacles.append(f"{rank}: {refusal.reason}")
         elif report.step is None or not report.step_seconds:

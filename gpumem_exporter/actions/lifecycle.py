@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
@@ -40,8 +40,8 @@ from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
 MAX_BYTES = 16 << 20
 MAX_UNDER_WAY = 4096
 """The maximum number of processes in the running actions of one share."""
+# One dry run is kept for this number of actions.
 _DRY_RUNS_SHARE = 4
-"""One dry run is kept for this number of actions."""
 
 
 class ActionState(Enum):
@@ -281,6 +281,12 @@ class RunningAction:
         """The number of its parts and results."""
         return len(self.commands) + len(self.outside) + len(self.action.results)
 
+    def offer(self, wake: Callable[[ProcessKey], None]) -> None:
+        """Record that processes may get their commands, and wake the requests that wait for one."""
+        self.recorded.set()
+        for key in self.commands:
+            wake(key)
+
     def start(self) -> None:
         """Record that a part has started. A repetition has no effect."""
         if self.action.state != ActionState.RUNNING.value:
@@ -345,9 +351,10 @@ class ActionRegistry:
         self.running: dict[str, RunningAction] = {}
         """The actions that have not ended by id, oldest first."""
         self._finished = _Kept(max_finished, MAX_BYTES)
+        # Apart, so that dry runs displace no action.
         self._dry_runs = _Kept(max(1, max_finished // _DRY_RUNS_SHARE), MAX_BYTES // _DRY_RUNS_SHARE)
+        # The request and the id of an action, by its caller and key.
         self._keys: dict[tuple[str, str], tuple[ActionRequest, str]] = {}
-        """The request and the id of an action, by its caller and key."""
 
     def get(self, action_id: str) -> Action | None:
         """Return an action as it is now; None if it is unknown or forgotten."""
@@ -447,6 +454,7 @@ class _Kept:
         return True
 
     def _forget_oldest_of(self, shares: Counter[str]) -> str:
+        # A caller with many actions loses its own ones, not those of others.
         share = max(shares, key=shares.__getitem__)
         oldest = next(action for action in self._actions.values() if action.share == share)
         del self._actions[oldest.id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ DRY_RUN_OUTCOMES: Mapping[str, str] = {
     "resume_memory": "would_resume",
 }
 """The outcome in a dry run of each action, in a process that would do it."""
+# About the memory of a result with its numbers and names, or of an action without results.
 _RESULT_BYTES = 1024
-"""About the memory of a result with its numbers and names, or of an action without results."""
 _BLOCK_BYTES = 512
+# A string without its characters.
 _TEXT_BYTES = 64
-"""A string without its characters."""
 
 
 def is_done(outcome: str) -> bool:
@@ -132,6 +133,27 @@ class Action:
     waits_for: tuple[EngineWait, ...] = ()
     """The engines whose start it waits for now, or for a dry run would wait for."""
 
+    @classmethod
+    def of(
+        cls, request: ActionRequest, caller: Caller, created_unix_seconds: float, *, unlisted: bool = False
+    ) -> Action:
+        """Return the action of a request, which is in the state `queued`."""
+        return cls(
+            id=uuid.uuid4().hex,
+            action=request.action,
+            state="queued",
+            requested_by=str(caller),
+            created_unix_seconds=created_unix_seconds,
+            target=request.target,
+            mode=request.mode,
+            group=request.group,
+            dry_run=request.dry_run,
+            reason=request.reason,
+            caller=caller.key,
+            settle_seconds=request.settle_seconds,
+            unlisted=unlisted,
+        )
+
     @property
     def share(self) -> str:
         """The holder of the share of every limit that the action uses."""
@@ -162,7 +184,7 @@ class Action:
     @property
     def kept_bytes(self) -> int:
         """About the memory that the action takes while it is kept."""
-        names = sum(len(name) + _TEXT_BYTES for values in self.target.given().values() for name in values)
+        names = sum(len(name) + _TEXT_BYTES for values in self.target.given.values() for name in values)
         return _RESULT_BYTES + names + len(self.reason) + sum(result.kept_bytes for result in self.results)
 
     def visible_to(self, caller: Caller) -> bool:

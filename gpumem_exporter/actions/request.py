@@ -1,8 +1,7 @@
 """The one declaration of an action's request: its fields, what they accept, and the actions that accept them.
 
 The HTTP API, the command line, alerts and policies read their options from `OPTIONS` and `SELECTORS`, and check a
-request with `invalid_fields`. The declaration is a dataclass and not a pydantic model, because every command of the
-terminal imports it, and the import of pydantic takes longer than most commands.
+request with `invalid_fields`.
 """
 
 from __future__ import annotations
@@ -39,12 +38,14 @@ DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")
 """The actions that apply to the target devices only. All others apply to every device of a process."""
 
 _MAX_VALUES = 1000
+# The events of an action have its target, and an event has at most 64 KiB.
 _MAX_TARGET_BYTES = 16 << 10
-"""The events of an action have its target, and an event has at most 64 KiB."""
 _MAX_PID = 2**31 - 1
 _PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?")
 
 
+# Dataclasses and not pydantic models, because every command of the terminal imports them, and the import of pydantic
+# takes longer than most commands.
 @dataclass(frozen=True, slots=True)
 class RequestOption:
     """A field of a request, as the API, the command line, alerts and policies need it."""
@@ -133,6 +134,8 @@ class Target:
     """The names or the uids of users."""
     orphans: bool
     all: bool
+    given: Mapping[str, tuple[str, ...]] = field(compare=False, repr=False)
+    """The fields that narrow the target, by selector."""
 
     def __init__(
         self,
@@ -146,9 +149,11 @@ class Target:
         orphans: bool = False,
         all: bool = False,  # noqa: A002 - the name in the API
     ) -> None:
-        given = {"gpu": gpu, "uuid": uuid, "pid": pid, "workload": workload, "rank": rank, "user": user}
-        for name, value in given.items():
-            object.__setattr__(self, name, _values(value))
+        values = {"gpu": gpu, "uuid": uuid, "pid": pid, "workload": workload, "rank": rank, "user": user}
+        selectors = {name: _values(value) for name, value in values.items()}
+        for name, selected in selectors.items():
+            object.__setattr__(self, name, selected)
+        object.__setattr__(self, "given", {name: selected for name, selected in selectors.items() if selected})
         object.__setattr__(self, "orphans", orphans)
         object.__setattr__(self, "all", all)
 
@@ -157,15 +162,11 @@ class Target:
         wanted = getattr(self, selector)
         return not wanted or any(value in wanted for value in values)
 
-    def given(self) -> dict[str, tuple[str, ...]]:
-        """Return the fields that narrow the target."""
-        return {name: values for name in SELECTORS if (values := getattr(self, name))}
-
     def document(self) -> dict[str, Any]:
         """Return the target as JSON: several values are a list, and a pid is a number if possible."""
         given = {
             name: [_json_pid(v) for v in values] if name == "pid" else list(values)
-            for name, values in self.given().items()
+            for name, values in self.given.items()
         }
         selected = {name: values if len(values) > 1 else values[0] for name, values in given.items()}
         flags = {name: True for name in ("orphans", "all") if getattr(self, name)}
@@ -173,7 +174,7 @@ class Target:
 
     def describe(self) -> str:
         """Return the target as a caller writes it: `gpu=0,1 workload=llm`."""
-        words = [f"{name}={','.join(values)}" for name, values in self.given().items()]
+        words = [f"{name}={','.join(values)}" for name, values in self.given.items()]
         return " ".join([*words, *(["orphans"] if self.orphans else [])]) or "all"
 
 
@@ -355,7 +356,7 @@ def invalid_fields(request: ActionRequest) -> tuple[InvalidField, ...]:
 
 
 def _invalid_target(target: Target) -> Iterator[InvalidField]:
-    given = target.given()
+    given = target.given
     size = len(json.dumps(target.document()))
     if size > _MAX_TARGET_BYTES:
         yield InvalidField("target", size, f"at most {_MAX_TARGET_BYTES} bytes of JSON")

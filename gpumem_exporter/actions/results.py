@@ -12,10 +12,11 @@ from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, ActionResult, is_done
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
+from gpumem_exporter.core.samples import ReportingProcess
 
 _RESERVED = ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
+# What a process measures on each device.
 _MEASURED = (*_RESERVED, "freed_bytes", "device_free_before_bytes", "device_free_after_bytes")
-"""What a process measures on each device."""
 
 
 class DriverValues(NamedTuple):
@@ -116,9 +117,21 @@ def released_bytes(sample: DeviceSample, request: ActionRequest) -> int | None:
     return sum(sizes.get(name, 0) for name in ("kv_cache", "weights") if name != request.keep)
 
 
+def unsupported(process: ReportingProcess, request: ActionRequest) -> CommandResult | None:
+    """Return the result of a request that the process's reporter does not support; None if it supports it."""
+    report = process.report
+    if report.actions and request.action not in report.actions:
+        reason = f"its reporter supports only {', '.join(report.actions)}"
+        return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_ACTION)
+    if request.mode not in report.modes:
+        reason = f"its reporter supports only the mode {', '.join(report.modes)}"
+        return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_MODE)
+    return None
+
+
 def expected_refusal(selected: SelectedProcess, request: ActionRequest, facts: NodeFacts) -> CommandResult | None:
     """Return the result of a command that the process would not run, from its last report; None if it would."""
-    refusal = selected.refusal(request)
+    refusal = unsupported(selected.process, request)
     if refusal is not None or request.force:
         return refusal
     for sample in selected.samples:

@@ -9,8 +9,7 @@ from heapq import nlargest
 from itertools import islice
 from typing import NamedTuple
 
-from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult, DeviceSample
-from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, DeviceSample
 from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.request import OUTSIDE_ACTIONS, ActionRequest, Target
@@ -21,12 +20,12 @@ from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 
 _MAX_SHOWN = 20
 _NOUNS = {"gpu": "GPU", "uuid": "UUID", "pid": "pid", "workload": "workload", "rank": "rank", "user": "user"}
+# The selectors whose values are words. A number has no nearest match that would help.
 _SPELLED = ("uuid", "workload", "user")
-"""The selectors whose values are words. A number has no nearest match that would help."""
+# The maximum number of known names that one unknown name is compared with, on the event loop.
 _MAX_COMPARED = 100
-"""The maximum number of known names that one unknown name is compared with, on the event loop."""
+# The number of characters of a name that are compared. The time of a comparison grows with their square.
 _MAX_COMPARED_LENGTH = 64
-"""The number of characters of a name that are compared. The time of a comparison grows with their square."""
 _CANDIDATES = 3
 _SIMILAR = 0.6
 
@@ -42,17 +41,6 @@ class SelectedProcess(NamedTuple):
     process: ReportingProcess
     samples: tuple[DeviceSample, ...]
     """Its samples of the selected devices."""
-
-    def refusal(self, request: ActionRequest) -> CommandResult | None:
-        """Return the result of a request that the process's reporter does not support; None if it supports it."""
-        report = self.process.report
-        if report.actions and request.action not in report.actions:
-            reason = f"its reporter supports only {', '.join(report.actions)}"
-            return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_ACTION)
-        if request.mode not in report.modes:
-            reason = f"its reporter supports only the mode {', '.join(report.modes)}"
-            return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_MODE)
-        return None
 
     def __str__(self) -> str:
         rank = self.process.report.process.rank
@@ -212,7 +200,7 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
 
 def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
     """Return the reporting processes of a target. A target with a device excludes processes that do not use it."""
-    wanted, gpus = target.given(), snapshot.gpus
+    wanted, gpus = target.given, snapshot.gpus
     by_device = "uuid" in wanted or "gpu" in wanted
     selected = []
     for name, process in snapshot.names.reporting:
@@ -245,9 +233,9 @@ def _admits(wanted: Mapping[str, Sequence[str]], **values: Sequence[str]) -> boo
 def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ...]:
     """Return the target's processes that the driver lists and that do not report."""
     node = snapshot.node
-    if node is None or target.workload or target.rank:
+    if node is None or target.workload or target.rank:  # which only reports name
         return ()
-    wanted, unreported = target.given(), _listed_pids(snapshot)
+    wanted, unreported = target.given, _listed_pids(snapshot)
     found: dict[int, list[tuple[str, int | None]]] = {}
     for device in node.devices:
         for listed in device.processes or () if _admits(wanted, uuid=(device.uuid,), gpu=(device.gpu,)) else ():
@@ -269,8 +257,9 @@ def _title(process: ReportingProcess, snapshot: Snapshot) -> str:
 
 
 def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting, shown: _Reporting) -> None:
-    """Check that each name of the target exists. An action on only some of the names would hide a typing error."""
-    given = request.target.given()
+    """Check that each name of the target exists."""
+    # An action on only some of the names would hide a typing error.
+    given = request.target.given
     if not given:
         return
     names, listed = snapshot.names, _listed_pids(snapshot)
@@ -354,7 +343,7 @@ def nothing_matches(target: Target, reporting: _Reporting) -> str:
 
 def _unknown(target: Target, known: _Names, shown: _Names, unreported: Collection[str]) -> Iterator[str]:
     suggested = False
-    for selector, values in target.given().items():
+    for selector, values in target.given.items():
         unreachable = unreported if selector == "pid" else ()
         listed = set(known[selector])
         if silent := [value for value in values if value in unreachable]:
@@ -362,6 +351,7 @@ def _unknown(target: Target, known: _Names, shown: _Names, unreported: Collectio
         unknown = [value for value in values if value not in listed and value not in unreachable]
         if unknown:
             names = [name for name in dict.fromkeys(shown[selector]) if name]
+            # One suggestion is enough for a message, and comparing names takes long.
             nearest = "" if suggested or selector not in _SPELLED else _nearest(unknown[0], names)
             suggested |= selector in _SPELLED
             noun = _NOUNS[selector]
@@ -371,17 +361,15 @@ def _unknown(target: Target, known: _Names, shown: _Names, unreported: Collectio
 
 
 def _nearest(value: str, known: Iterable[str]) -> str:
-    """Return the known name that is most similar to a value; empty if no name is similar.
-
-    A message has one suggestion, and only the names that share the most characters with the value are compared exactly:
-    the longest request would otherwise stop the event loop for 40 s.
-    """
+    """Return the known name that is most similar to a value; empty if no name is similar."""
     matcher = SequenceMatcher(b=value[:_MAX_COMPARED_LENGTH])
 
     def ratio(name: str, *, exact: bool) -> float:
         matcher.set_seq1(name[:_MAX_COMPARED_LENGTH])
         return matcher.ratio() if exact else matcher.quick_ratio()
 
+    # Only the names that share the most characters with the value are compared exactly. The longest request would
+    # otherwise stop the event loop for 40 s.
     candidates = nlargest(_CANDIDATES, islice(known, _MAX_COMPARED), key=lambda name: ratio(name, exact=False))
     similarity, nearest = max(((ratio(name, exact=True), name) for name in candidates), default=(0.0, ""))
     return nearest if similarity >= _SIMILAR else ""

@@ -1,8 +1,4 @@
-"""The requests that clear the caches of a target with the least harm. Pure.
-
-A clear in the middle of a step stalls the step, and a rank that clears alone makes all other ranks wait. So a process
-that trains clears at the end of a step, and a job with several ranks that train clears after the same step.
-"""
+"""The requests that clear the caches of a target with the least harm. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS, MAX_DEADLI
 from gpumem_exporter.actions.selection import SelectedProcess, select_reporting
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 
+# A job that trains has the time of this number of its steps, because a step may take longer than the last ones.
 _DEADLINE_STEPS = 4
-"""A job that trains has the time of this number of its steps, because a step may take longer than the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +40,8 @@ def suggested_timing(
 
     `job` are all processes of a workload and owner that report. Without `deadline_seconds`, the deadline is chosen.
     """
+    # A clear in the middle of a step stalls the step, and a rank that clears alone makes all other ranks wait. So a
+    # process that trains clears at the end of a step, and a job with several ranks that train after the same step.
     training = [process for process in job if trains(process)]
     if deadline_seconds is None:
         deadline_seconds = long_enough_seconds(process.report.step_seconds for process in training)

@@ -1,7 +1,6 @@
 """Terminates processes from outside, because one may hang: SIGTERM, a grace period, SIGKILL.
 
-A pidfd (pidfd_open(2)) makes sure that no later process with the same pid is hit: it is opened before the start time is
-compared. The kernel decides which processes the exporter's user may signal.
+The kernel decides which processes the exporter's user may signal.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.host import Host
 
+# Seconds between SIGTERM and SIGKILL.
 _GRACE_SECONDS = 10.0
-"""Seconds between SIGTERM and SIGKILL."""
+# A killed process may stay in the kernel for this time while the kernel releases its memory.
 _KILL_SECONDS = 10.0
-"""A killed process may stay in the kernel for this time while the kernel releases its memory."""
 
 
 class Terminator:
@@ -30,10 +29,8 @@ class Terminator:
         self._host = host
 
     def refusal(self, action_id: str, target: OutsideTarget) -> CommandResult | None:
-        """Return the result for a process that must not be terminated; None for any other.
-
-        A pid that is only the claim of a report is refused: kernel and driver must confirm it.
-        """
+        """Return the result for a process that must not be terminated; None for any other."""
+        # The pid of a report is only a claim, which kernel and driver must confirm.
         if not target.attested:
             reason, code = "its report is not attested: the kernel has not named the sender", ReasonCode.NOT_ATTESTED
         elif not target.listed:
@@ -55,6 +52,7 @@ class Terminator:
         """Terminate a process that `refusal` permits, and return the result."""
         clock = asyncio.get_running_loop().time
         started = clock()
+        # The pidfd is opened before `refusal` compares the start time, so that no later process with this pid is hit.
         try:
             pidfd = os.pidfd_open(target.host_pid or 0)
         except ProcessLookupError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -22,10 +23,10 @@ from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.errors import TargetNotFoundError
 
 _ACTIONS = "/api/v1/actions"
+# Routes that every client may read, unless the exporter has passwords.
 _PUBLIC = ("/health", "/api/v1/devices", "/api/v1/history", "/api/v1/live", "/api/v1/processes")
-"""Routes that every client may read, unless the exporter has passwords."""
+# The timeout of a file that the exporter has to build, such as a large profile.
 _FILE_SECONDS = 30.0
-"""The timeout of a file that the exporter has to build, such as a large profile."""
 _ID_LENGTH = 32
 _FINAL_STATES = ("done", "failed", "expired", "cancelled")
 
@@ -45,15 +46,15 @@ def has_settled(action: Document) -> bool:
 class ExporterApi:
     """The API at the first of several addresses that answers. Not thread-safe.
 
-    With `token_for_reads`, public routes receive the token too: it shows the identities that an exporter hides.
-    Otherwise, they receive it after a 401, because the exporter has passwords and accepts the token instead. By
+    With `token_for_reads`, public routes receive the token too: it shows the identities that an exporter hides. By
     default, only servers that the environment names receive the token. The timeout is for each answer, in addition to a
-    delay that the request permits. Raises ConfigurationError if an address is invalid.
+    delay that the request permits. Raises ConfigurationError if an address is invalid. A function that returns the
+    addresses is called before the first request.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
+        urls: Sequence[str] | Callable[[], Sequence[str]],
         *,
         token: str = "",
         token_for_reads: bool = True,
@@ -61,7 +62,9 @@ class ExporterApi:
         timeout_seconds: float = 5.0,
         advice: str = "start one with `gpumem-exporter serve`, or give its address with --url",
     ) -> None:
-        self._candidates = [(url, Connection(url, timeout_seconds=timeout_seconds, trust=trust)) for url in urls]
+        self._connect = partial(Connection, timeout_seconds=timeout_seconds, trust=trust)
+        self._find_urls = urls if callable(urls) else None
+        self._candidates = [] if callable(urls) else [(url, self._connect(url)) for url in urls]
         self._timeout_seconds = timeout_seconds
         self._advice = advice
         self._headers = {"Accept": "application/json", "User-Agent": "gpumem-exporter-cli"}
@@ -151,10 +154,14 @@ class ExporterApi:
         public = method == "GET" and path.startswith(_PUBLIC) and not self._token_for_reads
         sent = {**self._headers, **(headers or {})}
         with_token = {**sent, **self._authorization}
+        if self._find_urls is not None:
+            self._candidates = [(url, self._connect(url)) for url in self._find_urls()]
+            self._find_urls = None
         for url, transport in self._candidates:
             try:
                 first = sent if public else with_token
                 answer = transport.request(method, path, body, first, timeout_seconds=timeout_seconds)
+                # The exporter has passwords, and accepts the token instead.
                 if public and self._authorization and answer.status == http.client.UNAUTHORIZED:
                     self._token_for_reads = True
                     answer = transport.request(method, path, body, with_token, timeout_seconds=timeout_seconds)

@@ -29,8 +29,8 @@ from gpumem_exporter.view import sentences
 _HOLD_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 _YES = ("y", "yes")
+# A part of a clear is refused if its processes exited, its ranks cannot act together, or a limit is reached.
 _REFUSALS = (http.client.NOT_FOUND, http.client.CONFLICT, http.client.TOO_MANY_REQUESTS)
-"""A part of a clear is refused if its processes exited, its ranks cannot act together, or a limit is reached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from click.shell_completion import BashComplete, CompletionItem, ShellComplete, 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.cli.program import COMPLETION_VARIABLE, PROGRAM
 
+# The timeout of the exporter at a tab.
 _ANSWER_SECONDS = 1.0
-"""The timeout of the exporter at a tab."""
 _LIVE = "/api/v1/live"
 _BASH = r"""
 %(complete_func)s() {

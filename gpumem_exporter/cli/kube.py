@@ -161,11 +161,7 @@ class Kubectl:
 
 
 class Forward:
-    """A port of this machine that leads to the exporter of a node, until `close`.
-
-    If kubectl ends, because the pod was replaced or the connection was lost, it is started again for the pod that the
-    node has by then, with the same local port.
-    """
+    """A port of this machine that leads to the exporter of a node, from `start` until `close`."""
 
     def __init__(self, kubectl: Kubectl, target: str, pods: Sequence[ExporterPod] | None = None) -> None:
         self.failure = ""
@@ -178,11 +174,16 @@ class Forward:
         self._started, self._closed = threading.Event(), threading.Event()
         # Linux ends a child with the thread that started it, so the thread must live as long as the child.
         self._thread = threading.Thread(target=self._run, name="gpumem-kubectl", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start kubectl, unless it was started."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     @property
     def url(self) -> str:
         """The URL on this machine; waits for the first connection. Raises the errors of `Kubectl.pods` and `find`."""
+        self.start()
         if not self._started.wait(_START_SECONDS):
             self.close()
             raise ExporterUnreachableError(
@@ -205,6 +206,8 @@ class Forward:
     def close(self) -> None:
         """End kubectl."""
         self.end()
+        if self._thread.ident is None:
+            return
         self._thread.join(_END_SECONDS)
         self._signal(signal.SIGKILL)
         self._thread.join(_END_SECONDS)
@@ -231,6 +234,8 @@ class Forward:
             if self._error is not None:
                 self._started.set()
                 return
+            # kubectl has ended, because the pod was replaced or the connection was lost. It is started again for the
+            # pod that the node has by then, with the same local port.
             self._closed.wait(self._pause_seconds * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
             self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
 
@@ -252,6 +257,8 @@ class Forward:
         except OSError as error:
             raise self._kubectl.missing(error) from None
         self._process = process
+        # `end` sets the flag, then signals the process. Here the process is set, then the flag is read: one of the two
+        # signals it.
         if self._closed.is_set():
             self._signal(signal.SIGTERM)
         last = ""
@@ -287,6 +294,8 @@ class Forwards:
             kubectl = Kubectl.from_environment()
             pods = kubectl.pods()
             self._by_target |= {target: Forward(kubectl, target, pods) for target in missing}
+            for target in missing:
+                self._by_target[target].start()
 
     def url(self, target: str) -> str:
         """Return the URL on this machine for a target of `open`. Raises the errors of `Forward.url`."""
@@ -294,6 +303,7 @@ class Forwards:
 
     def close(self) -> None:
         """End every kubectl."""
+        # All at once: each may take seconds to end.
         for forward in self._by_target.values():
             forward.end()
         for forward in self._by_target.values():

@@ -88,7 +88,7 @@ def selected(live: Document, target: Target) -> Document:
 
     The sizes of a job are the job's, also if the target selects only some of its processes.
     """
-    if not target.given() and not target.orphans:
+    if not target.given and not target.orphans:
         return live
     jobs = [{**job, "processes": kept} for job in live["jobs"] if (kept := list(_kept(target, _processes(job))))]
     used = {place["uuid"] for job in jobs for process in job["processes"] for place in process["devices"]}

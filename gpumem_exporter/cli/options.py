@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,8 +39,8 @@ from gpumem_exporter.cli.usage import quiet_option
 if TYPE_CHECKING:
     from gpumem_exporter.cli.kube import Forward
 
+# The settling time of a clear on a terminal.
 _SETTLE_SECONDS = 10.0
-"""The settling time of a clear on a terminal."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -82,25 +82,25 @@ connection_options = option_group(
 )
 
 
-def forwarded_url() -> str:
-    """Return the URL of the exporter of --kube; empty without --kube."""
+def kube_forward() -> Forward | None:
+    """Return the port of --kube; None without --kube."""
     context = click.get_current_context(silent=True)
-    forward: Forward | None = context.obj if context is not None else None
-    return forward.url if forward is not None else ""
+    return context.obj if context is not None else None
 
 
 def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the addresses to try, in order."""
-    if forwarded := forwarded_url():
+    """Return the addresses to try, in order. With --kube, waits until kubectl has connected."""
+    forward = kube_forward()
+    if forward is not None:
         if url is not None:
             raise ConfigurationError("--kube and --url both name the exporter; give one of them")
-        return (forwarded,)
+        return (forward.url,)
     return (full_url(url),) if url is not None else default_urls(environ)
 
 
 def exporter_trust() -> Trust:
     """Return which servers receive the token: over --kube, kubectl of this user needs no certificate."""
-    return replace(Trust.from_environment(), own_tunnel=bool(forwarded_url()))
+    return replace(Trust.from_environment(), own_tunnel=kube_forward() is not None)
 
 
 def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -119,7 +119,9 @@ def api_options(command: Callable[..., int]) -> Callable[..., int]:
     @connection_options
     @wraps(command)
     def run(*, url: str | None, token_file: str | None, **values: Any) -> int:
-        with ExporterApi(exporter_urls(url), token=action_token(token_file), trust=exporter_trust()) as api:
+        # Wrong usage is reported before kubectl connects, so the addresses are read at the first request.
+        urls = partial(exporter_urls, url) if kube_forward() is not None else exporter_urls(url)
+        with ExporterApi(urls, token=action_token(token_file), trust=exporter_trust()) as api:
             return command(api=api, **values)
 
     return run

@@ -6,20 +6,20 @@ PROGRAM = "gpumem-exporter"
 
 _MODULES = (
     ("serve", ("serve",)),
-    ("elsewhere", ("run",)),
+    ("unparsed", ("run",)),
     ("info", ("info",)),
     ("top", ("top",)),
     ("actions", ("clear", "gc", "reset-peak", "snapshot", "fraction", "sleep", "wake", "terminate")),
     ("profile", ("profile",)),
     ("events", ("events",)),
     ("action_log", ("actions",)),
-    ("elsewhere", ("plan",)),
+    ("unparsed", ("plan",)),
     ("nvml", ("release-nvml", "attach-nvml")),
     ("report", ("report",)),
     ("doctor", ("doctor",)),
     ("fleet", ("fleet",)),
     ("webhook", ("webhook",)),
-    ("elsewhere", ("help",)),
+    ("unparsed", ("help",)),
 )
 COMMANDS = {name: f"gpumem_exporter.cli.commands.{module}" for module, names in _MODULES for name in names}
 """The module of each command, in the order of the help."""

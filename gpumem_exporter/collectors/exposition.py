@@ -1,16 +1,17 @@
 """Renders the metrics page.
 
-`prometheus_client` takes 8 to 10 µs per series, and a node with 64 processes on 8 devices has 20,000 series. Here each
-subject (a device, a process, the allocator of a process) keeps its lines until it changes, and a page joins the lines
-of all subjects family by family.
+Each subject (a device, a process, the allocator of a process) keeps its lines until it changes, and a page joins the
+lines of all subjects family by family.
 """
+
+# Not with `prometheus_client`: it takes 8 to 10 µs per series, and a node with 64 processes on 8 devices has 20,000.
 
 from __future__ import annotations
 
 import logging
 import platform
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from operator import itemgetter
@@ -30,14 +31,15 @@ CONTENT_TYPE_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# The number of subjects between two pauses. One process on eight devices takes a fifth of a millisecond.
 _STEPS = 4
-"""The number of subjects between two pauses. One process on eight devices takes a fifth of a millisecond."""
+# The pieces of a page are about as long as the pieces in which it is sent. The heap has room for them. A block for the
+# whole page would be mapped and cleared by the kernel for each page: three times as long as joining the lines takes.
 _PIECE_BYTES = 120 << 10
-"""The pieces of a page are about as long as the pieces in which it is sent."""
+# The end of a family in a template; no UTF-8 text has this byte.
 _END = b"\xff"
-"""The end of a family in a template; no UTF-8 text has this byte."""
+# The number of subjects that are joined at once. One has about 1 KiB in a family on a node with eight devices.
 _SUBJECTS_OF_PIECE = 64
-"""The number of subjects that are joined at once. One has about 1 KiB in a family on a node with eight devices."""
 
 
 class Exposition:
@@ -66,14 +68,13 @@ class Exposition:
         self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
         self._failing: set[str] = set()
 
-    def render(self, snapshot: Snapshot, *, openmetrics: bool) -> Iterator[Sequence[bytes]]:
-        """Yield the page, in OpenMetrics 1.0 or in Prometheus' text format 0.0.4, as lines to be joined.
+    def render(self, snapshot: Snapshot, *, openmetrics: bool) -> Iterator[bytes]:
+        """Yield the page, in OpenMetrics 1.0 or in Prometheus' text format 0.0.4, in pieces.
 
-        It yields after short steps, at first without lines, so that other work can go on in between. A collector that
-        fails is left out and does not affect the others. Its first failure is logged.
+        It yields after short steps, at first empty pieces, so that other work can go on in between.
         """
         view = view_of(snapshot, hide_identities=self._hide_identities)
-        yield ()
+        yield b""
         work = _Work(self._clock)
         sampled: dict[str, list[Sampled]] = {}
         samples = {name: self._lines[name].sample(collect(view)) for name, _, collect in self._collectors}
@@ -84,6 +85,8 @@ class Exposition:
         families: dict[Metric, tuple[bytes, ...]] = {}
         for name, each in rendered.items():
             families.update(self._lines[name].page(each))
+        # A collector that fails is left out and does not affect the others. It fails at each scrape, so one line is
+        # enough.
         for name, error in work.errors.items():
             if name not in self._failing:
                 _log.error("collector %r failed; its metrics are left out until it succeeds", name, exc_info=error)
@@ -91,8 +94,7 @@ class Exposition:
         outcomes = [value for name in work.seconds for value in (int(name not in work.errors), work.seconds[name])]
         scrape = Samples((self._build, *work.seconds), _scrape_series, (1, *outcomes))
         families.update(self._scrape_lines.page(list(self._scrape_lines.render([Sampled("scrape", (), scrape)]))))
-        for piece in _joined(families, openmetrics=openmetrics):
-            yield (piece,)
+        yield from _joined(families, openmetrics=openmetrics)
 
 
 class _Work:
@@ -103,8 +105,8 @@ class _Work:
         self.seconds: dict[str, float] = {}
         self.errors: dict[str, Exception] = {}
 
-    def steps(self, collectors: Mapping[str, Iterable[T]], done: dict[str, list[T]]) -> Iterator[tuple[()]]:
-        """Take the steps of all collectors, and yield after some of them. `done` has no collector that fails."""
+    def steps(self, collectors: Mapping[str, Iterable[T]], done: dict[str, list[T]]) -> Iterator[bytes]:
+        """Take the steps of all collectors, and yield b"" after some of them. `done` has no collector that fails."""
         for name, steps in collectors.items():
             taken: list[T] = []
             spent, started = self.seconds.get(name, 0.0), self._clock()
@@ -113,7 +115,7 @@ class _Work:
                     taken.append(step)
                     if not len(taken) % _STEPS:
                         spent += self._clock() - started
-                        yield ()
+                        yield b""
                         started = self._clock()
                 done[name] = taken
             except Exception as error:  # noqa: BLE001 - `Exposition.render` logs it
@@ -233,6 +235,7 @@ class SubjectLines:
         if last is not None and last.samples == samples:
             return last._replace(source=source)
         shape = tuple(map(type, samples.values))
+        # In most reports only numbers change: the names, labels and places of the lines stay.
         if last is not None and last.shape == shape and last.samples[:2] == samples[:2]:
             template, pick = last.template, last.pick
         else:

@@ -52,6 +52,7 @@ def _processes(view: View) -> Iterator[Subject]:
         yield Subject(pid, _info_samples, (pid, process, node.facts_of(process) or _UNKNOWN, view.hide_identities))
     for pid, reporter in view.names.silent:
         yield Subject(pid, _info_samples, (pid, reporter, node.facts_of(reporter) or _UNKNOWN, view.hide_identities))
+    # One subject for all of them: they change only with the driver's lists, and not with a report.
     reporters = frozenset([pid for pid, _ in (*view.names.reporting, *view.names.silent)])
     listed = tuple([device.processes for device in view.devices])
     yield Subject("others", _others_samples, (reporters, listed, node.facts, view.hide_identities))
@@ -160,11 +161,8 @@ def _reporter_samples(pid: str, process: ReportingProcess) -> Samples:
 
 
 def _ooms(view: View) -> Iterator[Subject]:
-    """Yield the last error of each process on each device, with the labels at the time of the error.
-
-    The process may have exited. If the index of the device was unknown at the time of the error, because the driver had
-    not been polled, the current index is used.
-    """
+    """Yield the last error of each process on each device, with the labels at the time of the error."""
+    # If the driver had not been polled then, the index of the device was unknown: the current one is used.
     for oom in sorted(view.snapshot.ooms, key=lambda oom: (pid_order(oom.pid), oom.uuid)):
         labels = (oom.gpu or view.gpu_by_uuid.get(oom.uuid, ""), oom.uuid, oom.pid, oom.workload, oom.rank)
         yield Subject((oom.uuid, oom.pid), Samples, (labels, _oom_series, _oom_values(oom)))

@@ -83,13 +83,11 @@ class LastOoms:
             self._keep((self._ooms | ended).values())
 
     def restore(self, ooms: Iterable[LastOom]) -> None:
-        """Add the stored errors of an earlier run, the last of each process and device.
-
-        An error that is already known arrived after the stored one, so it stays. If both are the same error, the stored
-        one replaces it, because it has the time of the event.
-        """
+        """Add the stored errors of an earlier run, the last of each process and device."""
         for oom in ooms:
             known = self._ooms.get((oom.uuid, oom.pid))
+            # An error that is already known arrived after the stored one, so it stays. If both are the same error, the
+            # stored one replaces it: it has the time of the event.
             if known is None or (known.session == oom.session and known.number <= oom.number):
                 self._ooms[oom.uuid, oom.pid] = oom
         self._keep(self._ooms.values())

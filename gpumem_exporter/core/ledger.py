@@ -6,21 +6,11 @@ This equation is exact for each device:
           + other_processes                                                         (no reporter)
           + driver_reserved + unattributed + free
 
-`unattributed` is NVML's `used` minus every byte that has an owner. It is signed and never clamped, because the driver
-reads the device and the processes at slightly different times. It also has the non-torch bytes of a process whose
+`unattributed` is NVML's `used` minus every byte that has an owner. It also has the non-torch bytes of a process whose
 report and reading do not belong together: see `core.pairing`.
 
-A report enters the ledger of a device if the driver lists its process on that device. A reporter without a known host
-pid is left out, because `other_processes` already includes its bytes. So is a reporter whose pid belonged to another
-process when the driver was read. If the list of processes is unknown, every report enters the ledger.
-
-Some drivers report no memory per process (WSL, some vGPU configurations). Then `non_torch` and `other_processes` are
-absent, and their bytes are in `unattributed`. If the driver hides the memory of some processes only, the bytes of those
-processes are in `unattributed`.
-
-The cache of a process counts as `torch_reclaimable` where that is known. Otherwise it counts as `torch_fragmented`: the
-allocator owns the bytes, and nothing shows that they can be released. If reclaimable memory is unknown for every
-process with a cache, `torch_reclaimable` is absent.
+A report enters the ledger of a device if the driver lists its process on that device. If the list of processes is
+unknown, every report enters the ledger.
 """
 
 from __future__ import annotations
@@ -123,8 +113,9 @@ def shares_on(
     node = snapshot.node
     if node is None:
         return
-    # Without the processes whose pid was reused.
+    # Without the processes whose pid belonged to another process when the driver was read.
     reporting = [each for each in snapshot.names.reporting if node.pid_belongs_to(each[1])]
+    # A reporter without a known host pid is left out: `other_processes` already includes its bytes.
     known = {
         process.host_pid: (name, process, {sample.uuid: sample for sample in process.report.devices})
         for name, process in reporting
@@ -194,14 +185,20 @@ def device_ledger(device: DeviceReading, shares: Sequence[ProcessShare]) -> Devi
             reclaimable.append(cached)
         non_torch.append(non_torch_bytes)
     used = memory.total_bytes - memory.free_bytes - (memory.reserved_bytes or 0)
+    # Some drivers report no memory per process (WSL, some vGPU configurations), or hide the memory of some. What is not
+    # known has no share in the sums: those bytes are in `unattributed`.
     reclaimable_sum, non_torch_sum, others_sum = map(sum_of_known, (reclaimable, non_torch, others))
     known: dict[str, int | None] = {
         "torch_allocated": allocated,
         "torch_reclaimable": reclaimable_sum,
+        # With the caches whose reclaimable bytes are unknown: the allocator owns the bytes, and nothing shows that they
+        # can be released.
         "torch_fragmented": reserved_sum - allocated - (reclaimable_sum or 0),
         "non_torch": non_torch_sum if listed else None,
         "other_processes": others_sum if listed else None,
         "driver_reserved": memory.reserved_bytes,
+        # Signed and never clamped: the driver reads the device and the processes at slightly different times, and the
+        # categories must add up to the total.
         "unattributed": used - reserved_sum - (non_torch_sum or 0) - (others_sum or 0),
         "free": memory.free_bytes,
     }
@@ -210,6 +207,7 @@ def device_ledger(device: DeviceReading, shares: Sequence[ProcessShare]) -> Devi
 
 
 def sum_of_known(parts: Sequence[int | None]) -> int | None:
-    """Return the sum of the known parts; None if there are parts and all are unknown, because 0 would be a value."""
+    """Return the sum of the known parts; None if there are parts and all are unknown."""
+    # Not 0, which would be a value. Without any part, 0 is true.
     known = [part for part in parts if part is not None]
     return sum(known) if known or not parts else None

@@ -1,7 +1,6 @@
 """Names of processes on the metrics page, in JSON documents and in the targets of actions.
 
-A name always identifies one process. Prometheus rejects a page with a duplicate series, and an action must reach the
-process that the caller saw. The rules:
+A name always identifies one process. The rules:
 
 - The name of a reporter with a known host pid is that pid. If two reporters have the same host pid, the pid was reused
   and the first reporter has not expired yet. The one that reported last gets the name, and the other is left out. A
@@ -18,8 +17,8 @@ from __future__ import annotations
 
 from gpumem_exporter.core.place import Place
 
+# The start of the titles of Ray's workers.
 _RAY = "ray::"
-"""The start of the titles of Ray's workers."""
 
 
 def reporter_name(host_pid: int | None, namespace: int, pid: int, owner_uid: int | None, place: Place) -> str:
@@ -32,10 +31,8 @@ def reporter_name(host_pid: int | None, namespace: int, pid: int, owner_uid: int
 
 
 def command_of(host_command: str, reported_command: str) -> str:
-    """Return the command of a process, from the host's description and the reported one: the host's, if there is one.
-
-    Ray sets the title of an actor's process to its class and method. Only the reporter knows which actor it is.
-    """
+    """Return the command of a process: the host's description, if there is one, otherwise the reported one."""
+    # Ray sets the title of an actor's process to its class and method. Only the reporter knows which actor it is.
     if reported_command.startswith(_RAY) and host_command.startswith(_RAY):
         return reported_command
     return host_command or reported_command

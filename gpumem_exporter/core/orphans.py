@@ -1,8 +1,6 @@
 """Decides which processes are orphans: their launcher has ended, and they do not compute any more.
 
-`host.launchers` finds the processes whose launcher has ended. Such a process may still finish its work: a rank of
-torchrun trains on if its agent is killed. So it is an orphan only if it has not computed for `QUIET_SECONDS`, as far as
-its report, its use of the CPU and its devices show.
+`host.launchers` finds the processes whose launcher has ended.
 """
 
 from __future__ import annotations
@@ -25,14 +23,15 @@ class Orphans:
     def __init__(self) -> None:
         self.found: Mapping[int, LostLauncher] = {}
         """What each orphan has lost, by host pid. Replaced, never changed."""
-        self._busy_seconds: dict[str, float] = {}
-        """When each device was last busy, by uuid. A device whose utilization is unknown counts as busy."""
+        self._busy_seconds: dict[str, float] = {}  # when each device was last busy, by uuid
 
     def put_reading(self, reading: NodeReading, processes: Iterable[ReportingProcess]) -> None:
         """Find the orphans of a reading; `processes` are the reporting processes."""
         if not reading.up:
             self.found = {}
             return
+        # A device whose utilization is unknown counts as busy, and so does one at its first sight: to call a process an
+        # orphan that computes would be worse than to be late.
         now, known = reading.taken_seconds, self._busy_seconds
         self._busy_seconds = {
             device.uuid: known[device.uuid] if device.uuid in known and device.utilization_ratio == 0 else now
@@ -64,6 +63,7 @@ class Orphans:
         reporter: ReportingProcess | None,
         uuids: Iterable[str],
     ) -> bool:
+        # A process without its launcher may still finish its work: a rank of torchrun trains on if its agent is killed.
         since = now - QUIET_SECONDS
         if reporter is not None and reporter.start_time_ticks == facts.start_time_ticks:
             report, engine = reporter.report, reporter.report.engine

@@ -23,8 +23,8 @@ from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey,
 
 _NEVER = float("-inf")
 
+# Equal in two samples if the allocator took nothing from the driver and released nothing between them.
 _heap_version = attrgetter("reserved_bytes", "segments_allocated", "segments_freed", "cache_flushes", "alloc_retries")
-"""Equal in two samples if the allocator took nothing from the driver and released nothing between them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,8 @@ class _Row:
     def take(self, sample: DeviceSample, process: ReportingProcess) -> None:
         """Take the sample of a new report."""
         if _heap_version(sample) == _heap_version(self.newest):
-            # The reporter creates a report after the exporter has received the one before.
+            # The reporter creates a report after the exporter has received the one before: the new sample is older than
+            # that moment by its age at most.
             self.unchanged_until = self.process.received_seconds - process.report.sample_age_seconds
         else:
             self.unchanged_from, self.unchanged_until = process.sampled_seconds, _NEVER
@@ -104,6 +105,7 @@ class _Row:
 
     def show(self, reading: _Reading) -> None:
         """Use the newest sample with this reading."""
+        # Also if the sample does not fit: then only the non-torch memory is unknown.
         self.shown, self.shown_seconds = self.newest, self.process.sampled_seconds
         self.fits = self.belongs_to(reading)
         if self.fits:
@@ -148,6 +150,7 @@ class _Device:
             self.readings.popleft()
         self.readings.append(reading)
         shown = self.shown
+        # The shown reading has expired, or one of the two has no values that could be compared.
         if shown is None or shown not in self.readings or None in (shown.device.memory, reading.device.memory):
             self._show(reading)
         else:

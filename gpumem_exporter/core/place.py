@@ -1,15 +1,14 @@
 """Where a process runs: beside the exporter, or in a container. Pure; `host.places` reads it from /proc.
 
-A uid says less than it seems to: two pods that run as uid 1000 have different users, and root of a container can become
-every uid. So rights, groups and shares compare the place as well.
+Rights, groups and shares compare the place as well as the uid: two pods that run as uid 1000 have different users.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+# The characters of a container's id that are shown, as docker shows them.
 _SHOWN = 12
-"""The characters of a container's id that are shown, as docker shows them."""
 
 
 class Place(NamedTuple):
@@ -38,11 +37,9 @@ class Place(NamedTuple):
         return self.here or (self.known and self == other)
 
     def share(self, uid: int | None) -> str:
-        """Return the holder of one share of every limit for a process of this user in this place.
-
-        It is the user that made the container, the container, whose root can become every uid, or the user outside of
-        containers.
-        """
+        """Return the holder of one share of every limit for a process of this user in this place."""
+        # The container, not its users: its root can become every uid. A container that a user can make without end
+        # counts for that user.
         if self.container and self.user is None:
             return f"container:{self.container}"
         user = uid if self.user is None else self.user

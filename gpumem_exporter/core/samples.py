@@ -140,10 +140,8 @@ class NodeReading:
         return facts if facts is not None and facts.start_time_ticks == reporter.start_time_ticks else None
 
     def pid_belongs_to(self, process: ReportingProcess | SilentReporter) -> bool:
-        """Return whether the reporter's host pid in this reading belongs to the reporter's process.
-
-        It does not if the pid was reused: the start times differ. An unknown start time counts as equal.
-        """
+        """Return whether the reporter's host pid in this reading belongs to the reporter's process."""
+        # It does not if the pid was reused: the start times differ. An unknown start time counts as equal.
         facts = self.facts.get(process.host_pid) if process.host_pid is not None else None
         return (
             facts is None or 0 in (ticks := (facts.start_time_ticks, process.start_time_ticks)) or ticks[0] == ticks[1]
@@ -375,9 +373,9 @@ def kv_cache_size_bytes(sample: DeviceSample) -> int:
     return sample.component_bytes.get("kv_cache") or sum(sample.kv_cache_bytes.values())
 
 
+# The number of steps after which a training has reached its peak. Optimizers create their state in the first step, so
+# the second step is the first with all memory in use.
 _FULL_STEPS = 2
-"""The number of steps after which a training has reached its peak. Optimizers create their state in the first step, so
-the second step is the first with all memory in use."""
 
 
 def plan_error_ratio(sample: DeviceSample, step: int | None) -> float | None:

@@ -1,8 +1,6 @@
 """Finds the inference engines that start, because memory that another process releases meanwhile spoils their start.
 
-vLLM compares the free memory of the device before it loads a model with the free memory after a trial run. It exits if
-memory was released in between (vllm-project/vllm#56830), and otherwise takes a cache of the wrong size. SGLang also
-takes the size of its cache from free memory. There are two sources:
+There are two sources:
 
 - The report of the engine's process says that the engine starts, or that it has started. A reporter in vLLM knows.
 - The title of a process in the driver's list starts with `VLLM::` or `sglang::`. Such a process starts while it is
@@ -33,6 +31,9 @@ ENGINE_TITLES = ("VLLM::", "sglang::")
 """The starts of the titles that inference engines give their processes."""
 
 
+# vLLM compares the free memory of the device before it loads a model with the free memory after a trial run. It exits
+# if memory was released in between (vllm-project/vllm#56830), and otherwise takes a cache of the wrong size. SGLang
+# also takes the size of its cache from free memory.
 @dataclass(frozen=True, slots=True)
 class _Titled:
     """One process with the title of an engine, on one device."""
@@ -55,22 +56,20 @@ class _Titled:
 
 
 class StartingEngines:
-    """Follows the processes with the title of an engine. Not thread-safe: the store's lock protects it.
-
-    A reading without an answer of the driver changes nothing, because no engine has started because of it.
-    """
+    """Follows the processes with the title of an engine. Not thread-safe: the store's lock protects it."""
 
     def __init__(self) -> None:
         self.titled: dict[tuple[str, int], _Titled] = {}
         """By device and host pid; only young processes of the last reading. Replaced, never changed."""
+        # The NVML index of each device, by uuid.
         self._gpus: dict[str, str] = {}
-        """The NVML index of each device, by uuid."""
+        # The host pids on each device whose list the driver returned.
         self._listed: dict[str, frozenset[int]] = {}
-        """The host pids on each device whose list the driver returned."""
 
     def put_reading(self, reading: NodeReading) -> None:
         """Take the use of each process with the title of an engine."""
         if not reading.up:
+            # Without the engines of the last reading, each would be new when the driver answers again, and so start.
             return
         unread = {device.uuid for device in reading.devices if device.processes is None}
         titled = {key: known for key, known in self.titled.items() if key[0] in unread}
@@ -117,12 +116,11 @@ class StartingEngines:
         return tuple(starting)
 
     def _reported(self, process: ReportingProcess, since_seconds: float) -> Iterator[StartingEngine]:
-        """Yield the devices of an engine that reports. A process that the driver does not list uses no memory there.
-
-        Neither does one without a known host pid, which any client can invent, where the driver's list is known.
-        """
+        """Yield the devices of an engine that reports."""
         title, until_seconds = process.report.process.command, since_seconds + REPORTED_START_SECONDS
         for uuid in [sample.uuid for sample in process.report.devices]:
+            # Where the driver's list is known, a process that it does not list uses no memory. Neither does one without
+            # a known host pid, which any client can invent to hold back the actions of others.
             listed = self._listed.get(uuid)
             if listed is None or process.host_pid in listed:
                 gpu = self._gpus.get(uuid, "")

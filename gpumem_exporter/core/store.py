@@ -3,9 +3,6 @@
 Each process has an owner: its user and its place. No report of one owner changes what the store has of another. All
 reports that only a token vouches for have the same owner.
 
-If there is no room, a process that /proc shows takes the place of one that it does not show, which any client can
-invent, and the largest share loses to smaller ones. A container has one share, because its root can become every uid.
-
 The poller and the report route write to it; readers take a snapshot. The store is thread-safe: the poller writes from
 its thread, everything else from the event loop. No method does I/O.
 """
@@ -36,16 +33,16 @@ from gpumem_exporter.core.samples import (
 from gpumem_exporter.core.starting_engines import StartingEngines
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
 
+# How much of the metrics page the reports of one share may take; more if more processes may report. A process with
+# short labels on one device takes 6 to 9 KiB.
 _SHARE_BYTES = 6 << 20
-"""How much of the metrics page the reports of one share may take; more if more processes may report."""
 _SHARE_BYTES_PER_PROCESS = 12 << 10
-"""A process with short labels on one device takes 6 to 9 KiB."""
+# The series of a process on one device, without phases and components.
 _DEVICE_SERIES = 23
-"""The series of a process on one device, without phases and components."""
+# Name, names of labels and value of a series.
 _LINE_BYTES = 120
-"""Name, names of labels and value of a series."""
+# The other series and documents of a process.
 _PROCESS_BYTES = 2000
-"""The other series and documents of a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +76,12 @@ class Store:
         self.max_processes = max_processes
         self._lock = threading.Lock()
         self._node: NodeReading | None = None
+        # The devices of the last reading.
         self._known_uuids: frozenset[str] = frozenset()
-        """The devices of the last reading."""
         self._entries: dict[ProcessKey, _Entry] = {}
         self._silent: dict[ProcessKey, SilentReporter] = {}
+        # No report expires before this time.
         self._next_expiry_seconds = float("inf")
-        """No report expires before this time."""
         self._displaced: list[ProcessKey] = []
         self._ooms = LastOoms()
         self._pairing = Pairing(reading_expiry_seconds)
@@ -244,19 +241,18 @@ class Store:
         return entry.process if entry else None
 
     def _displaced_by(self, process: ReportingProcess, displaced: Collection[ProcessKey]) -> list[ProcessKey]:
-        """Return the processes that lose their place to a new one, besides the `displaced` ones.
-
-        A process that /proc shows replaces an unattested one of the same pid. If `max_processes` is reached, the least
-        known process loses its place; among equally known ones, the largest share loses its latest to a smaller share.
-        """
+        """Return the processes that lose their place to a new one, besides the `displaced` ones."""
         key, rank = process.key, _rank(process)
         if rank == 0 and any(each[:2] == key[:2] and entry.rank == 2 for each, entry in self._entries.items()):
             raise ReporterSupersededError(f"pid {key.pid} reports itself, and the kernel attests it")
+        # A process that /proc shows replaces an unattested one of the same pid.
         unattested = ProcessKey(key.pid_namespace, key.pid)
         if rank == 2 and unattested in self._entries and unattested not in displaced:
             return [unattested]
         if len(self._entries) - len(displaced) < self.max_processes:
             return []
+        # The least known process loses its place, because any client can invent processes that /proc does not show.
+        # Among equally known ones, the largest share loses its latest to a smaller share.
         lowest = min(entry.rank for entry in self._entries.values())
         candidates = [entry for entry in self._entries.values() if entry.rank == lowest]
         counts = Counter(entry.share for entry in candidates)
@@ -356,10 +352,8 @@ def _may_be_anothers(process: ReportingProcess) -> bool:
 
 
 def _page_bytes(report: Report) -> int:
-    """Return about how many bytes of the metrics page a report takes; the JSON documents take less.
-
-    Unknown values count as well, so that the result only depends on the number of devices and on texts.
-    """
+    """Return about how many bytes of the metrics page a report takes; the JSON documents take less."""
+    # Unknown values count as well, so that the result only depends on the number of devices and on texts.
     identity = report.process
     line = _LINE_BYTES + _label_bytes(identity.workload) + _label_bytes(identity.rank)
     total = _PROCESS_BYTES + sum(map(len, (*report.actions, *report.modes, *report.waiting)))

@@ -25,7 +25,7 @@ Section = TypeVar("Section", bound="FileSection")
 
 
 class FileSection(BaseModel):
-    """Keys with values in a file. An unknown key is an error: a mistyped one would have no effect."""
+    """Keys with values in a file. An unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,7 +37,7 @@ class FileSection(BaseModel):
         if not isinstance(given, dict):
             raise section_error("", f"expected keys with values; the keys are {keys}")
         for key in given:
-            if key not in fields:
+            if key not in fields:  # a mistyped key would have no effect
                 raise section_error(key, f"unknown or unsupported key {key[:64]!r}; the keys are {keys}")
         for key, field in fields.items():
             if field.is_required() and key not in given:

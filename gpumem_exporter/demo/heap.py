@@ -14,8 +14,8 @@ from gpumem_client.profile.model import Owner
 from gpumem_client.profile.recorder import Recorder
 from gpumem_exporter.demo.process import DeviceSlot, SimulatedProcess, Tensor, now_us
 
+# The longest history of the standing recording on each device: about a minute of a program.
 _STANDING_ENTRIES_MAX = 1000
-"""The longest history of the standing recording on each device: about a minute of a program."""
 _GARBAGE = "attribute outputs of a Result"
 
 

@@ -49,7 +49,7 @@ class NodeReporter:
                     self._delivery.deliver(process.loop.final_report())
             elif now >= due_seconds:
                 pause, outcome = self._report(process)
-                if not pause:  # there are results
+                if not pause:  # a command has run, and its result is due at once
                     pause, outcome = self._report(process)
                 if outcome is Outcome.FAILED:
                     return

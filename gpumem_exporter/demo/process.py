@@ -45,8 +45,8 @@ _OWNERS = {
 The number in a name counts the tensors of the kind.
 """
 _ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float32": 4}
+# As torch records it; empty without a recording and in the backward pass, where there are no Python frames.
 _Stack = tuple[dict[str, Any], ...]
-"""As torch records it; empty without a recording and in the backward pass, where there are no Python frames."""
 
 
 def now_us() -> int:
@@ -116,8 +116,8 @@ class DeviceSlot:
         """The tensors, the oldest first."""
         self.trace: deque[dict[str, Any]] | None = None
         """The recorded history, with the entries that torch would write; None if nothing records."""
+        # The smallest value since the last call of `unused`.
         self._least_reclaimable_bytes: int | None = None
-        """The smallest value since the last call of `unused`."""
         self._phase_peak_bytes: dict[str, int] = {}
         self._component_bytes: dict[str, int] = {}
 
@@ -222,11 +222,9 @@ class DeviceSlot:
         return replace(asleep, component_bytes=mapped, component_unmapped_bytes=components)
 
     def unused(self) -> DeviceSample:
-        """Return a sample with the smallest reclaimable value since the last call.
-
-        Everything that a program does in a tick happens at one time. A real reporter reads the cache at random moments
-        of a step, and so sees what the step needs; this one would see the ends of ticks alone.
-        """
+        """Return a sample with the smallest reclaimable value since the last call."""
+        # A real reporter reads the cache at random moments of a step, and so sees what the step needs. Here all that
+        # a program does in a tick happens at one time, and a reader would see the ends of ticks alone.
         sample = replace(self.sample(), reclaimable_bytes=self._least())
         self._least_reclaimable_bytes = None
         return sample
@@ -306,8 +304,8 @@ class SimulatedProcess:
         self.program: Iterator[None] | None = None
         self.script = next((word for word in identity.command.split() if word.endswith(".py")), "main.py")
         self._stacks: dict[int, _Stack] = {}
+        # The living tensors of each kind that Python objects hold.
         self._owned: Counter[str] = Counter()
-        """The living tensors of each kind that Python objects hold."""
         self.loop = ReportLoop(
             identity,
             self,

@@ -1,8 +1,7 @@
 """The programs of the demo's processes. Those that train name their phases and the components of their memory.
 
 A program is a generator, and each `yield` ends one tick of the simulation. A program ends when it returns, and crashes
-if it raises `SimulatedOutOfMemoryError`. It uses only its process as a source of data and random numbers, so the same
-seed always creates the same node.
+if it raises `SimulatedOutOfMemoryError`. Its process is its only source of data and random numbers.
 """
 
 from __future__ import annotations

@@ -113,6 +113,8 @@ class Engine:
 
         Raises EngineRefusedError: no answer in time and within the limits, or another process listens now.
         """
+        # Another process may listen on the port by now. So the kernel is asked again after the connection, before
+        # anything is sent: the request may have a key.
         listener = listener or self.listener
         host, port = listener.address
         connection = Connection(

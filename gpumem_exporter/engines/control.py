@@ -1,8 +1,7 @@
 """Finds the HTTP interface of the engine of a process, as the kernel shows it, and speaks with it.
 
 The interface is a port of loopback on which the process itself or one of its ancestors listens. Ancestors count as long
-as they have the same user and are in the same place. The process and the server are compared with their start times
-before and after, so that no later process with the same pid is taken for them.
+as they have the same user and are in the same place.
 """
 
 from __future__ import annotations
@@ -66,6 +65,7 @@ class EngineControl:
                 continue
             key = (program.pid, started, worker.pid if engine.alone else None)
             found = engine(program, worker, listener, target.reporter, key)
+            # Compared again, after everything was read: no later process with the same pid is taken for one of them.
             if self._started(target.host_pid) != target.start_time_ticks or self._started(program.pid) != started:
                 break
             return found
@@ -127,14 +127,12 @@ def _is_titled(engine: type[Engine], text: str) -> bool:
 
 
 def _chosen(engine: type[Engine], program: Program) -> Listener | None:
-    """Return the port of the engine's interface: as on the command line, the default one, or the only one.
-
-    Workers may listen for each other, so the only port of a worker does not count.
-    """
+    """Return the port of the engine's interface: as on the command line, the default one, or the only one."""
     by_port = {str(listener.address[1]): listener for listener in program.listeners}
     title = " ".join(program.argv)
     if not by_port or not _is_titled(engine, title):
         return None
     found = by_port.get(program.option("--port")) or by_port.get(str(engine.port))
+    # Workers may listen for each other, so the only port of a worker does not count.
     alone = len(by_port) == 1 and not title.startswith(engine.workers)
     return found or (next(iter(by_port.values())) if alone else None)

@@ -1,9 +1,7 @@
 """SGLang.
 
 Source: sglang 0.5.23, srt/entrypoints/http_server.py, srt/entrypoints/v1_loads.py, srt/utils/auth.py and
-srt/managers/scheduler_components/weight_updater.py. A second release, and the resume of memory that was not released,
-end its scheduler, and no route says what is released. So the exporter acts only if the process reports whether memory
-is released, and resumes only what the exporter itself has released since its start.
+srt/managers/scheduler_components/weight_updater.py.
 """
 
 from __future__ import annotations
@@ -60,7 +58,8 @@ class Sglang(Engine):
             self.released.popitem(last=False)
 
     def _abort_requests(self) -> None:
-        """Abort all requests, and wait until there are none: a release beside a request ends the scheduler."""
+        """Abort all requests, and wait until there are none."""
+        # A release beside a request ends the scheduler.
         self.post("/abort_request", {"rid": "", "abort_all": True})
         end = time.monotonic() + _ABORT_SECONDS
         while self.activity().requests != 0:
@@ -71,6 +70,7 @@ class Sglang(Engine):
 
     def resume(self) -> None:
         """Take again what the exporter has released."""
+        # To resume memory that was not released ends the scheduler, and no route says what is released.
         path = "/resume_memory_occupation"
         tags = self.released.get(self.listener.inode)
         if tags is None:
@@ -83,6 +83,7 @@ class Sglang(Engine):
 
     def _asleep(self) -> bool:
         """Return whether the process reports released memory."""
+        # No route says it, and a second release ends the scheduler.
         samples = self.reporter.report.devices if self.reporter is not None else ()
         known = [sample for sample in samples if sample.unmapped_bytes is not None]
         if not known:

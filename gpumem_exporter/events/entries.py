@@ -191,6 +191,7 @@ def _process(event: Event) -> str:
     return f"{_job(event)} (pid {event.pid})" if event.workload and event.pid is not None else _job(event)
 
 
+# The title, the severity and the text of each event type.
 _WORDS: dict[str, tuple[str, str, Callable[[Event], str]]] = {
     "oom": ("out of memory", "warning", _oom),
     "device_lost": ("device lost", "critical", _device_lost),
@@ -200,4 +201,3 @@ _WORDS: dict[str, tuple[str, str, Callable[[Event], str]]] = {
     "action": ("action", "info", _action),
     "policy_stopped": ("rule stopped", "warning", lambda event: f"{event.detail['rule']}: {event.detail['reason']}"),
 }
-"""The title, the severity and the text of each event type."""

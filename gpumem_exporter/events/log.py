@@ -1,8 +1,7 @@
 """The queue of events, and the thread `gpumem-events` that stores them, so that no other thread waits for the disk.
 
 An event is acknowledged only when it is committed: `EventLog.read` returns committed events only, and the future of
-`EventLog.put` is then true. If the disk fails, events stay in the queue in memory until a retry succeeds. If the queue
-is full, events are dropped and counted.
+`EventLog.put` is then true.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ many processes, has tens of KiB."""
 MAX_READERS = 16
 OWNER_SHARE = 4
 """One owner may have this part of the queue, so that a user who fills it while the disk hangs loses its own events."""
+# An event with long lists, such as an action on many processes, counts once for each of this number of items.
 _ITEMS = 16
-"""An event with long lists, such as an action on many processes, counts once for each of this number of items."""
+# The maximum number of events in one commit.
 _BATCH = 256
-"""The maximum number of events in one commit."""
 _MAINTENANCE_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
 _DROP_WARNING_SECONDS = 60.0
+# A disk operation that takes longer counts as slow, and no caller waits for it.
 _SLOW_SECONDS = 1.0
-"""A disk operation that takes longer counts as slow, and no caller waits for it."""
+# The longest time that a reply waits for a commit.
 _KEPT_SECONDS = 1.0
-"""The longest time that a reply waits for a commit."""
 _READ_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
@@ -109,17 +108,17 @@ class EventLog:
         self._failures = FailureLog(_log, clock)
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
+        # The number of events in the queue. `status` reads it without the lock, so it does not count the queue.
         self._waiting_events = 0
-        """The number of events in the queue. `status` reads it without the lock, so it does not count the queue."""
+        # The part of the queue that each owner takes.
         self._waiting_sizes: Counter[tuple[bool, str]] = Counter()
-        """The part of the queue that each owner takes."""
         self._readers: deque[tuple[Query, Future[Page]]] = deque()
         self._dropped = 0
         self._stopping = False
         self._error = ""
         self._busy_since_seconds: float | None = None
+        # When the storage is next opened, retried or pruned.
         self._due_seconds = float("-inf")
-        """When the storage is next opened, retried or pruned."""
         self._drop_warned_seconds = float("-inf")
         self._thread = threading.Thread(target=self._run, name="gpumem-events", daemon=True)
 
@@ -153,12 +152,14 @@ class EventLog:
         if not accepted:
             self._drop([new])
         elif self._error:
+            # The disk fails. The events stay in the queue until a retry succeeds, but no caller waits for that.
             _complete(new.committed, False)
         return new.committed
 
     def _has_room(self, new: _Waiting) -> bool:
         waiting = sum(size for (audit, _), size in self._waiting_sizes.items() if audit == new.audit)
         own = self._waiting_sizes[new.owner] + new.size
+        # The events of the node itself belong to no user, and have no share.
         is_node = not new.owner[1]
         return waiting + new.size <= self._max_waiting and (is_node or own <= max(1, self._max_waiting // OWNER_SHARE))
 
@@ -301,7 +302,8 @@ class EventLog:
             _complete(each.committed, False)
 
     def _serve_readers(self) -> None:
-        """Answer the queries that wait now. Later ones wait for the next commit, so that none is delayed for ever."""
+        """Answer the queries that wait now."""
+        # Later ones wait for the next commit: clients that ask without end must not delay the events.
         for _ in range(len(self._readers)):
             with self._changed:
                 query, page = self._readers.popleft()

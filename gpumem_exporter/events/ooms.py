@@ -20,10 +20,10 @@ MAX_PER_MINUTE = 60
 MAX_OF_OWNER_PER_MINUTE = 600
 """The same for all processes of a user."""
 _SESSIONS = 4096
+# The numbers of a sample.
 _SAMPLE_FIELDS = tuple(
     f.name for f in fields(DeviceSample) if f.default is None and f.name != "planned_reserved_peak_bytes"
 )
-"""The numbers of a sample."""
 _ERROR_VALUES = ("requested_bytes", "device_free_bytes", "limit_bytes")
 _ALLOCATOR_VALUES = ("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes")
 
@@ -31,18 +31,13 @@ _log = logging.getLogger(__name__)
 
 
 class OomDeduplicator:
-    """Finds the new errors in each report. Not thread-safe.
-
-    A report repeats every error that the exporter has not acknowledged, so the numbers of a session arrive in order.
-    Errors up to the highest known number are known. A restarted exporter knows no numbers; the storage then detects
-    duplicates by the event's subject, which has the session and the number.
-    """
+    """Finds the new errors in each report. Not thread-safe."""
 
     def __init__(self) -> None:
         self._highest: OrderedDict[str, int] = OrderedDict()
         self._minute = 0
+        # The errors of each process, and of each owner.
         self._in_minute: Counter[ProcessKey | str] = Counter()
-        """The errors of each process, and of each owner."""
 
     def knows(self, session: str, number: int) -> bool:
         """Return whether a reporter has sent this error to this exporter, which may be not stored yet."""
@@ -54,6 +49,9 @@ class OomDeduplicator:
         """Return the events of the new errors in the last report of a process; `gpus` are NVML indexes by uuid."""
         ooms = process.report.ooms
         session = process.report.process.session
+        # A report repeats every error that the exporter has not acknowledged, so the numbers of a session arrive in
+        # order: errors up to the highest known number are known. A restarted exporter knows no numbers; the storage
+        # then detects duplicates by the event's subject, which has the session and the number.
         seen = self._highest.get(session, -1)
         self._highest[session] = max(seen, *(oom.number for oom in ooms))
         self._highest.move_to_end(session)
@@ -95,10 +93,8 @@ def session_of(event: Event) -> str:
 
 
 def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: float) -> list[LastOom]:
-    """Convert `oom` events to the records that the metrics page shows, with the same values.
-
-    An event in the future (the clock was set back) counts as happening now.
-    """
+    """Convert `oom` events to the records that the metrics page shows, with the same values."""
+    # After the clock was set back, an event may be in the future: it counts as happening now.
     return [
         LastOom(
             gpu=event.gpu or "",

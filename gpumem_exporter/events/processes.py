@@ -16,8 +16,8 @@ from gpumem_exporter.events.model import Event
 
 MAX_STARTS_PER_MINUTE = 1024
 """The maximum number of processes of a user whose start in a minute, and whose end, is an event."""
+# What a process used is not known between two values that are further apart; this time does not count.
 _GAP_SECONDS = 60.0
-"""What a process used is not known between two values that are further apart; this time does not count."""
 _FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "start_time_ticks", "command"))
 _JOBS = ("slurm_job_id", "ray_job_id")
 _STARTED = ("pid_namespace", "command", "torch_version", "allocator_settings", "client_version")
@@ -129,14 +129,14 @@ class ProcessHistory:
         self._on_left_out = on_left_out
         self._lock = threading.Lock()
         self._minute = 0
+        # The number of starts in the minute, by `ProcessKey.share`.
         self._starts: Counter[str] = Counter()
-        """The number of starts in the minute, by `ProcessKey.share`."""
         self._tracked: dict[ProcessKey, _TrackedProcess] = {}
         self.gpus: dict[str, str] = {}
         """The NVML index of each device by uuid, from the last reading."""
         self._reading: NodeReading | None = None
+        # The used bytes of each process in the last reading and their time, by host pid and uuid.
         self._used: dict[int, dict[str, tuple[int, float]]] = {}
-        """The used bytes of each process in the last reading and their time, by host pid and uuid."""
 
     def keys(self) -> set[ProcessKey]:
         """Return the keys of the tracked processes."""
@@ -153,6 +153,7 @@ class ProcessHistory:
                 return self._start_tracking(process)
             last = tracked.process.report
             if last.process.session != identity.session:
+                # An exec, or a second start of the reporter, keeps the start time.
                 reason = "another process has its pid"
                 if last.process.start_time_ticks == identity.start_time_ticks:
                     reason = "another reporter represents the process"

@@ -24,10 +24,10 @@ T = TypeVar("T")
 _COMMON = ("id", "action", "requested_by", "caller", "created_unix_seconds", "reason", "mode", "group", "at_step")
 _RESULT = (*PLACE, "outcome", "reason", "reason_code", "freed_bytes", "step")
 
+# For a report of an older error, the node has changed since.
 _NEAR_SECONDS = 5.0
-"""For a report of an older error, the node has changed since."""
+# The last errors of a process among which an error before a restart of the exporter is found.
 _MAX_ERRORS = 100
-"""The last errors of a process among which an error before a restart of the exporter is found."""
 MAX_RESULTS = 512
 """The maximum number of results in an event. Of more results, it has the first ones and the number of the others."""
 
@@ -36,10 +36,10 @@ class DeviceHistory:
     """Compares each reading with the one before. Not thread-safe."""
 
     def __init__(self) -> None:
+        # The last reading of a driver that answered.
         self._reading: NodeReading | None = None
-        """The last reading of a driver that answered."""
+        # The type of the last event of each device, by subject.
         self._last_types: dict[str, str] = {}
-        """The type of the last event of each device, by subject."""
 
     def take_reading(self, reading: NodeReading) -> list[Event]:
         """Take a reading of a driver that answers, and return its events."""
@@ -58,25 +58,21 @@ class DeviceHistory:
 def _device_changes(before: NodeReading | None, after: NodeReading) -> Iterator[Event]:
     """Return the events for devices that were lost or returned between two readings.
 
-    A device is lost when it stops answering, and it returns when it answers again. These cases produce no event:
-
-    - A device without an error is no longer listed: it was removed on purpose (a GPU was unbound, a MIG device was
-      destroyed).
-    - A MIG device fails once. It may fail while it is being destroyed, so only the second failure counts.
-    - The driver cannot identify the device, so that its return could not be detected.
-
-    Without an earlier reading, the state of a device is compared with its last event.
+    A device is lost when it stops answering, and it returns when it answers again.
     """
+    # A device without an error that is no longer listed was removed on purpose (a GPU was unbound, a MIG device was
+    # destroyed). Without an earlier reading, the state of a device is compared with its last event.
     earlier = {device.uuid: device for device in before.devices} if before is not None else {}
     for device in after.devices:
         if not device.uuid:
-            continue
+            continue  # the driver cannot identify the device, so that its return could not be detected
         known = earlier.get(device.uuid)
         if device.up:
             if before is None or (known is not None and not known.up):
                 only_after = "device_lost" if before is None or device.parent_uuid else ""
                 yield _device_event("device_returned", device, after, only_after)
         elif device.parent_uuid:
+            # A MIG device may fail once while it is being destroyed, so only the second failure counts.
             if known is not None and not known.up:
                 yield _device_event("device_lost", device, after)
         elif known is None or known.up:
@@ -132,8 +128,8 @@ class Recorder:
         )
         self._ooms = OomDeduplicator()
         self._devices = DeviceHistory()
+        # By session, the errors that are not committed; a report that repeats them must not be acknowledged before.
         self._uncommitted: dict[str, Future[bool]] = {}
-        """By session, the errors that are not committed; a report that repeats them must not be acknowledged before."""
 
     def take_report(self, process: ReportingProcess) -> Future[bool] | None:
         """Record an accepted report.
@@ -148,7 +144,8 @@ class Recorder:
         now = self._wall_clock()
         events = self._ooms.new_events(process, self._processes.gpus, now)
         if events:
-            self._on_ooms(events)  # before `put`, so that a client that reads the event finds its series
+            # Before `put`, so that a client that reads the event finds its series.
+            self._on_ooms(events)
             stored = self._ooms.within_limit(process.key, events, now)
             self._on_left_out(len(events) - len(stored))
             if stored:

@@ -1,8 +1,6 @@
 """The SQLite database of events: a file in the folder of `--storage.path`, or memory.
 
-WAL mode with `synchronous=FULL` writes and syncs a commit before any reader sees it. Committed events therefore survive
-SIGKILL, and power loss if the disk honors syncs. The file is locked while it is open, so a second exporter on the same
-folder gets an error.
+Committed events survive SIGKILL, and power loss if the disk honors syncs.
 """
 
 from __future__ import annotations
@@ -30,8 +28,10 @@ MEMORY_BYTES = 8 << 20
 _VERSION = 1
 _PAGE_BYTES = 4096
 _WAL_PAGES = 256
+# The largest size of the write-ahead log between checkpoints, which is subtracted from the limit of the file.
 _WAL_BYTES = 2 << 20
-"""The largest size of the write-ahead log between checkpoints, which is subtracted from the limit of the file."""
+# WAL mode with `synchronous=FULL` writes and syncs a commit before any reader sees it. The file is locked while it is
+# open, so that a second exporter on the same folder gets an error.
 _SETTINGS = (
     f"page_size = {_PAGE_BYTES}",
     "locking_mode = EXCLUSIVE",
@@ -40,8 +40,8 @@ _SETTINGS = (
     f"wal_autocheckpoint = {_WAL_PAGES}",
     f"journal_size_limit = {_WAL_BYTES // 2}",
 )
+# The maximum number of characters of detail in one page, so that a reply does not block the event loop for long.
 _PAGE_TEXT = 1 << 20
-"""The maximum number of characters of detail in one page, so that a reply does not block the event loop for long."""
 
 _SCHEMA = """
 CREATE TABLE events (
@@ -56,6 +56,7 @@ CREATE INDEX events_time ON events (time);
 CREATE INDEX events_subject ON events (subject, id) WHERE subject IS NOT NULL;
 """
 _COLUMNS_OF_LATER_VERSIONS = {"owner": "TEXT", "stored": "REAL", "job": "TEXT"}
+# Added to a file of an earlier exporter, which can still use the file: the format stays 1.
 _LATER_SCHEMA = """
 CREATE TABLE IF NOT EXISTS running_time (seconds REAL NOT NULL, monotonic_seconds REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS events_owner ON events (owner);
@@ -66,23 +67,22 @@ CREATE INDEX IF NOT EXISTS events_slurm_job ON events (json_extract(detail, '$.s
 CREATE INDEX IF NOT EXISTS events_ray_job ON events (json_extract(detail, '$.ray_job_id'))
     WHERE type = 'process_ended';
 """
-"""Added to a file of an earlier exporter, which can still use the file: the format stays 1."""
+# The running time is written this often; so much may be lost if the machine loses power.
 _RUNNING_TIME_STEP_SECONDS = 60.0
-"""The running time is written this often; so much may be lost if the machine loses power."""
 _COLUMNS = (
     *("id", "type", "time", "gpu", "uuid", "pid", "workload", "rank"),
     *("detail", "subject", "owner", "stored", "job"),
 )
 _INSERT = f"INSERT INTO events ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"  # noqa: S608
 _IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
+# Selects the bytes of each owner's events, of the audit trail and of the others. 256 bytes are the other columns.
 _SIZES = f"SELECT {_IS_AUDIT}, owner, sum(length(detail) + 256) FROM events GROUP BY 1, 2"  # noqa: S608 - constant names
-"""Selects the bytes of each owner's events, of the audit trail and of the others. 256 bytes are the other columns."""
 _OLDEST_OF_OWNER = f"""SELECT id, length(detail) + 256 FROM events
     WHERE owner = ? AND ({_IS_AUDIT}) = ? ORDER BY id"""  # noqa: S608 - constant names
 _EXPIRED = f"SELECT id, {_IS_AUDIT}, owner, length(detail) + 256 FROM events WHERE stored < ?"  # noqa: S608
+# Selects the events with a value in a column, and the actions with a result that has it.
 _ABOUT = """({0} = :{0} OR (type = 'action' AND EXISTS (
     SELECT 1 FROM json_each(detail, '$.results') WHERE CAST(json_extract(value, '$.{0}') AS TEXT) = :{0})))"""
-"""Selects the events with a value in a column, and the actions with a result that has it."""
 _OF_DEVICE = f"""({_ABOUT.format("uuid")} OR (type IN ('process_started', 'process_ended') AND EXISTS (
     SELECT 1 FROM json_each(detail, '$.devices') WHERE json_extract(value, '$.uuid') = :uuid)))"""  # noqa: S608 - constant names
 _PIDS_OF_JOB = "(SELECT pid FROM events WHERE job = :job AND job != '')"
@@ -118,11 +118,11 @@ class Storage:
         self._bytes = min(max_bytes, MEMORY_BYTES) if folder is None else max(max_bytes - _WAL_BYTES, max_bytes // 2)
         self._wall_clock = wall_clock
         self._clock = clock
+        # On the clock, the start of the running time: the time in which exporters have had this file open.
         self._running_since_seconds = 0.0
-        """On the clock, the start of the running time: the time in which exporters have had this file open."""
         self._written_running_seconds = 0.0
+        # The bytes of the audit trail and of the other events of each owner; None if they have to be read.
         self._sizes: Counter[tuple[bool, str]] | None = None
-        """The bytes of the audit trail and of the other events of each owner; None if they have to be read."""
         self._connection: sqlite3.Connection | None = None
         self._inode = 0
         self.damaged_file = ""
@@ -210,11 +210,10 @@ class Storage:
         self._sizes = None
 
     def _start_running_time(self, connection: sqlite3.Connection) -> None:
-        """Continue the running time of the file.
-
-        While the machine stays on, its clock shows how long the file was closed. If the clock shows less than when the
-        file was last used, the machine has been restarted, and the file was closed for at least what the clock shows.
-        """
+        """Continue the running time of the file."""
+        # While the machine stays on, its clock shows how long the file was closed. If the clock shows less than when
+        # the file was last used, the machine has been restarted, and the file was closed for at least what the clock
+        # shows.
         now = self._clock()
         row = connection.execute("SELECT seconds, monotonic_seconds FROM running_time").fetchone()
         if row is None:
@@ -232,7 +231,8 @@ class Storage:
         )
 
     def _was_replaced(self) -> bool:
-        """Return whether the file was removed or replaced, so that further writes to it would be lost."""
+        """Return whether the file was removed or replaced."""
+        # SQLite would go on with the file that it has open, and the events would be lost with it.
         if self._path is None:
             return False
         try:

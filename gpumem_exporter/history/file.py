@@ -22,8 +22,8 @@ from gpumem_exporter.history.series import Subject
 FILE_NAME = "history.gz"
 
 _FORMAT = {"format": "gpumem-history", "version": 1, "byteorder": sys.byteorder}
+# Compresses a full history of 16 MiB in about 0.3 s of CPU. A higher level takes much longer and gains little.
 _LEVEL = 1
-"""Compresses a full history of 16 MiB in about 0.3 s of CPU. A higher level takes much longer and gains little."""
 _PIECE_BYTES = 256 << 10
 _MAX_LINE = 64 << 10
 

@@ -16,21 +16,21 @@ from gpumem_exporter.history.series import UNKNOWN, VALUES, Series, Subject, Tra
 
 MAX_BYTES = 16 << 20
 """The memory of all series."""
+# The budget of the series. The rest is for the peaks of `Points`, and for growth between two checks.
 _BUDGET_BYTES = MAX_BYTES - (2 << 20)
-"""The budget of the series. The rest is for the peaks of `Points`, and for growth between two checks."""
+# The part of the budget that devices may use, whatever jobs there are.
 _DEVICES_SHARE = 0.75
-"""The part of the budget that devices may use, whatever jobs there are."""
+# The part of the budget that is freed at once when it is used up, so that this is seldom.
 _FREED_SHARE = 0.05
-"""The part of the budget that is freed at once when it is used up, so that this is seldom."""
+# A job without a row for this time has ended.
 _LIVE_SECONDS = 60
-"""A job without a row for this time has ended."""
+# A smaller series is removed rather than shortened.
 _SMALL_BYTES = 4096
-"""A smaller series is removed rather than shortened."""
+# The maximum number of points in a document, of all series together: then it has about 4 MB.
 _MAX_POINTS = 64_000
-"""The maximum number of points in a document, of all series together: then it has about 4 MB."""
 _CLOCK_STEP_SECONDS = 1.0
+# A second without a row is a gap only if the next row is this late.
 _LATE_SECONDS = 3.0
-"""A second without a row is a gap only if the next row is this late."""
 _FOLD_SECONDS = 10
 _EXPIRY_SECONDS = 60
 
@@ -53,12 +53,7 @@ class _Steps(NamedTuple):
 class History:
     """The values of devices and jobs for `retention_seconds`, one row a second. Thread-safe.
 
-    Rows are at seconds of an own time: `clock`, which is monotonic, plus the difference to the wall clock at the start.
-    So the order of rows never changes. The wall clock that a document shows is that time plus the present difference:
-    after a step of the wall clock, earlier rows have the times that the new clock would have shown.
-
-    If the memory is used up, the owner of jobs with the most bytes loses rows: first its ended jobs in the order
-    of their ends, then the oldest rows of its largest jobs.
+    After a step of the wall clock, earlier rows have the times that the new clock would have shown.
     """
 
     def __init__(
@@ -67,17 +62,19 @@ class History:
         self._resolutions = resolutions(retention_seconds)
         self._clock = clock
         self._wall_clock = wall_clock
+        # Rows are at seconds of an own time: the monotonic clock plus the difference to the wall clock at the start. So
+        # a step of the wall clock never changes their order.
         self._origin_seconds = wall_clock() - clock()
+        # The wall clock minus the time of the rows.
         self._shift_seconds = 0
-        """The wall clock minus the time of the rows."""
         self._points = Points()
         self._lock = threading.Lock()
         self._series: dict[str, Series] = {}
+        # The bytes of the series of each owner; the devices' owner is empty.
         self._bytes: defaultdict[str, int] = defaultdict(int)
-        """The bytes of the series of each owner; the devices' owner is empty."""
         self._sizes: dict[str, int] = {}
+        # The end of the last second that has rows.
         self._recorded_seconds = 0
-        """The end of the last second that has rows."""
         self._folded_step = self._expired_step = 0
         self.kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
         """By window, for the name of each process and the uuid of each device of the last snapshot that has a key-value
@@ -171,6 +168,7 @@ class History:
 
     def saved(self) -> Iterator[tuple[Subject, list[tuple[int, bytes]]]]:
         """Return each series with the first step and the values of each track, at the wall clock's present times."""
+        # The lock is released between two series: the caller compresses each, and rows arrive meanwhile.
         with self._lock:
             keys = list(self._series)
         for key in keys:
@@ -185,10 +183,9 @@ class History:
             yield series.subject, tracks
 
     def restore(self, saved: Iterable[tuple[Subject, list[tuple[int, bytes]]]]) -> None:
-        """Put the series of an earlier run before the rows of this run.
+        """Put the series of an earlier run before the rows of this run; the time between them is a gap.
 
-        The time between them is a gap. Rows that the wall clock has not reached are dropped. Raises ValueError if the
-        values of a track are not whole rows.
+        Raises ValueError if the values of a track are not whole rows.
         """
         for subject, tracks in saved:
             restored = Series(subject, self._resolutions)
@@ -200,6 +197,7 @@ class History:
                     track.values.frombytes(values)
                     if len(track.values) % track.resolution.width:
                         raise ValueError("a row is not complete")
+                    # Rows that the wall clock has not reached would hide the rows of this run.
                     track.drop_from(int(now_seconds // step_seconds))
                 restored.expire(now_seconds)
                 present = self._series.get(subject.key)
@@ -282,6 +280,8 @@ class History:
 
     def _make_room(self, now_seconds: float) -> None:
         """Free a part of the budget, from the owners with the most bytes."""
+        # So no user can shorten the history of another one. An owner loses first its ended jobs in the order of their
+        # ends, then the oldest rows of its largest jobs.
         target = _BUDGET_BYTES * (1 - _FREED_SHARE)
         by_end: dict[str, list[str]] = {}
         """The series of each owner; the series that ended first is the last."""

@@ -10,20 +10,19 @@ from gpumem_exporter.history.series import Subject, row_of
 from gpumem_exporter.view.documents import SeenProcess
 from gpumem_exporter.view.jobs import Job, job_of_process, jobs_of
 
+# The maximum number of peaks that are kept, about 1 MiB. The in-use peaks of further parts come from samples alone.
 _MAX_PEAKS = 4096
-"""The maximum number of peaks that are kept, about 1 MiB. The in-use peaks of further parts come from samples alone."""
 
 Point = tuple[Subject, list[int]]
+# A process on a device: its key, its session and the uuid.
 _Part = tuple[ProcessKey, str, str]
-"""A process on a device: its key, its session and the uuid."""
 
 
 class Points:
     """Converts snapshots, which must come in their order, to rows. Not thread-safe.
 
-    The in-use peak of a process on a device is the highest allocated bytes that its reports show: of the samples, and
-    of a peak in PyTorch's statistics that differs from the peak before. Such a peak was reached since then; an equal
-    one may be hours old. The in-use peak of a device or a job is the sum of these peaks, which need not coincide.
+    The in-use peak of a process on a device is the highest allocated bytes that its reports show. The in-use peak of a
+    device or a job is the sum of these peaks, which need not coincide.
     """
 
     def __init__(self) -> None:
@@ -47,6 +46,8 @@ class Points:
                 peak = None if sample.unmapped_bytes else sample.allocated_peak_bytes
                 if peak is not None and len(peaks) < _MAX_PEAKS:
                     peaks[part] = peak
+                    # A peak in PyTorch's statistics that differs from the peak before was reached since then; an equal
+                    # one may be hours old.
                     if self._peaks.get(part, peak) != peak:
                         in_use[part] = max(sample.allocated_bytes, peak)
         self._peaks = peaks
@@ -109,7 +110,8 @@ def _subject_of_cache(process: ReportingProcess, cache: str) -> Subject:
 
 
 def _sum(parts: list[int | None]) -> int | None:
-    """Return the sum; None if a part is unknown. A sum of the other parts would be a drop that never happened."""
+    """Return the sum; None if a part is unknown."""
+    # A sum of the other parts would show a drop that never happened.
     known = [part for part in parts if part is not None]
     return sum(known) if known and len(known) == len(parts) else None
 

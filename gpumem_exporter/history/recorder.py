@@ -14,8 +14,8 @@ from gpumem_exporter.history.history import History
 from gpumem_exporter.nvml.failures import FailureLog
 
 _SAVE_SECONDS = 60.0
+# A large history is saved less often, so that the disk writes at most 1.4 GB a day. A normal one has 0.2 MB.
 _SAVED_BYTES_PER_SECOND = 16 << 10
-"""A large history is saved less often, so that the disk writes at most 1.4 GB a day. A normal one has 0.2 MB."""
 _MIN_WAIT_SECONDS = 0.05
 
 _log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ VALUES = ("used", "allocated", "idle_cache", "in_use_peak")
 UNKNOWN = (1 << 32) - 1
 """No value. It is larger than every value, so `min` ignores it."""
 _UNIT_BITS = 10
+# The Python objects of a series without its arrays and texts, as tracemalloc counts them.
 _FIXED_BYTES = 640
-"""The Python objects of a series without its arrays and texts, as tracemalloc counts them."""
 
 
 class Resolution(NamedTuple):
@@ -36,10 +36,8 @@ class Resolution(NamedTuple):
 
 
 def resolutions(retention_seconds: float) -> tuple[Resolution, ...]:
-    """Return the resolutions, the finest first: seconds for ten minutes, ten seconds for two hours, then minutes.
-
-    One minute more is kept, so that a request for the last ten minutes gets seconds although it arrives later.
-    """
+    """Return the resolutions, the finest first: seconds for ten minutes, ten seconds for two hours, then minutes."""
+    # One minute more is kept, so that a request for the last ten minutes gets seconds although it arrives later.
     spans = ((1, 600), (10, 7200), (60, int(retention_seconds)))
     return tuple(
         Resolution(step, -(-min(span, int(retention_seconds)) // step) + -(-60 // step), 4 if step == 1 else 7)
@@ -194,7 +192,8 @@ class Series:
             track.drop_before(int(now_seconds // track.resolution.step_seconds) - track.resolution.kept_steps)
 
     def shorten(self) -> None:
-        """Drop a quarter of the rows of the largest resolution, the oldest ones. Seconds are kept longest."""
+        """Drop a quarter of the rows of the largest resolution, the oldest ones."""
+        # Seconds count half, so that they are kept longest.
         largest = max(self.tracks, key=lambda track: len(track.values) / (2 if track is self.tracks[0] else 1))
         largest.drop_before(largest.first + max(1, (largest.end - largest.first) // 4))
 

@@ -6,11 +6,6 @@ A process depends on its parent if
   process that `multiprocessing` has spawned;
 - or its parent is a launcher that ends its workers: torchrun, accelerate, deepspeed, or Ray's raylet.
 
-The kernel gives a process another parent exactly when its parent ends. So a process is followed from its first sight
-on, and if the parent changes on which it depends, its launcher has ended. If that happened before the first sight, only
-a process whose title shows that it is a child, and whose parent is an init, has lost its launcher for certain. Every
-other process may outlive its parent: it was started with nohup, in tmux, by a service manager, or as a daemon.
-
 A container is gone if the shim of its runtime has ended, which was seen above the container's processes before.
 """
 
@@ -35,27 +30,27 @@ from gpumem_exporter.host.proc_entries import HiddenError, ProcEntries
 
 LAUNCHER_ENDED, CONTAINER_GONE = "launcher_ended", "container_gone"
 _CHILD_TITLES = ("VLLM::EngineCore", "VLLM::Worker", "sglang::scheduler", "sglang::data_parallel")
+# As `describe_command` shows them.
 _LAUNCHERS = re.compile(
     r"raylet|(?:python\S* (?:-m )?)?"
     r"(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate|accelerate\.commands\.(?:launch|accelerate_cli)"
     r"|accelerate-launch|deepspeed|deepspeed\.launcher\.(?:launch|runner))"
 )
-"""As `describe_command` shows them."""
+# Programs that adopt processes and start no such child themselves: inits, commands as pid 1 of a container, and the
+# daemon of a Slurm step.
 _INITS = (
     *("systemd", "init", "tini", "docker-init", "dumb-init", "catatonit", "s6-svscan", "pause"),
     *("slurmstepd", "sh", "bash"),
 )
-"""Programs that adopt processes and start no such child themselves: inits, commands as pid 1 of a container,
-and the daemon of a Slurm step."""
 _SHIMS = ("containerd-shim", "conmon")
+# An argument of the conmon of `podman exec`, which ends before the container.
 _OF_EXEC = "--exec-attach"
-"""An argument of the conmon of `podman exec`, which ends before the container."""
+# The ancestors that are followed: an engine's worker, its core and its server; in a container also shells.
 _LEVELS = 8
-"""The ancestors that are followed: an engine's worker, its core and its server; in a container also shells."""
 _DESCRIBE_AGAIN_SECONDS = 60.0
+# A process computes if it uses this share of a core over this time. The reporter and the idle threads of a vLLM engine
+# without a server took 0.02.
 _CPU_SECONDS, _CPU_SHARE = 10.0, 0.05
-"""A process computes if it uses this share of a core over this time. The reporter and the idle threads of a vLLM engine
-without a server took 0.02."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -110,8 +105,8 @@ class Launchers:
     def __init__(self, entries: ProcEntries, own_namespace: int) -> None:
         self._entries = entries
         self._in_host_namespace = own_namespace == INITIAL_PID_NAMESPACE
+        # By pid, with the time of the last look.
         self._followed: dict[int, tuple[_Followed, float]] = {}
-        """By pid, with the time of the last look."""
 
     def lost(self, pid: int, stat_text: str, now: float) -> LostLauncher | None:
         """Return what a process on a device has lost; None if it has its launcher, never had one, or may outlive it.
@@ -159,6 +154,7 @@ class Launchers:
 
     def _reparented(self, pid: int, known: _Followed, parent_pid: int, now: float) -> None:
         """Note that the parent has ended."""
+        # The kernel gives a process another parent exactly when its parent ends.
         before = known.parent
         self._describe(pid, known, parent_pid, now)
         is_shim = before.role is _Role.SHIM
@@ -178,6 +174,8 @@ class Launchers:
         if known.in_container and program.startswith(_SHIMS) and _OF_EXEC not in parent_argv:
             role = _Role.SHIM
         elif program in _INITS or (parent_pid == 1 and self._in_host_namespace):
+            # An init has adopted the process, or started it. One without such a title may outlive its parent: it was
+            # started with nohup, in tmux, by a service manager, or as a daemon.
             if known.is_child and known.lost is None:
                 known.lost = LostLauncher(LAUNCHER_ENDED)
         elif command and self._of_one_user(pid, parent_pid):
@@ -191,6 +189,7 @@ class Launchers:
             return ()
 
     def _of_one_user(self, pid: int, parent_pid: int) -> bool:
-        """Return whether both processes have one user: no user can make the process of another one an orphan."""
+        """Return whether both processes have one user."""
+        # Otherwise a user could make the process of another one an orphan.
         own, parents = self._entries.owner(pid), self._entries.owner(parent_pid)
         return own is not None and parents is not None and own.st_uid == parents.st_uid

@@ -44,8 +44,7 @@ class _Known:
 class LinuxHost:
     """Describes processes from /proc. Thread-safe.
 
-    If a file is not readable (another user's process, `hidepid`), only the facts from that file are missing. Facts are
-    cached until the process runs another program, at most for a minute, because a process may rename itself.
+    If a file is not readable (another user's process, `hidepid`), only the facts from that file are missing.
     """
 
     def __init__(self, proc: Path = Path("/proc"), *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,8 +56,8 @@ class LinuxHost:
         self._launchers = Launchers(self._entries, self._own_namespace)  # only `facts` uses it
         # Threads use the caches without a lock, so their operations are atomic; a lost one costs another look-up.
         self._known: dict[int, _Known] = {}
+        # The name of each uid, and until when it is valid.
         self._users: dict[int, tuple[str, float]] = {}
-        """The name of each uid, and until when it is valid."""
         self._swept_seconds = clock()
 
     def facts(self, pid: int) -> ProcessFacts | None:
@@ -70,6 +69,7 @@ class LinuxHost:
         self._sweep(now)
         program, stat = self._read_program(pid)
         known = self._known.get(pid)
+        # After a minute again, because a process may rename itself.
         if known is None or known.program != program or now - known.read_seconds >= _READ_AGAIN_SECONDS:
             facts = None if program is None else self._read_facts(pid, program[0])
             # If the process exited or started another program meanwhile, the facts may be a mixture of both.

@@ -17,8 +17,8 @@ from gpumem_exporter.host.proc_entries import HiddenError, ProcEntries
 
 _log = logging.getLogger(__name__)
 
+# The inode of a PID namespace, a pid in it, and a start time, which together identify a process.
 _Identity = tuple[int, int, int]
-"""The inode of a PID namespace, a pid in it, and a start time, which together identify a process."""
 _Value = TypeVar("_Value", int, float)
 
 _MAX_CACHED = 4096
@@ -29,13 +29,7 @@ _SEARCH_AGAIN_SECONDS = 10.0
 class DriverPids:
     """Decides whether the pids in the driver's lists belong to the PID namespace of the exporter.
 
-    In the host's PID namespace they do. In another one, such as a sidecar's, they may not: older drivers list the
-    host's pids there, and newer ones list only the processes that the namespace can see, often none. Such lists would
-    show the memory of the pod's own reporters as memory of other processes, or no process at all.
-
-    So they count as unmatched until one reading lists only processes that exist in the exporter's /proc, and as matched
-    from then on: neither the driver nor the namespace changes. Only the poller's thread calls `check`; any thread may
-    read `matched`.
+    Only the poller's thread calls `check`; any thread may read `matched`.
     """
 
     def __init__(self) -> None:
@@ -49,6 +43,10 @@ class DriverPids:
 
     def check(self, reading: NodeReading) -> NodeReading:
         """Return the reading; while the pids are unmatched, without the lists of processes, as if they were unknown."""
+        # In the host's PID namespace they do. In another one, such as a sidecar's, they may not: older drivers list the
+        # host's pids there, and newer ones list only the processes that the namespace can see, often none. Such lists
+        # would show the memory of the pod's own reporters as memory of other processes, or no process at all. So one
+        # reading must list only processes that exist here; after that, neither the driver nor the namespace changes.
         if self.matched or not reading.up:
             return reading
         listed = {process.pid for device in reading.devices for process in device.processes or ()}
@@ -66,12 +64,7 @@ class DriverPids:
 
 
 class PidTranslator:
-    """Finds the pid of a reporter in the PID namespace of the exporter's /proc, `own_namespace`. Thread-safe.
-
-    One scan of /proc finds the processes of all other namespaces. It runs at most once a second, and a process that it
-    did not find is searched again after ten seconds. A process may have started since the last scan, so it is searched
-    in the next one.
-    """
+    """Finds the pid of a reporter in the PID namespace of the exporter's /proc, `own_namespace`. Thread-safe."""
 
     def __init__(self, entries: ProcEntries, own_namespace: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._entries = entries
@@ -126,6 +119,7 @@ class PidTranslator:
         searched_seconds = self._searched_seconds.get(wanted)
         if searched_seconds is not None and now - searched_seconds < _SEARCH_AGAIN_SECONDS:
             return None
+        # One scan of /proc finds the processes of all other namespaces: reports with invented pids cost no scan each.
         scan = now - self._scanned_seconds >= _SCAN_AGAIN_SECONDS
         if scan:
             self._scanned = self._scan()

@@ -1,11 +1,7 @@
 """Finds out where a process runs, from files of /proc that need no right to trace the process.
 
 A process is in the exporter's own namespaces if it is in the exporter's PID and user namespace and its cgroup has no
-container besides the exporter's own. `--pid host` and `hostPID` therefore do not make a container a part of the host.
-Otherwise its containers name its place, or its namespaces if its cgroup has no container.
-
-A user without any right may make user namespaces and, in its slice of systemd, cgroups that are named as containers.
-Such places count for that user in every limit: see `Place.user`.
+container besides the exporter's own. Otherwise its containers name its place, or its namespaces without a container.
 """
 
 from __future__ import annotations
@@ -34,12 +30,12 @@ _POD = re.compile(
 # systemd gives each user a slice in which the user may create cgroups of every name. Only root can create the slice.
 # In a cgroup namespace, the path of a cgroup outside of it starts with `..`.
 _USER = re.compile(r"(?:/\.\.)*/user\.slice/user-([0-9]{1,10})\.slice(?:/|$)")
+# The containers of a place. A container may nest others in itself without end; all of them are in its place.
 _MAX_NESTED = 4
-"""The containers of a place. A container may nest others in itself without end; all of them are in its place."""
+# PROC_CGROUP_INIT_INO of Linux.
 _FIRST_CGROUP_NAMESPACE = 0xEFFFFFFB
-"""PROC_CGROUP_INIT_INO of Linux."""
+# A uid that the exporter's user namespace does not have.
 _NO_UID = (1 << 32) - 1
-"""A uid that the exporter's user namespace does not have."""
 
 
 def container_id(cgroup_text: str) -> str:
@@ -48,10 +44,8 @@ def container_id(cgroup_text: str) -> str:
 
 
 def container_ids(cgroup_text: str) -> tuple[str, ...]:
-    """Return the ids of the containers, the outermost first; empty if there is none.
-
-    A container may create cgroups below its own, of any name, but none beside or above it: the first ids are true.
-    """
+    """Return the ids of the containers, the outermost first; empty if there is none."""
+    # A container may create cgroups below its own, of any name, but none beside or above it: the first ids are true.
     for path in _paths(cgroup_text):
         found = [match.group(1) for each in path.split("/") if (match := _ID.search(each)) and _MONITOR not in each]
         if found:
@@ -152,6 +146,9 @@ class Places:
             return UNKNOWN
         # The exporter may run in a container, and its node in another one (kind).
         containers = _without_prefix(found.containers, own.containers)[:_MAX_NESTED]
+        # The containers count before the namespaces: `--pid host` and `hostPID` do not make a container a part of the
+        # host. A user without any right may make cgroups that are named as containers, in its slice of systemd, and
+        # user namespaces: such places count for that user in every limit.
         if containers:
             return Place(known=True, container=".".join(containers), user=found.slice_user)
         if (found.depth, found.uid_map) == (own.depth, own.uid_map):
@@ -186,10 +183,8 @@ class Places:
         return _Namespaces(len(status.pids) - 1, uid_map, container_ids(text), user_of_slice(text), status.uid)
 
     def _name_of_namespaces(self, pid: int) -> str:
-        """Return a name for the namespaces of a process that no cgroup names; empty if there is none.
-
-        The inodes need the right to trace the process. The id of its root mount, in its mount namespace, does not.
-        """
+        """Return a name for the namespaces of a process that no cgroup names; empty if there is none."""
+        # The inodes need the right to trace the process. The id of its root mount, in its mount namespace, does not.
         folder = self._entries.path(pid)
         processes = pid_namespace(folder)
         try:

@@ -1,9 +1,7 @@
 """Find the Kubernetes container of each process through the kubelet's pod-resources API: gRPC on a unix socket.
 
-The kubelet lists the names of containers and their devices, but no container ids, pod uids or pids. The cgroup of a
-process has the container id and the pod uid, but no names. The devices connect both: if a device is assigned to one
-container only, that is the container of the processes that the driver lists on the device. If containers share a
-device (time slicing, MPS) and all are in one pod, the process gets the pod's name, but no container name.
+If containers share a device (time slicing, MPS) and all are in one pod, a process gets the pod's name, but no container
+name.
 
 https://kubernetes.io/docs/concepts/extend-kubernetes/compute-storage-net/device-plugins/#monitoring-device-plugin-resources
 
@@ -67,6 +65,9 @@ def name_containers(reading: NodeReading, assignments: DeviceAssignments) -> tup
 
     Returns the reading, and whether it has a container that is newer than the assignments.
     """
+    # The kubelet lists the names of containers and their devices, but no container ids, pod uids or pids. The cgroup of
+    # a process has the container id and the pod uid, but no names. The devices connect both: if a device is assigned to
+    # one container only, that is the container of the processes that the driver lists on the device.
     devices_of: dict[str, set[str]] = defaultdict(set)
     members: dict[str, list[ProcessFacts]] = defaultdict(list)
     for device in reading.devices:

@@ -85,10 +85,8 @@ class ProcEntries:
             return None
 
     def start_time_ticks(self, pid: int | str) -> int | None:
-        """Return the start time in clock ticks after boot; None if the process does not exist or has exited.
-
-        A zombie counts as exited, because it uses no resources.
-        """
+        """Return the start time in clock ticks after boot; None if the process does not exist or has exited."""
+        # A zombie counts as exited, because it uses no resources.
         stat = self.read(pid, "stat")
         if stat is None:
             return None
@@ -99,10 +97,8 @@ class ProcEntries:
         return None if parsed.state in _ENDED else parsed.start_time_ticks
 
     def variables(self, pid: int | str, names: Sequence[str]) -> tuple[str, ...]:
-        """Return variables of the initial environment of a process; empty if they are not set.
-
-        Other variables are neither decoded nor stored, because an environment may contain secrets.
-        """
+        """Return variables of the initial environment of a process; empty if they are not set."""
+        # Other variables are neither decoded nor stored, because an environment may contain secrets.
         environment = b"\0" + (self.read(pid, "environ", _LONGEST_ENVIRONMENT) or b"")
         values = []
         for name in names:

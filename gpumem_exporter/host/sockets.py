@@ -1,9 +1,7 @@
 """Finds the processes that have a TCP socket open, by the descriptors in /proc/PID/fd.
 
 Reading descriptors needs the right to trace the process: an exporter reads the processes of its own user, and with
-CAP_SYS_PTRACE the processes of all users. A descriptor can be passed to another process, also into and out of a
-container. So a process counts only if the socket is of its user and, where the kernel shows that, was created in its
-cgroup.
+CAP_SYS_PTRACE the processes of all users.
 """
 
 from __future__ import annotations
@@ -57,6 +55,8 @@ class SocketHolders:
 
     def place_of(self, pid: int, owner: SocketOwner) -> Place | None:
         """Return the place of a process that holds a socket; None if it does not, or if the socket may be another's."""
+        # A descriptor can be passed to another process, also into and out of a container. So a process counts only if
+        # the socket is of its user and, where the kernel shows that, was created in its cgroup.
         created_in = self.created_in(owner)
         if self._entries.uid(pid) != owner.uid or (created_in is not None and self._cgroup_ids.of(pid) != created_in):
             return None

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# The index of the path in a line of /proc/PID/maps: address, permissions, offset, device, inode, path.
 _PATH_COLUMN = 5
-"""The index of the path in a line of /proc/PID/maps: address, permissions, offset, device, inode, path."""
 
 
 def unload_library(pynvml: Any) -> None:
-    """Make pynvml forget libnvidia-ml, and unload it if it is loaded. The next `nvmlInit` loads it again.
-
-    If the driver was replaced while its old library is loaded, `dlopen` keeps returning the old library, with which the
-    exporter can never attach again. Neither pynvml nor ctypes offers to unload it.
-    """
+    """Make pynvml forget libnvidia-ml, and unload it if it is loaded. The next `nvmlInit` loads it again."""
+    # If the driver was replaced while its old library is loaded, `dlopen` keeps returning the old library, with which
+    # the exporter can never attach again. Neither pynvml nor ctypes offers to unload it.
     # nvidia-ml-py 12 and 13 keep the library in `nvmlLib` and pointers into it in a private cache.
     library = pynvml.nvmlLib
     pynvml.nvmlLib = None

@@ -42,16 +42,13 @@ class Backoff:
 
 
 class FailureLog:
-    """Logs a failure of a subject once when it starts and once when it ends. Not thread-safe.
-
-    A failure that comes and goes is logged at most once a minute of `clock`.
-    """
+    """Logs a failure of a subject once when it starts and once when it ends. Not thread-safe."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float]) -> None:
         self._logger = logger
         self._clock = clock
+        # The text of each failure by subject, and whether it was logged.
         self._ongoing: dict[str, tuple[str, bool]] = {}
-        """The text of each failure by subject, and whether it was logged."""
         self._logged_seconds: dict[str, float] = {}
 
     def failed(self, subject: str, text: str, *, exc_info: bool = False) -> None:
@@ -60,6 +57,7 @@ class FailureLog:
         if ongoing is not None and ongoing[0] == text:
             return
         now = self._clock()
+        # A failure that comes and goes is logged at most once a minute.
         logged = now - self._logged_seconds.get(subject, float("-inf")) >= _QUIET_SECONDS
         if logged:
             self._logged_seconds[subject] = now
@@ -76,6 +74,7 @@ class FailureLog:
         """Forget all subjects except these; the others were removed."""
         for subject in self._ongoing.keys() - subjects:
             del self._ongoing[subject]
+        # Within the minute the time stays: a device that disappears and returns must not flood the log.
         now = self._clock()
         for subject, logged in list(self._logged_seconds.items()):
             if subject not in subjects and now - logged >= _QUIET_SECONDS:

@@ -76,8 +76,7 @@ class Poller:
     """Polls a provider in a thread named `gpumem-poller` and publishes each reading.
 
     Each poll publishes a reading, which says so if there is no driver. Only the thread uses the provider, and calls
-    `publish`. Only `stop` ends it. It is a daemon, so a hung driver does not prevent the interpreter from exiting. The
-    methods may be called from any thread.
+    `publish`. Only `stop` ends it. The methods may be called from any thread.
     """
 
     def __init__(
@@ -100,6 +99,7 @@ class Poller:
         self._woken = threading.Event()
         self._request = _DriverRequest()
         self._progress = _Progress(self._request)  # only the poller's thread replaces it, so readers need no lock
+        # A daemon, so that a hung driver does not prevent the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="gpumem-poller", daemon=True)
 
     def start(self) -> None:
@@ -158,7 +158,8 @@ class Poller:
         started_seconds = self._clock()
         while not self._stopping.is_set():
             self._poll()
-            # Polls start at whole intervals; the polls that a slow driver misses are skipped.
+            # Polls start at whole intervals; the polls that a slow driver misses are skipped. The first wait ignores
+            # `_woken`, so that requests for polls cannot use up a core.
             wait_seconds = self._interval_seconds - (self._clock() - started_seconds) % self._interval_seconds
             self._stopping.wait(min(MIN_POLL_SPACING_SECONDS, wait_seconds))
             self._woken.wait(max(0.0, wait_seconds - MIN_POLL_SPACING_SECONDS))

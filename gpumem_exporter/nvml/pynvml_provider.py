@@ -87,6 +87,7 @@ class PynvmlProvider:
         try:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
+            # The driver was replaced: only the library of the new driver can attach.
             if error.value == self._nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
                 unload_library(self._nvml)
             raise NvmlUnavailableError(str(error_for_code(error.value, "nvmlInit"))) from error
@@ -255,10 +256,8 @@ class PynvmlProvider:
 
 
 def _device_memory(total: int, free: int, reserved: int | None) -> DeviceMemory:
-    """Return the memory of a device such that total = used + free + reserved, which is NVML's definition.
-
-    CUDA programs see the same total and free, so used is computed. A reserved value that does not fit is unknown.
-    """
+    """Return the memory of a device such that total = used + free + reserved, which is NVML's definition."""
+    # CUDA programs see the same total and free, so used is computed. A reserved value that does not fit is unknown.
     if known_bytes(total) is None or total == 0 or free > total:
         raise NvmlNotSupportedError(f"nvmlDeviceGetMemoryInfo: {free} bytes free of {total} is not valid")
     if reserved is not None and reserved > total - free:

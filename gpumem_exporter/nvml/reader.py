@@ -66,13 +66,11 @@ class NodeReader:
         self._attach_backoff.succeeded()
 
     def release(self, reason: str) -> NodeReading:
-        """Release NVML, and return a reading that says so; the next `read` attaches again.
-
-        The known devices are forgotten, because they may be different after the next attach.
-        """
+        """Release NVML, and return a reading that says so; the next `read` attaches again."""
         started = self._clock()
         self.close()
         self._provider.release()
+        # The known devices are forgotten, because they may be different after the next attach.
         self._registry = DeviceRegistry()
         self._reattach_wanted = False
         self._lost_backoff.succeeded()
@@ -129,10 +127,8 @@ class NodeReader:
         self._attach_backoff.failed(self._clock())
 
     def _want_reattach(self, devices: tuple[DeviceReading, ...]) -> None:
-        """Schedule another initialization of NVML if a device is lost or there is no device.
-
-        Recovered and added devices appear only after NVML is initialized again.
-        """
+        """Schedule another initialization of NVML if a device is lost or there is no device."""
+        # Recovered and added devices appear only after NVML is initialized again.
         self._attach_backoff.succeeded()
         wanted = not devices or any(device.error for device in devices)
         if wanted and not self._reattach_wanted:
@@ -145,6 +141,7 @@ class NodeReader:
         identities = self._registry.merge(self._provider.devices())
         unavailable: list[NvmlUnavailableError] = []
         readings = tuple(self._read_device(identity, unavailable) for identity in identities)
+        # If one device answers, the driver is there: the other devices fail alone.
         if unavailable and not any(reading.up for reading in readings):
             raise unavailable[0]
         errors = {reading.uuid: reading.error for reading in readings if reading.error}
@@ -241,23 +238,17 @@ class _NotYetError(Exception):
 
 
 class DeviceRegistry:
-    """Keeps the identity of lost devices, so that a lost device differs from a removed one. Not thread-safe.
-
-    The driver may not return the UUID of a GPU that fell off the bus, and may not count the GPU after NVML is
-    initialized again. A device that disappears without an earlier error was removed: a GPU was unbound, or a MIG
-    instance was destroyed.
-    """
+    """Keeps the identity of lost devices, so that a lost device differs from a removed one. Not thread-safe."""
 
     def __init__(self) -> None:
         self._known: dict[str, DeviceIdentity] = {}
         self._lost: dict[str, DeviceIdentity] = {}
 
     def merge(self, listed: Sequence[DeviceIdentity]) -> tuple[DeviceIdentity, ...]:
-        """Return the listed devices, completed from earlier calls, and the lost devices that the driver leaves out.
-
-        The driver may assign the index of a lost device to another device. The lost device then has no index, because
-        an action for that index must have one target.
-        """
+        """Return the listed devices, completed from earlier calls, and the lost devices that the driver leaves out."""
+        # The driver may not return the UUID of a GPU that fell off the bus, and may not count the GPU after NVML is
+        # initialized again. A device that disappears without an earlier error was removed: a GPU was unbound, or a MIG
+        # instance was destroyed.
         identified = {identity.uuid for identity in listed if identity.uuid}
         merged: list[DeviceIdentity] = []
         for identity in listed:
@@ -274,15 +265,15 @@ class DeviceRegistry:
         taken = {_gpu_of(identity) for identity in merged}
         left_out = [lost for uuid, lost in self._lost.items() if uuid not in present]
         self._known = {identity.uuid: identity for identity in (*merged, *left_out) if identity.uuid}
+        # The driver may assign the index of a lost device to another device. The lost device then has no index, because
+        # an action for that index must have one target.
         return (*merged, *(replace(lost, gpu="") if _gpu_of(lost) in taken else lost for lost in left_out))
 
     def note_errors(self, errors: Mapping[str, str]) -> None:
-        """Record which merged devices are lost: listed with an error, or not readable for a reason in `errors`.
-
-        A MIG device that cannot be read may have been destroyed, so it is lost only together with its GPU.
-        """
+        """Record which merged devices are lost: listed with an error, or not readable for a reason in `errors`."""
         self._lost = {}
         for uuid, identity in self._known.items():
+            # A MIG device that cannot be read may have been destroyed, so it is lost only together with its GPU.
             error = identity.error or ("" if identity.parent_uuid else errors.get(uuid, ""))
             if error:
                 self._lost[uuid] = replace(identity, error=error)

@@ -1,8 +1,7 @@
 """Reads profiles: what a reporter sends, and the facts in the files of the store.
 
-A profile comes from any local user, so everything is bounded before it takes memory: the compressed and the
-decompressed bytes, the lists and the values. A profile that passes is consistent: each index exists, and the rows of
-each device add up to its sums. Nothing of a profile is ever unpickled or executed. Thread-safe.
+A profile that passes is consistent: each index exists, and the rows of each device add up to its sums. Nothing of a
+profile is ever unpickled or executed. Thread-safe.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ MAX_DEVICES = 64
 MAX_NOTES = 64
 MAX_TEXT = 4096
 """The maximum length of a path, a function or a name in characters."""
+# The argument of zlib that stands for gzip.
 _GZIP = 31
-"""The argument of zlib that stands for gzip."""
 
 
 def read_profile(body: bytes) -> tuple[ProcessIdentity, Profile]:
@@ -70,6 +69,8 @@ def read_profile(body: bytes) -> tuple[ProcessIdentity, Profile]:
 
 
 def _decompressed(body: bytes) -> bytes:
+    # A profile comes from any local user, so everything is bounded before it takes memory: here the decompressed bytes,
+    # the lists and the values.
     reader = zlib.decompressobj(_GZIP)
     try:
         text = reader.decompress(body, MAX_DOCUMENT_BYTES + 1)

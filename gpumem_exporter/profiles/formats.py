@@ -36,11 +36,11 @@ SUFFIXES: Mapping[Format, str] = {"html": "html", "pprof": "pb.gz", "folded": "f
 
 LARGEST = 100
 """How many owners and lines of code a JSON document has. Its rows are complete."""
+# The length of all rows as text. Each is written in full, so a compressed profile of 1 MiB could become gigabytes. A
+# reply of this size keeps the exporter well below the memory limit of the chart's pod.
 _MAX_TEXT_LENGTH = 16 << 20
-"""The length of all rows as text. Each is written in full, so a compressed profile of 1 MiB could become gigabytes.
-A reply of this size keeps the exporter well below the memory limit of the chart's pod."""
+# The length of a row without its names.
 _ROW_LENGTH = 200
-"""The length of a row without its names."""
 _SEPARATORS = re.compile(r"[;\x00-\x1f\x7f\u2028\u2029]+")
 
 

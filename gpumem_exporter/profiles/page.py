@@ -28,8 +28,8 @@ _SCRIPTS = (  # .ci/fetch-libraries fetches the libraries again
     "page.js",
 )
 _STYLE = "page.css"
+# The style that d3-flame-graph adds to the page.
 _LIBRARY_STYLE = re.compile(r"\.textContent=`([^`\\]*)`")
-"""The style that d3-flame-graph adds to the page."""
 
 
 def render(profile: StoredProfile | Difference) -> bytes:

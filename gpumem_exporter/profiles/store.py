@@ -1,11 +1,7 @@
 """Keeps profiles: in memory, or in files below the folder of `--storage.path`.
 
-A file has one line of JSON, the facts, and then the profile as the reporter sent it. It is written under another name,
-synced and renamed, so a file is complete or absent. A start reads the first lines only.
-
-If there is no room, the share with the most profiles (in files: bytes) loses its oldest profile of the interval.
-Without one, it loses the oldest profile of an out-of-memory error of a process that has several, and otherwise its
-oldest profile. So no user can push out the last profile of another one.
+A file has one line of JSON, the facts, and then the profile as the reporter sent it. A start reads the first lines
+only.
 """
 
 from __future__ import annotations
@@ -53,13 +49,13 @@ class Profiles:
         self._folder = None if folder is None else folder / FOLDER_NAME
         self._max_bytes = max_bytes // SHARE_OF_STORAGE
         self._failures = FailureLog(_log, clock)
+        # Held while the entries change; never during an operation of the disk.
         self._lock = threading.Lock()
-        """Held while the entries change; never during an operation of the disk."""
         self._disk = threading.Lock()
+        # By id, the oldest first.
         self._entries: dict[str, _Entry] = {}
-        """By id, the oldest first."""
+        # The id of the profile of an out-of-memory error, by share, session and number.
         self._of_errors: dict[tuple[str, str, int], str] = {}
-        """The id of the profile of an out-of-memory error, by share, session and number."""
 
     def load(self) -> None:
         """Find the files of earlier runs. Files of other programs and damaged ones are logged and stay."""
@@ -67,6 +63,7 @@ class Profiles:
             return
         with self._disk:
             found = sorted(self._found(self._folder), key=lambda facts: facts.time_unix_seconds)
+            # Profiles may arrive while the folder is read: they are newer than all files.
             with self._lock:
                 newer = self._entries
                 self._entries = {facts.id: _Entry(facts, None) for facts in found} | newer
@@ -164,6 +161,7 @@ class Profiles:
             of_share: Counter[str] = Counter()
             for profile_id, size in sizes.items():
                 of_share[self._entries[profile_id].facts.share] += size
+            # The share with the most profiles loses one: no user can push out the last profile of another one.
             largest = max(of_share, key=of_share.__getitem__)
             own = [each for each in sizes if self._entries[each].facts.share == largest]
             return next(self._first_victims(own), own[0])
@@ -235,6 +233,7 @@ def _body(path: Path) -> bytes:
 
 def _write(folder: Path, facts: ProfileFacts, body: bytes) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Written under another name, synced and renamed: a file is complete or absent.
     path = _path(folder, facts.id)
     new = path.with_name(path.name + _NEW)
     try:

@@ -28,10 +28,10 @@ from gpumem_exporter.profiles.lines import (
 )
 from gpumem_exporter.profiles.model import ProfileFacts, StoredProfile
 
+# The rows of a table. The page's data has the others.
 _SHOWN = 15
-"""The rows of a table. The page's data has the others."""
+# Control characters, and characters that change the direction of the text that follows.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Control characters, and characters that change the direction of the text that follows."""
 _CAUSES = {"action": "requested", "interval": "taken at an interval", "out_of_memory": "out-of-memory error"}
 
 

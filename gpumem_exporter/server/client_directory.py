@@ -3,9 +3,7 @@
     sitecustomize.py -> 0.3.0-1f3a9c0e2b44/gpumem_client/bootstrap/sitecustomize.py
     0.3.0-1f3a9c0e2b44/gpumem_client/...
 
-A job has this folder in its PYTHONPATH, so its Python imports `sitecustomize`. An upgrade adds a folder, and then
-replaces the link: a job that is starting gets all of one version. A job keeps its version, which it loads when it
-initializes CUDA and, for a few modules, when it uses them. So a version stays for a while after its last start.
+A job has this folder in its PYTHONPATH, so its Python imports `sitecustomize`.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ _ENTRY = f"{_PACKAGE}/bootstrap/sitecustomize.py"
 _LINK = "sitecustomize.py"
 _VERSION = re.compile(r".+-[0-9a-f]{12}")
 _UNFINISHED = re.compile(r"[.]new-[a-z0-9_]{8}")
+# Jobs of root write bytecode. The exporter creates its folders: jobs with umask 0 would let every user write there.
 _BYTECODE = "__pycache__"
-"""Jobs of root write bytecode. The exporter creates its folders: jobs with umask 0 would let every user write there."""
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +120,8 @@ def _is_complete(version: Path, files: Mapping[str, bytes]) -> bool:
 
 
 def _write_version(folder: Path, version: str, files: Mapping[str, bytes]) -> None:
-    """Write a version under another name, and rename it: the folder of a version is always complete."""
+    """Write the folder of a version."""
+    # Under another name, which is replaced at the end: the folder of a version is always complete.
     new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
     try:
         for path, text in files.items():
@@ -155,6 +154,7 @@ def _current(folder: Path) -> str | None:
 
 
 def _make_current(folder: Path, version: str, replaced: str | None) -> None:
+    # A job that is starting gets all of one version: its link is replaced at once, after the folder is there.
     new = folder / f".{_LINK}.{os.getpid()}"
     new.unlink(missing_ok=True)
     new.symlink_to(f"{version}/{_ENTRY}")
@@ -166,6 +166,7 @@ def _make_current(folder: Path, version: str, replaced: str | None) -> None:
 
 def _remove_old(folder: Path, version: str) -> None:
     """Remove versions that were replaced long ago."""
+    # A job keeps its version, of which it loads a few modules only when it uses them.
     oldest = time.time() - KEPT_SECONDS
     for entry in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # a second exporter removes it

@@ -68,5 +68,6 @@ def _quoted(value: Any) -> str:
 
 
 def _escaped(character: str) -> str:
-    """Return a character for JSON. Control and bidirectional characters would change how a terminal shows the line."""
+    """Return a character for JSON."""
+    # Control and bidirectional characters would change how a terminal shows the line.
     return character if character.isprintable() else json.dumps(character)[1:-1]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpumem_exporter import __version__
-from gpumem_exporter.actions.caller import RateLimits
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.engines import Engines
+from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
@@ -61,8 +61,7 @@ class Runtime:
 
     The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
     if every pid of the driver is of this PID namespace, `socket_file` without a unix socket, and `engines` where the
-    processes are not real. The constructor starts nothing. It is longer than other functions because each part has its
-    line, in the order in which they depend on each other.
+    processes are not real. The constructor starts nothing.
     """
 
     def __init__(
@@ -78,6 +77,7 @@ class Runtime:
         socket_file: SocketFile | None = None,
         engines: Engines | None = None,
     ) -> None:
+        # A long function, where each part has its line, in the order in which they depend on each other.
         self.settings = settings
         self.source = provider.source
         self.clock = clock
@@ -237,6 +237,7 @@ class Runtime:
         storage = Storage(
             _storage_folder(settings),
             retention_seconds=settings.storage_retention,
+            # Without the share of the profiles.
             max_bytes=settings.storage_max_bytes - settings.storage_max_bytes // SHARE_OF_STORAGE,
             wall_clock=wall_clock,
         )

@@ -30,14 +30,14 @@ from gpumem_exporter.server.settings import Settings
 if TYPE_CHECKING:
     from gpumem_exporter.server.security.web_access import WebAccess
 
+# The time for running requests when the exporter stops. Requests that wait for a command end at once.
 _STOP_SECONDS = 1
-"""The time for running requests when the exporter stops. Requests that wait for a command end at once."""
 
+# The number of file descriptors for everything except open connections: closing ones, /proc, the driver.
 _SPARE_FILES = 128
-"""The number of file descriptors for everything except open connections: closing ones, /proc, the driver."""
 
+# The limit of open files that is set where the hard limit allows more: connections are counted, so more is no use.
 _MAX_FILES = 8192
-"""The limit of open files that is set where the hard limit allows more: connections are counted, so more is no use."""
 
 _HEADERS = [
     ("X-Content-Type-Options", "nosniff"),

@@ -20,8 +20,8 @@ DEMO_SECONDS = 60.0
 """The same for the demo, which runs for minutes."""
 MARGIN = 1.5
 """The proposed size of a cache, relative to its highest use."""
+# A smaller share of the devices' memory is not worth a restart of the engine.
 _MIN_FREED_SHARE = 0.1
-"""A smaller share of the devices' memory is not worth a restart of the engine."""
 _TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "transformers": "Transformers"}
 _OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 

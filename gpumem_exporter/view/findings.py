@@ -23,9 +23,9 @@ from gpumem_exporter.view.jobs import Job, job_uuids, jobs_by_device
 from gpumem_exporter.view.orphans import left_behind
 
 SEVERITIES = ("critical", "warning", "info")
-# By age alone, readers missed an error behind three older warnings: the page shows a few findings at first.
+# Of one severity, these kinds come first: what failed, what will fail, and what a termination or a clear helps. By age
+# alone, readers missed an error behind three older warnings: the page shows a few findings at first.
 _URGENT = ("driver", "device_lost", "oom", "growth", "check", "orphan", "idle_cache")
-"""Of one severity, these kinds come first: what failed, what will fail, and what a termination or a clear helps."""
 SEVERITY = {
     "oom_ended_process": "critical",
     "oom_caught": "warning",
@@ -47,29 +47,27 @@ SEVERITY = {
 }
 """The severity of each state. A test compares it with the alert rules."""
 _MOST = 50
+# How long an error is shown whose process continues.
 _CAUGHT_SECONDS = 600.0
-"""How long an error is shown whose process continues."""
+# From this share in use on, other processes may lack the idle cache of a job.
 _FULL = 0.95
-"""From this share in use on, other processes may lack the idle cache of a job."""
 _IDLE_BESIDE_FULL = 0.05
 _LITTLE_FREE, _OTHER_FAILED = ", where little memory is free", ", where another job ran out of memory"
 _MUCH_IDLE = 0.2
 _FRAGMENTED = 0.1
+# Shares of the device's memory from which they are findings.
 _UNATTRIBUTED = 0.02
-"""Shares of the device's memory from which they are findings."""
 _FAILS_SOON_SECONDS = 3600.0
+# Fragmented and unattributed memory change with each step, so they must last for this time. A process that starts uses
+# memory before its first report.
 _LASTING_SECONDS = 10.0
-"""Fragmented and unattributed memory change with each step, so they must last for this time.
-
-A process that starts uses memory before its first report.
-"""
 _LASTING = ("fragmented", "unattributed", "unreported")
 INJECTION_LABEL = 'gpumem.io/inject: "true"'
 """The label of pods, or of their namespace, into which the webhook injects the client."""
+# A finding that was absent for this time starts again.
 _FORGOTTEN_SECONDS = 5.0
-"""A finding that was absent for this time starts again."""
+# A finding has a lower severity only after this time: the free memory of a device changes with each step.
 _CALMER_SECONDS = 60.0
-"""A finding has a lower severity only after this time: the free memory of a device changes with each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +153,8 @@ class Since:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
+        # By the id of the finding.
         self._seen: dict[str, _Seen] = {}
-        """By the id of the finding."""
 
     def lasting(self, findings: Iterable[Finding]) -> list[Finding]:
         """Return the findings that have lasted long enough, with their start, the most severe, urgent and old first."""

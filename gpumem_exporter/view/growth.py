@@ -10,11 +10,11 @@ SPAN_SECONDS = 3600.0
 MIN_SECONDS = 300.0
 """A shorter rise is a start: a model loads, and its optimizer creates its state."""
 _MIN_BYTES = 64 << 20
+# A rise of a smaller share of the allocated bytes is noise: batches of different sizes, caches of libraries.
 _MIN_SHARE = 0.02
-"""A rise of a smaller share of the allocated bytes is noise: batches of different sizes, caches of libraries."""
 _PARTS = 3
+# The share of the whole rise that each part of the time must add. After a start the last part adds nothing.
 _MIN_STEADINESS = 0.25
-"""The share of the whole rise that each part of the time must add. After a start the last part adds nothing."""
 
 
 class Growth(NamedTuple):
@@ -28,12 +28,12 @@ class Growth(NamedTuple):
 def growth(minima: Sequence[tuple[float, int]]) -> Growth | None:
     """Return the growth of a job; None if it does not grow, or is not known for long enough.
 
-    `minima` are times in seconds and the smallest allocated bytes until then since the time before. Minima, because
-    memory that is free at any time has not leaked. The time before the last minimum of all does not count, so a job
-    that was restarted counts from its restart.
+    `minima` are times in seconds and the smallest allocated bytes until then since the time before: memory that is free
+    at any time has not leaked.
     """
     if not minima:
         return None
+    # The time before the last minimum of all does not count, so a job that was restarted counts from its restart.
     lowest = min(value for _, value in minima)
     start = max(index for index, (_, value) in enumerate(minima) if value == lowest)
     rising = minima[start:]

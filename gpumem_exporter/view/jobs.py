@@ -19,8 +19,8 @@ from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.view.documents import JOB_NUMBERS, Part, SeenProcess, parts_of, seen_processes
 
+# What a URL would have to escape.
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
-"""What a URL would have to escape."""
 _ID_CHARACTERS = 64
 ACTIVE_SECONDS = 60.0
 """A job whose memory and steps have not changed for this time is idle."""
@@ -56,8 +56,8 @@ VALUES: Mapping[str, Callable[[Part], int | None]] = {
     "unmapped_bytes": lambda part: part.sample.unmapped_bytes if part.sample else None,
 }
 """The values of a part that a job sums up; None where a value is unknown."""
+# Values that only some processes have; one without the value lacks nothing.
 _PARTIAL = ("unmapped_bytes",)
-"""Values that only some processes have; one without the value lacks nothing."""
 
 
 @dataclass

@@ -20,8 +20,8 @@ from gpumem_exporter.view.sentences import stays_free
 from gpumem_exporter.view.words import WORDS
 
 ALL_DETAILS = "all"
+# The minima of minutes change no more often.
 _GROWTH_SECONDS = 30.0
-"""The minima of minutes change no more often."""
 
 Document = dict[str, Any]
 
@@ -45,10 +45,10 @@ class NodeView:
         self._since = Since(clock)
         self._minima_of = minima_of
         self._enough_seconds = enough_seconds
+        # The growth of each job, by its id, and when it was computed. Replaced, never changed.
         self._growths: dict[str, tuple[float, Growth | None]] = {}
-        """The growth of each job, by its id, and when it was computed. Replaced, never changed."""
+        # The use of each device, and when it was noticed. Replaced, never changed.
         self._uses: tuple[float, Mapping[str, DeviceUse]] = (-NEAR_SECONDS, {})
-        """The use of each device, and when it was noticed. Replaced, never changed."""
 
     def notice(self, snapshot: Snapshot, failed_checks: Iterable[Mapping[str, str]]) -> None:
         """Note since when each finding lasts, and who uses each device.
@@ -79,9 +79,8 @@ class NodeView:
         """Return the document without its time.
 
         `node` has what the snapshot does not have: the host's name, the version, the checks and, if an exporter runs,
-        the folder of its client. The identities of
-        others' processes are hidden from `viewer`; None shows them. `details` is the id of the job whose processes have
-        all their values, or `all`. Unknown values are null.
+        the folder of its client. The identities of others' processes are hidden from `viewer`; None shows them.
+        `details` is the id of the job whose processes have all their values, or `all`. Unknown values are null.
         """
         shares, ledgers = node_shares(snapshot), node_ledgers(snapshot)
         jobs = jobs_of(snapshot, viewer)

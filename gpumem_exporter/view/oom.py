@@ -20,20 +20,16 @@ NEAR_SECONDS = 5.0
 OF_DEVICE = ("used_bytes", "idle_cache_bytes")
 """What a device shows of each job on it."""
 _MAX_JOBS = 32
+# Of the jobs as JSON, half of what an event may have. An event that is too long is not stored, and users choose the
+# names of their jobs: a character of a name takes up to 12 bytes.
 _MAX_JOBS_BYTES = 32 << 10
-"""Of the jobs as JSON, half of what an event may have. An event that is too long is not stored, and users choose the
-names of their jobs: a character of a name takes up to 12 bytes."""
 
 Document = dict[str, Any]
 
 
 @dataclass
 class DeviceUse:
-    """The memory of a device and the processes on it.
-
-    A user can report hundreds of errors a minute, on devices with thousands of processes. So the documents of the jobs
-    are built once, for the first error: with 512 processes that takes 15 ms of the event loop.
-    """
+    """The memory of a device and the processes on it."""
 
     total_bytes: int | None
     jobs: Sequence[tuple[Job, Sequence[Part]]]
@@ -41,6 +37,8 @@ class DeviceUse:
     @cached_property
     def _documents(self) -> Mapping[str, Document]:
         """The jobs by id, each with all of its processes on the device."""
+        # A user can report hundreds of errors a minute, on devices with thousands of processes. So the documents are
+        # built once, for the first error: with 512 processes that takes 15 ms of the event loop.
         return {job.id: _document(job, parts) for job, parts in self.jobs}
 
     @cached_property
@@ -205,11 +203,7 @@ _OWN = (
 
 
 def _parts(error: _Error, allocator: Mapping[str, Any]) -> list[Document]:
-    """Return the parts of the device's memory, without unknown and empty ones.
-
-    Free memory and the process' own memory are of the moment of the error. The sizes of other jobs are a second older
-    or younger; they are left out if they do not fit into the rest.
-    """
+    """Return the parts of the device's memory, without unknown and empty ones."""
     own = [_part(key, label, allocator.get(name)) for key, label, name in _OWN]
     jobs = [
         {**_part("job", name_of(job), job.get("used_bytes")), "job": job["job"], "idle": job.get("idle_cache_bytes")}
@@ -218,6 +212,8 @@ def _parts(error: _Error, allocator: Mapping[str, Any]) -> list[Document]:
     rest = None
     if None not in (error.total_bytes, error.free_bytes, error.reserved_bytes):
         rest = error.total_bytes - error.free_bytes - error.reserved_bytes  # type: ignore[operator]
+        # Free memory and the process' own memory are of the moment of the error. The sizes of other jobs are a second
+        # older or younger: if they do not fit into the rest, they are left out.
         of_jobs = error.of_others("used_bytes")
         jobs = jobs if of_jobs <= rest else []
         rest -= of_jobs if jobs else 0

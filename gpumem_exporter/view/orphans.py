@@ -11,8 +11,8 @@ from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.view.documents import SeenProcess
 from gpumem_exporter.view.jobs import Job
 
+# The share of a device that others may need, and below which the free memory of a device is little.
 _MUCH = 0.05
-"""The share of a device that others may need, and below which the free memory of a device is little."""
 
 
 @dataclass(slots=True)

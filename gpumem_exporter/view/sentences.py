@@ -14,8 +14,8 @@ from gpumem_exporter.actions.model import is_done
 
 Document = Mapping[str, Any]
 
+# The share of what a clear would free from which a sentence says that it would be reserved again.
 _WORTH_SAYING = 0.05
-"""The share of what a clear would free from which a sentence says that it would be reserved again."""
 _NAMED_JOBS_MAX = 8
 
 

@@ -1,8 +1,7 @@
 """The changes to a pod, as a JSON patch (RFC 6902): which containers get the client of the node, and how.
 
 A container gets a mount of the folder of the host with the client and the exporter's socket, the client in front of its
-PYTHONPATH, and default names. Nothing that the pod has is removed or replaced. A container in which the client could
-break something stays as it is, with a reason.
+PYTHONPATH, and default names. A container in which the client could break something stays as it is, with a reason.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ MOUNT = "/run/gpumem"
 """Where the client looks for the exporter's socket."""
 CLIENT = f"{MOUNT}/client"
 _VOLUME = "gpumem"
+# All annotations of a pod have 256 KiB together. With more, the API server refuses the pod.
 _RESULT_CHARACTERS = 2000
-"""All annotations of a pod have 256 KiB together. With more, the API server refuses the pod."""
 
 Object: TypeAlias = Mapping[str, Any]
 
@@ -159,7 +158,8 @@ def _is_writable(mount: Object, volumes: Mapping[str, Object]) -> bool:
 
 
 def _absolute(path: str) -> str:
-    """Return a normal form of the path of a mount. Most images have /var/run as a link to /run."""
+    """Return a normal form of the path of a mount."""
+    # Most images have /var/run as a link to /run.
     path = posixpath.normpath(f"/{path.lstrip('/')}")
     return path.removeprefix("/var") if f"{path}/".startswith("/var/run/") else path
 

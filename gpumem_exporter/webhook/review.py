@@ -14,8 +14,8 @@ FORBIDDEN = "the namespace enforces a Pod Security Standard that forbids hostPat
 """The reason for pods of a namespace that enforces `baseline` or `restricted`. The API server would refuse the pod."""
 
 _VERSION = "admission.k8s.io/v1"
+# The API server cuts a warning after 256 bytes.
 _WARNING_CHARACTERS = 250
-"""The API server cuts a warning after 256 bytes."""
 
 _log = logging.getLogger(__name__)
 

@@ -37,10 +37,10 @@ MAX_OBJECTS = 250_000
 """The maximum number of objects and lists in a review, also within strings: tens of times what the largest pods have.
 Each takes up to 200 bytes, and the webhook has 192 MiB: above, the kernel would end it, and pods would be created
 without the client."""
+# One client, the API server, sends nearly all requests, and waits for a few seconds.
 _LIMITS = Limits(max_connections=512, bodies=64, bodies_bytes=32 << 20, request_seconds=5.0)
-"""One client, the API server, sends nearly all requests, and waits for a few seconds."""
+# The time for running requests when the webhook stops.
 _STOP_SECONDS = 5
-"""The time for running requests when the webhook stops."""
 _KEEP_ALIVE_SECONDS = 120
 
 _log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ Source: TypeAlias = dict[str, Any]
 
 _LWS = "leaderworkerset.sigs.k8s.io/"
 _JOBSET = "jobset.sigs.k8s.io/"
+# Labels with the name of a workload whose pods have another controller: a JobSet creates Jobs.
 _WORKLOADS = (f"{_JOBSET}jobset-name", "training.kubeflow.org/job-name", f"{_LWS}name")
-"""Labels with the name of a workload whose pods have another controller: a JobSet creates Jobs."""
 _COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 
 

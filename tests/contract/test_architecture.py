@@ -62,8 +62,8 @@ def test_a_request_runs_through_few_modules(kind: str, most: int, traces: dict[s
     assert len(traces[kind].modules) <= most
 
 
-@pytest.mark.parametrize("kind", ["report", "scrape"])
-def test_a_frequent_request_enters_no_module_more_than_twice(kind: str, traces: dict[str, Trace]) -> None:
+@pytest.mark.parametrize("kind", ["report", "scrape", "submission"])
+def test_a_request_enters_no_module_more_than_twice(kind: str, traces: dict[str, Trace]) -> None:
     entered = Counter(traces[kind].entries)
     # The transport calls the application, is called by it, and reports the end of the reply.
     assert {module: n for module, n in entered.items() if n > 2 and not module.startswith("server/http/")} == {}

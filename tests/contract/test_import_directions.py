@@ -25,7 +25,7 @@ ALLOWED = {
     ("gpumem_exporter.demo", "gpumem_client"),
     ("gpumem_exporter.profiles", "gpumem_client.profile.model"),
     ("gpumem_exporter.cli", "gpumem_client.run"),
-    ("gpumem_exporter.cli.commands.elsewhere", "gpumem_toolkit.planning.command"),
+    ("gpumem_exporter.cli.commands.unparsed", "gpumem_toolkit.planning.command"),
 }
 """What a folder or module imports beyond the rule: the demo's reporters, the types of profiles, the commands `run` and
 `plan`."""

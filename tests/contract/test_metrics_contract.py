@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -88,7 +87,7 @@ def golden_page(*, openmetrics: bool) -> str:
         Action("a1", "empty_cache", "failed", "alice", 1.7e9, Target(all=True), results=results, duration_seconds=0.003)
     )
     exposition = Exposition(instruments, version="1.2.3", source="nvml", clock=lambda: 0.0)
-    page = b"".join(chain.from_iterable(exposition.render(RICH, openmetrics=openmetrics))).decode()
+    page = b"".join(exposition.render(RICH, openmetrics=openmetrics)).decode()
     page = re.sub(r"^(process_\w+) .*", r"\1 0", page, flags=re.MULTILINE)
     return re.sub(r'(gpumem_exporter_build_info\{.*python=")[^"]*', r"\g<1>3.11.7", page)
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
-from gpumem_exporter.actions.caller import RateLimits
+from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import (
     DeviceMemory,

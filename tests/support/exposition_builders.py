@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from itertools import chain
 
 from prometheus_client import Metric
 
@@ -36,7 +35,7 @@ def exposition(instruments: Instruments | None = None) -> Exposition:
 
 def text_of(writer: Exposition, snapshot: Snapshot, *, openmetrics: bool = False) -> str:
     """Return a page without the exporter's process, so that two pages of one snapshot are equal."""
-    page = b"".join(chain.from_iterable(writer.render(snapshot, openmetrics=openmetrics))).decode()
+    page = b"".join(writer.render(snapshot, openmetrics=openmetrics)).decode()
     return re.sub(r"^(# \w+ )?process_.*\n", "", page, flags=re.MULTILINE)
 
 

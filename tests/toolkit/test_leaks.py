@@ -6,8 +6,9 @@ from itertools import islice
 
 import pytest
 
-from gpumem_toolkit.leaks.detector import Leak, LeakDetector, frequent, grown
+from gpumem_toolkit.leaks.detector import Leak, LeakDetector
 from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup
+from gpumem_toolkit.leaks.suspects import frequent
 from gpumem_toolkit.leaks.trend import Trend
 from tests.support.seeded_runs import MIB, SHAPES, allocated, hard_shapes
 
@@ -42,7 +43,7 @@ def test_a_leak_of_one_percent_in_a_thousand_steps_or_more_is_found_within_200_s
 def test_a_rare_leak_is_found_early_and_a_slow_one_in_a_longer_window() -> None:
     rare = allocated(SHAPES["every step the same"], 1, percent=1.0, from_step=300, every=25)
     assert _found(rare, 500) is not None
-    found = _found(allocated(SHAPES["batches of many lengths"], 3, percent=0.1), 3000)
+    found = _found(allocated(SHAPES["batches of many lengths"], 3, percent=0.03), 3000)
     assert found is not None
     assert found > 300
 
@@ -105,16 +106,6 @@ def test_freed_memory_ends_a_leak_and_the_next_leak_is_reported() -> None:
     assert len(reported) == 2
 
 
-def test_a_leak_is_withdrawn_once_its_growth_has_stopped() -> None:
-    reported: list[Leak] = []
-    detector = _detector(reported)
-    for step in range(600):
-        detector.add(0, (1000 + min(step, 200)) * MIB)
-        assert step >= 220 or bool(detector.leaks) == bool(reported)
-    assert len(reported) == 1
-    assert detector.leaks == ()
-
-
 @pytest.mark.parametrize("name", ["a sawtooth of 16 steps and 64 MiB", "garbage collected at irregular times"])
 def test_a_leak_below_a_sawtooth_is_reported_once_and_not_withdrawn(name: str) -> None:
     reported: list[Leak] = []
@@ -129,14 +120,6 @@ def _group(count: int, shape: tuple[int, ...] = (8, 8), *, graph: bool = False, 
     return TensorGroup(shape, "float32", 0, count, count * 256, count if graph else 0, **more)  # type: ignore[arg-type]
 
 
-def test_a_leak_of_a_new_shape_each_step_is_found_by_its_dimensions() -> None:
-    before = LingeringTensors(tuple(_group(1, (length, 4)) for length in range(10)))
-    after = LingeringTensors(tuple(_group(1, (length, 4)) for length in range(20)))
-    found = grown(before, after, least=3)
-    assert found
-    assert all(growth.group.shape[0] >= 10 for growth in found)
-
-
 def test_parameters_of_a_model_are_not_frequent_suspects() -> None:
     walked = LingeringTensors(
         (
@@ -144,4 +127,5 @@ def test_parameters_of_a_model_are_not_frequent_suspects() -> None:
             _group(100, (3,), referrers=("list of 100 in history, a global of train",)),
         )
     )
-    assert [growth.group.shape for growth in frequent(walked, least=50)] == [(3,)]
+    (suspect,) = frequent(walked, least=50)
+    assert "history" in suspect

@@ -98,10 +98,9 @@ class Allocator:
 
     @property
     def flushing(self) -> bool:
-        """Whether another thread runs `empty_cache()`: reading statistics would wait for it, with the GIL.
-
-        A flush by the allocator itself, before the last attempt of an allocation, is not recognized.
-        """
+        """Whether another thread runs `empty_cache()`: reading statistics would wait for it, with the GIL."""
+        # Only the frames of Python show it: asking the allocator would be the wait itself. So a flush by the allocator,
+        # before the last attempt of an allocation, is not recognized.
         codes = {
             getattr(getattr(sys.modules.get(name), "empty_cache", None), "__code__", None)
             for name in ("torch.cuda.memory", "torch.accelerator.memory")
@@ -128,6 +127,7 @@ class Allocator:
         """Return the device's UUID as NVML writes it; empty if neither torch nor the driver shows it."""
         uuid = self._uuids.get(index)
         if uuid is None:
+            # Torch has the UUID from 2.5 on, without NVML's prefix.
             properties = self._torch.cuda.get_device_properties(index)
             raw = str(getattr(properties, "uuid", "")) or torch_access.driver_uuid(index)
             prefix = "MIG-" if "MIG" in str(properties.name).split() else "GPU-"
@@ -171,15 +171,13 @@ class Allocator:
         return self._sample(index, self.state(index))
 
     def sample_at_oom(self, index: int) -> DeviceSample:
-        """Return the sample for an out-of-memory observer. Any thread may call this.
-
-        Torch releases all reclaimable memory before it calls an observer, except while a graph is captured.
-        """
+        """Return the sample for an out-of-memory observer. Any thread may call this."""
         state = self.state(index)
         sample = self._sample(index, state)
         if state is None or self._reclaimable.exact_from_statistics(index, state):
             return sample
-        # A walk over the heap would delay the error, and the observer must be quick: it runs in the user's thread.
+        # A walk over the heap would delay the error, and the observer must be quick: it runs in the user's thread. None
+        # is needed: torch releases all reclaimable memory before it calls an observer, except during a capture.
         return replace(sample, reclaimable_bytes=None if self.capturing or sample.reserved_bytes is None else 0)
 
     def pinned_host_bytes(self) -> int | None:
@@ -212,13 +210,10 @@ class Allocator:
         self._torch.cuda.set_per_process_memory_fraction(fraction, index)
 
     def memory_limit_bytes(self, index: int) -> int | None:
-        """Return the most that this process may use on a device; None if no limit is known. Any thread may call this.
-
-        Torch releases without `get_per_process_memory_fraction` do not report the memory fraction.
-        """
+        """Return the most that this process may use on a device; None if none is known. Any thread may call this."""
         try:
             fraction: float = self._torch.cuda.get_per_process_memory_fraction(index)
-        except (AttributeError, RuntimeError):
+        except (AttributeError, RuntimeError):  # before torch 2.6, or a pluggable allocator
             fraction = 1.0
         of_fraction = int(fraction * self.total_bytes(index)) if fraction < 1 else None
         if index not in self._environment_limits:
@@ -250,6 +245,7 @@ class Allocator:
         return read_heaps(segments, large_pages=self._large_pages, dead_pools=self._captures.dead_pools())
 
     def _notice_page_size(self) -> None:
+        # A segment keeps the page size that was set when it was made, and does not report it: so all sizes are kept.
         settings = self.settings
         if settings != self._noticed_settings:
             self._noticed_settings = settings

@@ -1,8 +1,4 @@
-"""CUDA graphs: whether one is being captured, and which private pools no graph uses any more.
-
-PyTorch does not report that a pool is dead. Its memory stays reserved until the cache is emptied, and looks like the
-memory of a pool in use.
-"""
+"""CUDA graphs: whether one is being captured, and which private pools no graph uses any more."""
 
 from __future__ import annotations
 
@@ -22,8 +18,10 @@ class Captures:
 
     def __init__(self, capturing: Callable[[], bool]) -> None:
         self._capturing = capturing
+        # Graphs whose capture is running or has failed. Weak references: a graph that stays alive keeps its pool.
         self._incomplete: dict[int, weakref.ref[Any]] = {}
-        """Graphs whose capture is running or has failed."""
+        # PyTorch does not report that a pool is dead. Its memory stays reserved until the cache is emptied, and looks
+        # like the memory of a pool in use. So the users of each pool are counted here.
         self._users: dict[PoolId, list[weakref.ref[Any]]] = {}
         self._dead: set[PoolId] = set()
         self._pools: set[PoolId] = set()
@@ -44,7 +42,9 @@ class Captures:
         pool = _pool(graph)
         if pool is not None:
             self._pools.add(pool)
-        if pool is not None and pool[1] == 0:  # (n, 0) was made for a graph, (0, n) by the user's code
+        # The id (n, 0) was made for a graph. The users of (0, n) are unknown: the user's code made that pool, with
+        # `MemPool` or `graph_pool_handle`.
+        if pool is not None and pool[1] == 0:
             self._users.setdefault(pool, []).append(weakref.ref(graph))
         self._incomplete.pop(id(graph), None)
 
@@ -60,12 +60,9 @@ class Captures:
             return True
 
     def dead_pools(self) -> Collection[PoolId]:
-        """Return the private pools that no graph uses.
-
-        A pool that the user's code made (`MemPool`, `graph_pool_handle`) is never among them, because its users are
-        unknown. The result is empty while the capture of a graph is running or has failed: the graph may use any pool.
-        """
+        """Return the private pools that no graph uses; none of the pools that the user's code made."""
         self._update()
+        # A graph whose capture is running or has failed does not show its pool: it may use any of them.
         return () if self._incomplete else self._dead
 
     def pools(self) -> Collection[PoolId]:

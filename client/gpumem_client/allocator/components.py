@@ -26,15 +26,15 @@ def with_components(
 ) -> DeviceSample:
     """Return the sample with the components of an engine; unchanged if the engine shows none.
 
-    `held` are the bytes of tensors by component, `tags` the component of segments by address; for the component of a
-    tag, the tag counts. `segments` are the segments of private pools; `unmapped` are the segments among
-    them that have no memory.
+    `held` are the bytes of tensors by component, `tags` the component of segments by address. `segments` are the
+    segments of private pools; `unmapped` are the segments among them that have no memory.
     """
     allocated = sample.allocated_bytes
     if allocated is None or not (held or tags):
         return sample
     tagged = set(tags.values()) - {_OTHER}
     asleep = {segment.address for segment in unmapped}
+    # A tag names the component of a whole segment, with the allocator's rounding: where there is one, it counts.
     mapped = {component: size for component, size in held.items() if component not in tagged}
     if mapped and any(segment.address not in tags for segment in unmapped):
         return replace(sample, component_bytes={})  # which tensors are unmapped is not known
@@ -60,5 +60,6 @@ def with_cache_use(sample: DeviceSample, use: CacheUse | None) -> DeviceSample:
     used = round(size * use.used)
     if use.evictable is None:
         return replace(sample, kv_cache_bytes={"used": used})
+    # Each share is rounded on its own, so that their sum may exceed the cache by a byte.
     evictable = min(round(size * use.evictable), size - used)
     return replace(sample, kv_cache_bytes={"used": used, "evictable": evictable, "free": size - used - evictable})

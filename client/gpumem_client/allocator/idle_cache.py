@@ -9,10 +9,10 @@ from gpumem_client.wire.protocol import DeviceSample
 
 IDLE_CACHE_SECONDS = 60.0
 """The window of the idle cache."""
+# Readings are kept for this number of windows, for a job whose last steps are older than one window.
 _LONGEST_WINDOWS = 5
-"""Readings are kept for this number of windows, for a job whose last steps are older than one window."""
+# After a longer gap between two readings, as a share of the window, the window starts again: too little is known of it.
 _GAP_SHARE = 0.5
-"""After a longer gap between two readings, as a share of the window, the window starts again."""
 
 
 @dataclass

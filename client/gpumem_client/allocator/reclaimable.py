@@ -27,11 +27,11 @@ from gpumem_client.wire.protocol import DeviceSample
 _NEEDED = {
     *("reserved_bytes", "allocated_bytes", "active_bytes", "inactive_split_bytes", "segment", "num_device_alloc")
 }
+# A walk that used t seconds of CPU is repeated after 500 t at the earliest: 0.2 % of a core.
 _WALK_SHARE = 500
-"""A walk that used t seconds of CPU is repeated after 500 t at the earliest: 0.2 % of a core."""
+# A heap with more blocks is not walked: the snapshot keeps the GIL, 5 to 7 ms for 10,000 blocks and 135 to 210 ms for
+# 100,000 (torch 2.15).
 _WALK_BLOCKS_MAX = 20_000
-"""A heap with more blocks is not walked: the snapshot keeps the GIL, 5 to 7 ms for 10,000 blocks and 135 to 210 ms for
-100,000."""
 
 
 class Reclaimable:
@@ -75,6 +75,7 @@ class Reclaimable:
             self._walked.get(index) == _version(state) for index, state in unsettled.items()
         ):
             return
+        # Before the check of the size: a heap that has become too large to walk has no value, instead of an old one.
         self._unreturnable.clear()
         self._walked.clear()
         self._layouts.clear()
@@ -164,6 +165,7 @@ class Reclaimable:
             # Uses the snapshot alone: another thread may have changed the heap since the statistics were read.
             self._unreturnable[index] = heap.reserved_bytes - heap.allocated_bytes - heap.returnable_bytes
         self._walked[index] = _version(state)
+        # Otherwise a segment came or went between the statistics and the walk, and the two do not belong together.
         if heap.reserved_bytes == state["reserved_bytes"]["current"]:
             self._layouts[index] = _layout(state), heap
 

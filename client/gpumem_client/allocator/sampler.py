@@ -17,23 +17,22 @@ from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.steps import OneStep
 from gpumem_client.wire.protocol import DeviceSample
 
+# A step samples in the last tenth of the interval before the next report, or later. If steps are long, it samples in
+# the last 1.25 steps before the report, so that at least one step ends in that time.
 _LEAD, _LEAD_STEPS = 0.1, 1.25
-"""A step samples in the last tenth of the interval before the next report, or later. If steps are long, it samples in
-the last 1.25 steps before the report, so that at least one step ends in that time."""
+# Steps have stopped if none has ended for this multiple of the last step's duration, within the bounds.
 _QUIET_STEPS = 3.0
-"""Steps have stopped if none has ended for this multiple of the last step's duration…"""
 _QUIET_SECONDS_MIN, _QUIET_SECONDS_MAX = 2.0, 60.0
-"""…within these bounds."""
+# The step time is the median of this number of steps, so that a step that waited for an evaluation does not count.
 _RATE_STEPS = 9
-"""The step time is the median of this many steps, so that one that waited for an evaluation does not count."""
+# While the cache is being emptied, the last sample is reported again up to this age.
 _FLUSH_SECONDS_MAX = 10.0
-"""While the cache is being emptied the last sample is reported again, up to this age."""
+# The mean time between two readings of the cache is the longer one of this time and this multiple of a reading's CPU
+# time, which is 0.02 % of a core.
 _READING_SECONDS = 0.5
-"""The mean time between two readings of the cache…"""
 _READING_SHARE = 5_000
-"""…or this multiple of the CPU time of a reading, if that is longer: 0.02 % of a core."""
+# Flushes come in series: after a retry, the reporter's thread reads nothing for this time while steps run.
 _RETRY_SECONDS = 30.0
-"""For this time after the allocator retried an allocation, the reporter's thread reads nothing while steps run."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,8 @@ class Sampler:
     def current(self, next_report_seconds: float) -> Sample:
         """Return the sample to report now, and schedule the next one.
 
-        While steps run, this is the sample of the last step that took one. If no steps run, or if that sample was
-        reported already and the next step is late, a new sample is taken. If another thread empties the cache at that
-        time, the last sample is returned instead, or one without devices if the last one is too old.
+        While steps run, this is the sample of the last step that took one. While another thread empties the cache, it
+        may be an older sample, or a sample without devices.
         """
         # A sample in the training thread at the end of a step never meets that thread's own flush of the cache. In
         # another thread it may: the statistics lock the allocator's mutex with the GIL, so the whole interpreter would
@@ -165,6 +163,7 @@ class Sampler:
             self._recent_step_seconds[self._steps % _RATE_STEPS] = self._step_seconds
         self._last_step_seconds = now
         self._steps += 1
+        # A step never waits: a command that runs meanwhile has the lock, and the next step can sample as well.
         if now >= self._wanted_from_seconds and self._busy.acquire(blocking=False):
             try:
                 self._take()
@@ -188,7 +187,7 @@ class Sampler:
     def read(self) -> None:
         """Read the cache at this moment, unless that could wait for another thread."""
         # The cache is at its largest between two steps, where the samples are. So this reads it at random moments of a
-        # step. Flushes come in series: after a retry there is no reading for a while, and 0 bytes are idle in any case.
+        # step. After a retry there is no reading for a while, and 0 bytes are idle in any case.
         now, started = self._clock(), time.thread_time()
         if self._calm(now) and not self._allocator.flushing and self._busy.acquire(blocking=False):
             try:

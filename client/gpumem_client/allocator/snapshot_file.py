@@ -23,10 +23,10 @@ from gpumem_client.wire.protocol import MAX_TEXT_LENGTH, SnapshotBlock, Snapshot
 from gpumem_client.wire.reason_codes import ReasonCode
 
 _KEPT_FILES = 64
+# The file keeps this number of the newest history entries per device; an entry with its stack takes kilobytes.
 _TRACE_ENTRIES_MAX = 50_000
-"""The file keeps this number of the newest history entries per device; an entry with its stack takes kilobytes."""
+# memory_viz rejected protocol 5 until May 2026.
 _PICKLE_PROTOCOL = 4
-"""memory_viz rejected protocol 5 until May 2026."""
 _SHOWN = 10
 _ALIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 

@@ -18,11 +18,11 @@ from gpumem_client.allocator.heap import PoolSegment
 from gpumem_client.wire.protocol import DeviceSample
 
 _MODULES = ("torch_memory_saver", "vllm.device_allocator.cumem")
+# `CU_POINTER_ATTRIBUTE_MAPPED`: 1 if the address is mapped to memory, otherwise 0.
 _MAPPED = 13
-"""`CU_POINTER_ATTRIBUTE_MAPPED`: 1 if the address is mapped to memory, otherwise 0."""
 _SUCCESS, _INVALID_VALUE = 0, 1
+# At one to two microseconds for each segment, more would exceed the reporter's share of a core.
 _SEGMENTS_MAX = 1000
-"""At one to two microseconds for each segment, more would exceed the reporter's share of a core."""
 
 
 class Unmapped(NamedTuple):
@@ -43,10 +43,8 @@ def can_unmap() -> bool:
 
 
 def unmapped_in(segments: Collection[PoolSegment]) -> list[PoolSegment] | None:
-    """Return the segments that are not mapped; None if the driver does not say. Any thread may call it.
-
-    Only classic segments are unmapped, and as a whole.
-    """
+    """Return the segments that are not mapped; None if the driver does not say. Any thread may call it."""
+    # Both libraries unmap only classic segments, and as a whole: so one address of each segment is enough.
     classic = [segment for segment in segments if not segment.expandable]
     if len(classic) > _SEGMENTS_MAX:
         return None
@@ -57,8 +55,7 @@ def unmapped_in(segments: Collection[PoolSegment]) -> list[PoolSegment] | None:
 def without_unmapped(sample: DeviceSample, unmapped: Unmapped) -> DeviceSample:
     """Return a sample of PyTorch's statistics without the memory that the driver does not hold.
 
-    Its peaks, active and requested bytes stay as PyTorch counts them. It has no components: they were counted from live
-    tensors, and which of these are unmapped is not known.
+    Its peaks, active and requested bytes stay as PyTorch counts them. It has no components.
     """
     if not unmapped.reserved_bytes or sample.reserved_bytes is None or sample.allocated_bytes is None:
         return replace(sample, unmapped_bytes=unmapped.reserved_bytes)
@@ -72,7 +69,7 @@ def without_unmapped(sample: DeviceSample, unmapped: Unmapped) -> DeviceSample:
         allocated_bytes=allocated,
         reclaimable_bytes=None if reclaimable is None else min(reclaimable, reserved - allocated),
         private_pools_bytes=None if pools is None else max(0, pools - unmapped.reserved_bytes),
-        component_bytes={},
+        component_bytes={},  # they were counted from live tensors, and which of these are unmapped is not known
     )
 
 

@@ -6,7 +6,6 @@ It compiles in Python 3.6, which the client does not support, and imports nothin
 import sys
 
 _OLDEST = (3, 8)
-"""The oldest Python of the client."""
 
 
 def _load(name, path, search=None):

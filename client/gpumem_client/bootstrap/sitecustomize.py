@@ -1,11 +1,11 @@
 """Waits for torch, in every Python process that has this folder in its PYTHONPATH; then `injection.py` runs.
 
 `gpumem-run` sets PYTHONPATH to this folder, and a platform sets it to the folder of the exporter's
-`--client.directory`, where this file is a link to the current version. Any interpreter may run it, so it compiles in
-Python 2, too. It is short, because a job that may not write bytecode compiles it in each process, and imports nothing
-that an interpreter has not loaded. It imports the `sitecustomize` that it hides, and never raises: after an error the
-program runs as without the client.
+`--client.directory`, where this file is a link to the current version. It imports the `sitecustomize` that it hides.
 """
+
+# Any interpreter may run this file, so it compiles in Python 2, too. It is short, because a job that may not write
+# bytecode compiles it in each process, and imports nothing that an interpreter has not loaded.
 
 import os
 import sys

@@ -16,7 +16,7 @@ from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.allocator.snapshot_file import write_snapshot
 from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands.profiling import Profiling
-from gpumem_client.commands.settling import Settling
+from gpumem_client.commands.still_free import Settling
 from gpumem_client.engines.reader import process_engine
 from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import raised_by_signal_handler
@@ -26,10 +26,10 @@ from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult, 
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 
+# The number of results to keep, so that a command that arrives twice runs once.
 _REMEMBERED = 64
-"""The number of results to keep, so that a command that arrives twice runs once."""
+# Part of torch's error message if a pluggable allocator or cudaMallocAsync lacks a feature; its type is RuntimeError.
 _NOT_SUPPORTED = "does not yet support"
-"""Part of torch's error message if a pluggable allocator or cudaMallocAsync lacks a feature."""
 
 
 class _Before(NamedTuple):

@@ -11,17 +11,17 @@ from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.guest_safety import log
 from gpumem_client.profile.heap_reader import HeapReader
 from gpumem_client.profile.model import Profile
+from gpumem_client.profile.profiler import ENTRIES_ENOUGH, Recording, live_profile
 from gpumem_client.profile.recorder import Recorder
-from gpumem_client.profile.recording import ENTRIES_ENOUGH, Recording, live_profile
 from gpumem_client.wire.errors import CommandRefusedError, ConfigurationError, ExporterError, WireError
 from gpumem_client.wire.protocol import Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 
 _DURATION_SECONDS_MAX = 3600.0
+# The bounds of the time between two looks at the length of the history.
 _CHECK_SECONDS_MIN, _CHECK_SECONDS_MAX = 0.1, 5.0
-"""The bounds of the time between two looks at the length of the history."""
+# The longest that a recording waits for the end of a CUDA graph capture.
 _CAPTURE_SECONDS = 10.0
-"""The longest that a recording waits for the end of a CUDA graph capture."""
 
 
 class Profiling:
@@ -120,7 +120,7 @@ class Profiling:
         return recording.finish(command.id, "action")
 
     def _ends(self, recording: Recording, command: Command) -> bool:
-        """Whether the recording ends now. A capture delays it, because a snapshot may disturb the capture."""
+        """Whether the recording ends now."""
         now, end_seconds = self._clock(), self._end_seconds(recording, command)
         entries = recording.entries()
         if now < end_seconds and entries < ENTRIES_ENOUGH:
@@ -128,6 +128,7 @@ class Profiling:
             left = (ENTRIES_ENOUGH - entries) * (now - recording.started_seconds) / max(1, entries)
             self._check_seconds = now + min(max(0.8 * left, _CHECK_SECONDS_MIN), _CHECK_SECONDS_MAX)
             return False
+        # A snapshot may disturb a capture.
         if self._capturing() and now < end_seconds + _CAPTURE_SECONDS:
             self._check_seconds = now + _CHECK_SECONDS_MIN
             return False

@@ -2,8 +2,7 @@
 
 A command in mode `step` runs in the training thread, so it cannot interrupt that thread's allocations or captures. A
 command in mode `idle` runs on the reporter's thread. A command in mode `now` waits only while a CUDA graph is captured:
-it runs on the reporter's thread after the capture, or at the end of a step if that comes first. A command that has not
-started by its deadline never runs: a job that hung must not clear its cache when it recovers.
+it runs on the reporter's thread after the capture, or at the end of a step if that comes first.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from gpumem_client.guest_safety import log
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MODES, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 
+# A process is idle after this time without an allocation or a free.
 _IDLE_SECONDS = 2.0
-"""A process is idle after this time without an allocation or a free."""
 _MAX_WAITING = 64
 
 
@@ -53,8 +52,8 @@ class Scheduler:
         self._lock = threading.Lock()
         self._waiting: dict[str, _Waiting] = {}
         self._results: list[CommandResult] = []
+        # Whether a command waits for a step. Most steps check this alone, so they take no lock.
         self._for_steps = False
-        """Whether a command waits for a step. Most steps check this alone."""
         self._counted: object = None
         self._still_since_seconds = 0.0
 
@@ -105,6 +104,8 @@ class Scheduler:
     def run_due(self) -> None:
         """End late commands and run the commands that are due, on the reporter's thread."""
         now = self._clock()
+        # First, because a command that has not started by its deadline never runs: a job that hung must not clear its
+        # cache when it recovers.
         for command, expires_seconds in self._list():
             if now >= expires_seconds and self._claim(command.id) is not None:
                 self._end_late(command)
@@ -154,6 +155,7 @@ class Scheduler:
         try:
             result = self._executor.run_if_free(command, expires_seconds=expires_seconds)
             if result is None and command.at_step is None:
+                # Training does not wait for the reporter's thread, unless the other ranks act after this very step.
                 with self._lock:
                     self._waiting[command.id] = waiting
                     self._for_steps = True
@@ -171,6 +173,7 @@ class Scheduler:
 
     def _idle(self, now: float) -> bool:
         """Return whether no step has run and nothing was allocated for `_IDLE_SECONDS`."""
+        # Reading the counters during a flush would wait for it, with the GIL.
         if self._sampler.steps_run() or self._allocator.flushing:
             self._counted = None
             return False

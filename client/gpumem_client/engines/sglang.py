@@ -18,8 +18,8 @@ from gpumem_client.engines.live_objects import LiveObjects
 _SCHEDULER = "sglang.srt.managers.scheduler", "Scheduler"
 # The event loops themselves are left out: their local variables are the tensors of a step.
 _METHODS = {_SCHEDULER: ("Scheduler.__init__", "Scheduler.run_event_loop")}
+# A count of the model's weights is followed by a pause of this multiple of its CPU time: 0.05 % of a core.
 _COUNT_SHARE = 2000
-"""A count of the model's weights is followed by a pause of this multiple of its CPU time: 0.05 % of a core."""
 _GIB = 1 << 30
 
 
@@ -77,7 +77,8 @@ class Sglang:
 
 
 def _ready(scheduler: Any) -> bool:
-    """Return whether the scheduler has its queues, which it makes after the model, the cache and the graphs."""
+    """Return whether the scheduler has started."""
+    # It makes its queues after the model, the cache and the graphs.
     return hasattr(scheduler, "running_batch") and hasattr(scheduler, "waiting_queue")
 
 

@@ -1,11 +1,6 @@
 """Releases and resumes the memory of vLLM's engine core in this process, without a route of its server.
 
-vLLM's own loop does the work, between two steps: the core takes utility requests from its input queue, a request calls
-a method of the core by name, and a method that returns a future is answered when the future completes. So a request for
-a method that only this module knows, with a future that never completes, runs in the loop and sends no answer to a
-client of vLLM.
-
-Versions 0.32 and 0.33. A core that is different in one of these parts is left alone.
+Versions 0.32 and 0.33. A core that is different in a part that is used here is left alone.
 """
 
 from __future__ import annotations
@@ -25,10 +20,10 @@ from gpumem_client.wire.units import human_bytes
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+# How long the loop may take until it is between two steps.
 _START_SECONDS = 10.0
-"""How long the loop may take until it is between two steps."""
+# How long it may take to release or resume: the weights are copied between the device and the host.
 _WORK_SECONDS = 150.0
-"""How long it may take to release or resume: the weights are copied between the device and the host."""
 _SPARE_HOST_BYTES = 1 << 30
 _HANDLER = "_invoke_utility_method"
 _HANDLER_PARAMETERS = ["name", "get_result", "output", "enqueue_output"]
@@ -104,6 +99,10 @@ class CoreMemory:
         """Run a function in the core's loop, and wait until it and the future that it may return have ended."""
         from concurrent.futures import Future  # vLLM has loaded it
 
+        # vLLM's own loop does the work, between two steps: the core takes utility requests from its input queue, a
+        # request calls a method of the core by name, and a method that returns a future is answered when the future
+        # completes. So a request for a method that only this module knows, with a future that never completes, runs in
+        # the loop and sends no answer to a client of vLLM.
         core, started, ended = self._core, threading.Lock(), threading.Event()
         results: list[Any] = []
 
@@ -122,6 +121,7 @@ class CoreMemory:
         try:
             utility = sys.modules["vllm.v1.engine"].EngineCoreRequestType.UTILITY
             core.input_queue.put_nowait((utility, (0, -1, _METHOD, ())))
+            # The first holder of this lock decides: after a refusal, the loop finds the lock taken and runs nothing.
             if not ended.wait(_START_SECONDS) and started.acquire(blocking=False):
                 raise CommandRefusedError(
                     f"vLLM's loop was busy with one step for {_START_SECONDS:g} s", ReasonCode.ENGINE_BUSY

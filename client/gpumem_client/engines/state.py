@@ -9,8 +9,8 @@ from gpumem_client.engines.facts import EngineFacts
 from gpumem_client.guest_safety import log
 from gpumem_client.wire.protocol import EngineState
 
+# An engine serves until it has had no request for this time.
 _SERVING_SECONDS = 10.0
-"""An engine serves until it has had no request for this time."""
 
 
 class EngineClock:

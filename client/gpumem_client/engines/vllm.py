@@ -1,8 +1,7 @@
 """Reads vLLM's engine in this process: versions 0.32 and 0.33, and others as far as they have the same names.
 
 The core has the scheduler, and for one GPU the worker; with several GPUs each worker is a process of its own, whose
-requests its model runner knows. A worker measures memory from its first reading of the device's free memory until it
-has computed the size of its cache: if this or another process releases memory on the device meanwhile, vLLM exits.
+requests its model runner knows.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from gpumem_client.engines.live_objects import LiveObjects
 
 _WORKER = "vllm.v1.worker.gpu_worker", "Worker"
 _CORE = "vllm.v1.engine.core", "EngineCore"
+# The worker's methods run while it starts, the core's until the process ends.
 _METHODS = {
     _WORKER: ("Worker.init_device", "Worker.load_model", "Worker.determine_available_memory"),
     _CORE: (
@@ -26,7 +26,7 @@ _METHODS = {
         *("EngineCoreProc.run_busy_loop", "DPEngineCoreProc.run_busy_loop"),
     ),
 }
-"""The worker's while it starts; the core's until the process ends."""
+# The component of each tag of vLLM's allocator of sleep mode; any other tag is `other`.
 _COMPONENTS = {
     "weights": "weights",
     "kv_cache": "kv_cache",
@@ -34,11 +34,10 @@ _COMPONENTS = {
     "runtime": "runtime",
     "workspace": "runtime",
 }
-"""The component of each tag of vLLM's allocator of sleep mode; any other tag is `other`."""
+# A count of the cached blocks is followed by a pause of this multiple of its CPU time: 0.1 % of a core.
 _COUNT_SHARE = 1000
-"""A count of the cached blocks is followed by a pause of this multiple of its CPU time: 0.1 % of a core."""
+# Blocks that are counted without a pause for other threads: 0.1 ms.
 _COUNT_SLICE = 2000
-"""Blocks that are counted without a pause for other threads: 0.1 ms."""
 _BLOCKS_MAX = 300_000
 
 
@@ -133,6 +132,8 @@ class Vllm:
 
 def _measures(worker: Any) -> bool:
     """Return whether the worker neither knows the size of its cache nor has the cache."""
+    # From its first reading of the device's free memory until it has computed the size of its cache, a worker relies on
+    # that reading: if this or another process releases memory on the device meanwhile, vLLM exits.
     if getattr(worker, "available_kv_cache_memory_bytes", None) is not None:
         return False
     caches = getattr(getattr(worker, "model_runner", None), "kv_caches", None)

@@ -49,11 +49,9 @@ class _Wait:
             sys.meta_path.insert(0, self._finder)
 
     def enqueue(self, torch_cuda: "ModuleType") -> None:
-        """Add the callback to torch's queue of calls at the initialization of CUDA.
-
-        A thread that runs this queue runs the callback now. It has the lock of the queue, and older releases (2.9, but
-        not 2.15) would wait for that lock forever.
-        """
+        """Add the callback to torch's queue of calls at the initialization of CUDA."""
+        # A thread that runs this queue runs the callback now. It has the lock of the queue, and older releases (2.9,
+        # but not 2.15) would wait for that lock forever.
         if hasattr(getattr(torch_cuda, "_tls", None), "is_initializing"):
             self._call()
         elif self._callback is not None:
@@ -93,11 +91,9 @@ class _TorchCudaFinder:
         self._done = False
 
     def remove(self) -> None:
-        """Replace `sys.meta_path` by a list without the finder.
-
-        A thread that is searching the old list continues there. If that list became shorter, the thread would skip a
-        finder and might not find its module.
-        """
+        """Replace `sys.meta_path` by a list without the finder."""
+        # A thread that is searching the old list continues there. If that list became shorter, the thread would skip a
+        # finder and might not find its module.
         self._done = True
         if self in sys.meta_path:
             sys.meta_path = [finder for finder in sys.meta_path if finder is not self]

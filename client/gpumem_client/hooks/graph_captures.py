@@ -1,7 +1,6 @@
 """Calls at the start and the end of each CUDA graph capture, in the thread that captures.
 
 The hook replaces the two methods of `torch.cuda.CUDAGraph` that start and end a capture, in every release of torch.
-Torch's own hooks (2.14 and later) do not run if ending a capture fails.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any, Protocol
 
 from gpumem_client.guest_safety import guest_safety
 
+# Methods that end a capture. The hook replaces the first that exists: since torch 2.14 the second calls the first.
 _ENDS = ("capture_end_pre", "capture_end")
-"""Methods that end a capture. The hook replaces the first that exists: since torch 2.14 the second calls the first."""
 
 
 class CaptureListener(Protocol):
@@ -35,8 +34,8 @@ class CaptureHook:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a finalizer may remove a listener while its thread holds the lock
         self._listeners: tuple[CaptureListener, ...] = ()
+        # The graphs that are being captured.
         self._started: dict[int, weakref.ref[Any]] = {}
-        """The graphs that are being captured."""
         self._graph_class: Any = None
         self._originals: dict[str, Any] = {}
         self._replacements: dict[str, Any] = {}
@@ -63,6 +62,7 @@ class CaptureHook:
 
     def install(self) -> None:
         """Replace the methods, if this torch has them."""
+        # Torch's own hooks (2.14 and later) do not run if ending a capture fails.
         self._graph_class = getattr(sys.modules.get("torch.cuda.graphs"), "CUDAGraph", None)
         end = next((name for name in _ENDS if name in vars(self._graph_class or object)), None)
         if end is None or "capture_begin" not in vars(self._graph_class):

@@ -20,10 +20,8 @@ _registered = False
 
 
 def once(name: str, make: Callable[[], _Made]) -> _Made:
-    """Return the object of this name, and make it if there is none: a process has one allocator and one training loop.
-
-    Objects are made on first use, so that importing the client stays cheap. Making one has no effect outside of it.
-    """
+    """Return the object of this name, and make it if there is none. Making one has no effect outside of it."""
+    # On first use, not on import: importing the client has to stay cheap.
     # No lock: another thread could hold it when the process forks. Of two threads, both get the object of one.
     found: _Made = _objects[name] if name in _objects else _objects.setdefault(name, make())
     return found

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from gpumem_client.guest_safety import guest_safety
 from gpumem_client.wire.protocol import OutOfMemory
 
+# The number of errors that are kept until the next report. A search for a batch size causes many.
 _KEPT = 32
-"""The number of errors that are kept until the next report. A search for a batch size causes many."""
+# Errors in quick succession wake the reporter once.
 _WAKE_SECONDS = 0.5
-"""Errors in quick succession wake the reporter once."""
 _CHAIN_MAX = 8
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

@@ -16,8 +16,8 @@ from gpumem_client.hooks.cuda_start import when_cuda_starts
 from gpumem_client.hooks.lifecycle import once
 from gpumem_client.torch_access import uncompiled
 
+# An optimizer counts as unused if it makes no step while others make this number of steps.
 _ABANDONED_STEPS = 8
-"""An optimizer counts as unused if it makes no step while others make this number of steps."""
 
 
 class _Thread(threading.local):
@@ -39,11 +39,7 @@ def no_training() -> Iterator[None]:
 
 
 class OneStep:
-    """Recognizes the ends of steps among the calls of a listener.
-
-    If a step has several optimizers, the first one counts, until it is deleted or makes no more steps. After the user's
-    code has marked a step, only its marks count.
-    """
+    """Recognizes the ends of steps among the calls of a listener."""
 
     def __init__(self) -> None:
         self._by_hand = False
@@ -59,6 +55,8 @@ class OneStep:
             return counts
         if self._by_hand:
             return False
+        # If a step has several optimizers, such as generator and discriminator, the first one counts, until it is
+        # deleted or makes no more steps.
         counted = self._counted() if self._counted is not None else None
         if counted is not optimizer:
             self._others += 1
@@ -77,11 +75,11 @@ class Steps:
     """
 
     def __init__(self) -> None:
+        # Guarded by no lock, because another thread could hold it when the process forks. Each access is one operation
+        # of `dict`, which is atomic in Python, even without a GIL.
         self._listeners: dict[object, Callable[[Any], None]] = {}
-        """Guarded by no lock, because another thread could hold it when the process forks. Each access is one operation
-        of `dict`, which is atomic in Python, even without a GIL."""
+        # Held while the hook is installed or removed. No thread waits for it.
         self._changing = threading.Lock()
-        """Held while the hook is installed or removed. No thread waits for it."""
         self._handle: Any = None
         self._stop_waiting: Callable[[], None] | None = None
 

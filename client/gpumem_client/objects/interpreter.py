@@ -15,21 +15,21 @@ from functools import partial
 from itertools import chain, compress, starmap, tee
 from operator import eq, itemgetter, not_
 from types import FrameType
-from typing import AbstractSet, Any, Collection, Iterator, List, NamedTuple
+from typing import AbstractSet, Any, Callable, Collection, Iterator, List, NamedTuple
 
 GENERATIONS = (0, 1, 2)
 MAX_OBJECTS = 5_000_000
+# The number of objects between two readings of the clock.
 _CHUNK = 1024
-"""The number of frozen objects between two readings of the clock."""
+# The number of parts in which a search examines a generation. Each part keeps the GIL for less time than a full garbage
+# collection. More parts would take longer in total, because each lists all objects again.
 _WINDOWS = 4
-"""The number of parts in which a search examines a generation. Each part keeps the GIL for less time than a full
-garbage collection. More parts would take longer in total, because each lists all objects again."""
 _FRAMES_MAX = 500
 _SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
 _OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
 
+# Yields lists, each of which is created at `next`.
 _Lists = Iterator[List[Any]]
-"""Yields lists, each of which is created at `next`."""
 
 
 def count_tracked(generation: int) -> int:
@@ -44,6 +44,22 @@ def tracked_of_types(generation: int, types: Collection[type], *, skip: int = 0)
     """
     these, used = tee(_tracked(generation, slice(skip, None)))
     return list(chain(_of_types(these, types), _cleared(used)))
+
+
+def each_tracked(types: Collection[type], late: Callable[[], bool], max_objects: int = MAX_OBJECTS) -> Iterator[Any]:
+    """Yield the objects of exactly these types, the youngest generation first, until `late()`.
+
+    Refers to no object that it has yielded, so that other threads can free it. Within a generation the oldest objects
+    come first. Leaves the oldest objects out if there are more than `max_objects`.
+    """
+    left = max_objects
+    for generation in GENERATIONS:
+        size = count_tracked(generation)
+        found = tracked_of_types(generation, types, skip=max(0, size - max(0, left)))
+        left -= size
+        found.reverse()
+        while found and not (len(found) % _CHUNK == 0 and late()):
+            yield found.pop()
 
 
 class Frozen(NamedTuple):
@@ -128,12 +144,13 @@ def _cleared(lists: _Lists) -> Iterator[None]:
 def find_frozen(end: float, max_objects: int = MAX_OBJECTS) -> Frozen:
     """Return the objects that `gc.freeze()` hides, as far as other objects refer to them.
 
-    vLLM's engine and servers that fork their workers freeze what exists after the start. `gc.get_objects` does not
-    return frozen objects, and `gc.unfreeze` would change the program. What an object refers to can be read, so the
-    search starts at modules, local variables and the tracked objects. It takes 1.3 s of CPU time and 100 MiB of host
-    memory per million objects, and keeps the GIL for up to 0.4 s per million tracked objects. It ends at `end` on
-    `time.thread_time()`, and does not start if there are more than `max_objects`.
+    Takes 1.3 s of CPU time and 100 MiB of host memory per million objects, and keeps the GIL for up to 0.4 s per
+    million tracked objects. Ends at `end` on `time.thread_time()`, and does not start if there are more than
+    `max_objects`.
     """
+    # vLLM's engine and servers that fork their workers freeze what exists after the start. `gc.get_objects` does not
+    # return frozen objects, and `gc.unfreeze` would change the program. What an object refers to can be read, so the
+    # search starts at modules, local variables and the tracked objects.
     found: list[Any] = []
     count = gc.get_freeze_count()
     if not count or count + sum(map(count_tracked, GENERATIONS)) > max_objects:
@@ -190,6 +207,7 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     Returns nothing for a module or class body, whose variables are in a dictionary of their own, and for a function
     in which reading them would change the user's dictionary.
     """
+    # From Python 3.13 on (PEP 667), `f_locals` is a view, and reading it has no effect.
     code = frame.f_code
     if not code.co_flags & _OPTIMIZED:
         return {}

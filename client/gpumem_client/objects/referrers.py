@@ -36,21 +36,21 @@ from gpumem_client.objects.interpreter import (
 
 _LEVELS = 5
 _KEY_MAX = 60
+# The number of containers that are followed from one object.
 _LINKS_MAX = 4
-"""The number of containers that are followed from one object."""
 _ITEMS_MAX = 200_000
 _FEW = 16
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _FRAMES = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
+# Modules whose types are no containers: frames, functions, modules, and the iterators of the search itself.
 _NOT_FOLLOWED = ("builtins", "gc", "itertools", "functools", "types")
-"""Modules whose types are no containers: frames, functions, modules, and the iterators of the search itself."""
 NO_REFERRER = "no Python object, perhaps an autograd graph"
 
 _CELL = "a closure's cell"
 
 
+# Returns an attribute of a class without running code of its metaclass.
 _of = type.__getattribute__
-"""Returns an attribute of a class without running code of its metaclass."""
 
 
 class _Link(NamedTuple):
@@ -78,14 +78,14 @@ class _Search:
         self._end = end
         self._frozen = frozen
         self._sizes = sizes
+        # Names of objects: globals, attributes, closures.
         self._names: dict[int, str] = {}
-        """Names of objects: globals, attributes, closures."""
+        # By the id of a dictionary: a format for the names of its values.
         self._namespaces: dict[int, str] = {}
-        """By the id of a dictionary: a format for the names of its values."""
         self._links: dict[int, list[_Link]] = {}
         self._locals: dict[int, str] = {}
+        # The containers of the next level by id, if there are few.
         self._few: dict[int, Any] = {}
-        """The containers of the next level by id, if there are few."""
         self._resolved: dict[int, tuple[str, bool]] = {}
 
     def run(self) -> dict[int, str]:
@@ -109,7 +109,8 @@ class _Search:
         return names
 
     def _read(self, level: AbstractSet[int]) -> None:
-        """Take down what refers to the objects of a level. A search for few is faster, but needs the objects."""
+        """Take down what refers to the objects of a level."""
+        # A search for few objects is faster, but needs the objects themselves.
         few, self._few = self._few, {}
         few = {key: each for key, each in few.items() if key in level}
         if len(few) < len(level) or len(few) > _FEW:

@@ -24,6 +24,7 @@ class TensorReader:
     def __init__(self, torch: Any) -> None:
         self.base = torch_access.tensor_base_class(torch)
         self.all_types = frozenset(subclasses(torch.Tensor))
+        # The types whose tensors have a storage that can be read. The others wrap tensors of these types.
         self.types = frozenset(
             kind
             for kind in self.all_types
@@ -31,7 +32,6 @@ class TensorReader:
                 "__torch_dispatch__" in base.__dict__ for base in kind.__mro__[: kind.__mro__.index(torch.Tensor)]
             )
         )
-        """The types whose tensors have a storage that can be read. The others wrap tensors of these types."""
         self._dtypes: dict[Any, str] = {}
 
     def parts(self, value: Any, depth: int = 0) -> list[Any]:

@@ -17,8 +17,9 @@ from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+# The attribute of an out-of-memory error with the innermost phase that it has ended: `oom_guard` may see the error
+# after the end of the phase.
 _PHASE = "gpumem_phase"
-"""The attribute of an out-of-memory error with the innermost phase that it has ended."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,8 @@ class Measured:
         return run_calls_in(function, lambda *_: self._for_one_call())
 
     def _for_one_call(self) -> Measured:
-        """Return an instance for one call: calls of coroutines may end in any order."""
+        """Return an instance for one call."""
+        # Calls of coroutines may end in any order, and the running blocks of one instance are a stack.
         one = object.__new__(Measured)
         one.__dict__.update(self.__dict__, _running=RunningBlocks())
         return one
@@ -231,7 +233,7 @@ def phase_at_error(error: BaseException) -> str | None:
 
 
 def _note_phase(error: BaseException, name: str) -> None:
-    """Note the phase on an out-of-memory error, because `oom_guard` may see the error after the end of the phase."""
+    """Note the phase on an out-of-memory error."""
     first = out_of_memory_in(error)
     if first is not None:
         first.__dict__.setdefault(_PHASE, name)

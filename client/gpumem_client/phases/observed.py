@@ -1,9 +1,4 @@
-"""Peaks of phases and bytes of components in this process, for the reporter and for `summary`.
-
-One lock guards each reading of the peaks with its evaluation. Otherwise a reset by a phase in another thread would
-count as a reset by the user's code. Counts of watches need no lock: a watch may end inside the garbage collector, which
-must not wait.
-"""
+"""Peaks of phases and bytes of components in this process, for the reporter and for `summary`."""
 
 from __future__ import annotations
 
@@ -47,7 +42,8 @@ class Observed:
         self._clear()
 
     def _clear(self) -> None:
-        # Reentrant: a finalizer that runs under the lock may enter a phase.
+        # One lock guards each reading of the peaks with its evaluation. Otherwise a reset by a phase in another thread
+        # would count as a reset by the user's code. Reentrant: a finalizer that runs under the lock may enter a phase.
         self._lock = threading.RLock()
         self._watch = PeakWatch()
         self._open: dict[int, Span] = {}
@@ -152,6 +148,7 @@ class Observed:
 
     def set_components(self, watch: object, counted: WatchedBytes | None) -> None:
         """Replace the count of a watch; None removes it."""
+        # Without the lock: a watch may end inside the garbage collector, which must not wait.
         if counted is None:
             self._components.pop(id(watch), None)
         else:
@@ -161,8 +158,7 @@ class Observed:
         """Return the bytes of a device by component, summed over all watches; empty without a valid count.
 
         If several watches share a model or an optimizer, only one is counted: a watch that covers both, otherwise the
-        most recent. `other` is the rest of the allocated bytes at the last count. It is missing if it would be
-        negative, because then some components lie outside the allocator's memory.
+        most recent. `other` is the rest of the allocated bytes at the last count; it may be missing.
         """
         if not self._components:
             return {}
@@ -174,6 +170,7 @@ class Observed:
             for name, value in components.items():
                 total[name] = total.get(name, 0) + value
         allocated = counts[-1][1] if counts else None
+        # The rest would be negative if some components lie outside the allocator's memory.
         if allocated is not None and allocated >= sum(total.values()):
             total["other"] = allocated - sum(total.values())
         return total

@@ -2,8 +2,7 @@
 
 PyTorch keeps one peak per device since its last reset. If it rises during the span, it is the span's own peak, exactly.
 Otherwise the span's peak lies between the largest value that was read and the old peak. So there are always two bounds,
-often equal. A reset by the user's code removes the upper bound. The bounds are wrong only if all peaks rise to their
-old values between such a reset and the next reading, because then the reset cannot be seen.
+often equal. A reset by the user's code removes the upper bound. If nobody sees such a reset, the bounds may be wrong.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ _STATISTICS = (
 class PeakWatch:
     """Counts the resets of each device's peaks. For one thread at a time, except `resets`.
 
-    A peak rises, and only a reset lets it fall. A reset affects all peaks of a device, so any of them shows it. It is
-    not visible, and not counted, if no peak was above the current value, or if each peak has risen again before the
-    next reading. The reporter counts its own resets in any case.
+    A reset is not visible, and not counted, if no peak was above the current value, or if each peak has risen again
+    before the next reading. The reporter counts its own resets in any case.
     """
 
     def __init__(self) -> None:
@@ -44,6 +42,7 @@ class PeakWatch:
         before = self._peaks.get(index, {})
         peaks = {name: state[name]["peak"] for name in _STATISTICS if name in state}
         self._peaks[index] = peaks
+        # A peak rises, and only a reset lets it fall. A reset affects all peaks of a device, so any of them shows it.
         if peaks != before and any(peaks.get(name, then) < then for name, then in before.items()):
             self._resets[index] = self._resets.get(index, 0) + 1
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Tuple
 
 from gpumem_client.profile.blocks import Stacks, resting
-from gpumem_client.profile.history import Lifetime
+from gpumem_client.profile.lifetimes import Lifetime
 from gpumem_client.profile.model import Owner, Profile, Row
 
+# Device, pool, stack, owner.
 _Key = Tuple[int, str, "int | None", "int | None"]
-"""Device, pool, stack, owner."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Naming:
     owners: Mapping[tuple[int, int], Owner]
 
     def owner(self, device: int, life: Lifetime) -> Owner | None:
-        """Return what holds a block, if the block lived while addresses were read: else the name may be another's."""
+        """Return what holds a block, if the block lived while addresses were read."""
+        # Otherwise another block had the address then, and the name belongs to that block.
         if life.allocated_us > self.started_us or (life.freed_us is not None and life.freed_us < self.ended_us):
             return None
         addresses = self.addresses.get(device, [])

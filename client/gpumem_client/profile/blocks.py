@@ -13,18 +13,14 @@ from gpumem_client.wire.protocol import MAX_TEXT_LENGTH
 _Item = TypeVar("_Item")
 
 _WORK_SECONDS, _REST_SECONDS = 0.001, 0.0003
+# The interval after which Python takes the GIL from a thread.
 _WORK_SECONDS_MAX = 0.005
-"""The interval after which Python takes the GIL from a thread."""
 _ITEMS = 32
 _PENDING = ("active_pending_free", "active_awaiting_free")
 
 
 def resting(items: Iterable[_Item]) -> Iterator[_Item]:
-    """Yield the items, and sleep regularly, so that the user's threads get the GIL after a millisecond.
-
-    If a thread that never releases the GIL lengthens the sleep, the next one comes later: the work takes twice the
-    time, not six times. Reports wait for it.
-    """
+    """Yield the items, and sleep regularly, so that the user's threads get the GIL after a millisecond."""
     # A thread that waits for the GIL otherwise gets it after 5 ms only, each time that it has released it.
     rested, work_seconds = time.perf_counter(), _WORK_SECONDS
     for number, item in enumerate(items):
@@ -34,6 +30,8 @@ def resting(items: Iterable[_Item]) -> Iterator[_Item]:
             if now - rested > work_seconds:
                 time.sleep(_REST_SECONDS)
                 rested = time.perf_counter()
+                # If a thread that never releases the GIL lengthens the sleep, the next one comes later: the work takes
+                # twice the time, not six times. Reports wait for it.
                 work_seconds = min(max(_WORK_SECONDS, rested - now), _WORK_SECONDS_MAX)
 
 
@@ -51,8 +49,8 @@ class Stacks:
         self.stacks: list[tuple[int, ...]] = []
         self._frame_numbers: dict[Frame, int] = {}
         self._stack_numbers: dict[tuple[int, ...], int] = {}
+        # By the ids of torch's frames, which are kept, so that no other object gets such an id.
         self._seen: dict[tuple[int, ...], tuple[int, Sequence[Mapping[str, Any]]]] = {}
-        """By the ids of torch's frames, which are kept, so that no other object gets such an id."""
 
     def number(self, frames: Sequence[Mapping[str, Any]]) -> int | None:
         """Return the number of a stack in torch's form, innermost frame first; None if it is empty."""

@@ -14,8 +14,8 @@ from gpumem_client.wire.protocol import ProcessIdentity, to_wire
 
 _GZIP = 31
 _ROWS_MAX = 50_000
+# The most lists and values that the exporter reads.
 _LISTS_MAX, _VALUES_MAX = 200_000, 1_000_000
-"""The most lists and values that the exporter reads."""
 _LEAST_SHRINKING = 0.8
 
 
@@ -96,7 +96,8 @@ def _document(profile: Profile, process: ProcessIdentity) -> dict[str, Any]:
 
 
 def _text(document: dict[str, Any]) -> bytes:
-    """Return the document as JSON. Encoding it at once would keep the GIL for its whole length."""
+    """Return the document as JSON."""
+    # Item by item: encoding the document at once would keep the GIL for its whole length.
     encode_item = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
     members = []
     for name, value in document.items():

@@ -1,9 +1,4 @@
-"""Reads where the gradients of parameters are, while other threads may train.
-
-Autograd's threads set a gradient without the GIL, and torch's setter releases the GIL. To read a gradient at that
-moment crashes the process. So gradients are read at the end of a step, in the thread that trains, or while no thread
-allocates.
-"""
+"""Reads where the gradients of parameters are, while other threads may train."""
 
 from __future__ import annotations
 
@@ -22,10 +17,10 @@ from gpumem_client.objects.interpreter import all_frames
 Place = Tuple[int, int]
 """The index of a device, and the address of a storage on it."""
 
+# A thread that changes gradients frees or allocates memory at least as often as this.
 _QUIET_SECONDS = 0.02
-"""A thread that changes gradients frees or allocates memory at least as often as this."""
+# Functions of torch that change gradients.
 _BACKWARD = frozenset({"_engine_run_backward", "backward", "grad", "zero_grad"})
-"""Functions of torch that change gradients."""
 _ENGINE = "_engine_run_backward"
 
 
@@ -44,6 +39,9 @@ class Gradients:
 
     def read(self, seconds: float) -> bool:
         """Wait until the gradients can be read. Returns False if they could not, after `seconds`."""
+        # Autograd's threads set a gradient without the GIL, and torch's setter releases the GIL. To read a gradient at
+        # that moment crashes the process. So gradients are read at the end of a step, in the thread that trains, or
+        # while no thread allocates.
         done = threading.Event()
 
         def read_at_end_of_step(_optimizer: Any) -> None:
@@ -71,15 +69,14 @@ class Gradients:
         return [(count.get("allocated"), count.get("freed")) for count in counts]
 
     def _read(self) -> bool:
-        """Read all gradients. Returns False during a backward pass.
-
-        Each `list` is one call of a C function: no other thread gets the GIL in it.
-        """
+        """Read all gradients. Returns False during a backward pass."""
         if any(frame.f_code.co_name == _ENGINE for frame in all_frames()):
             # `_quiet` sees only innermost functions, and a backward pass may run the user's functions in its thread.
             return False
         with torch_access.without_torch_function(self._torch):
             gradient = self._base.grad.__get__
+            # Each `list` is one call of a C function: no other thread gets the GIL between the look at the threads and
+            # the reading of the gradients.
             quiet = partial(_quiet, len(self._parameters))
             has = list(map(partial(is_not, None), map(gradient, compress(self._parameters, quiet()))))
             found = list(compress(self._parameters, has))

@@ -14,7 +14,7 @@ from gpumem_client.allocator.heap import Heap
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.profile.aggregate import Naming
 from gpumem_client.profile.blocks import DeviceBlocks, Stacks, read_blocks
-from gpumem_client.profile.history import SplitRules
+from gpumem_client.profile.lifetimes import SplitRules
 from gpumem_client.profile.model import ProfiledDevice
 from gpumem_client.profile.owners import Named, name_storages
 from gpumem_client.wire.errors import CommandRefusedError

@@ -1,8 +1,4 @@
-"""A profile of the moment of an out-of-memory error, from a recording that is always on.
-
-Torch's handler only notes the error. The reporter's thread follows the history back from its own snapshot to the entry
-of the error, so it knows also the blocks that the error has freed.
-"""
+"""A profile of the moment of an out-of-memory error, from a recording that is always on."""
 
 from __future__ import annotations
 
@@ -16,15 +12,15 @@ from gpumem_client.guest_safety import log
 from gpumem_client.profile.aggregate import Rows
 from gpumem_client.profile.blocks import DeviceBlocks, Stacks
 from gpumem_client.profile.heap_reader import HeapReader
-from gpumem_client.profile.history import BEFORE, REST_BYTES_MAX, Lifetime, between_snapshots, read_history
+from gpumem_client.profile.lifetimes import BEFORE, REST_BYTES_MAX, Lifetime, between_snapshots, read_history
 from gpumem_client.profile.model import Owner, Profile, ProfiledDevice
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.protocol import OutOfMemory
 
+# At most one profile in this time: a search for a batch size runs out of memory many times.
 _EVERY_SECONDS = 60.0
-"""A search for a batch size runs out of memory many times."""
+# The handler runs at most this long after the entry of the error was written.
 _LATE_US = 100_000
-"""The handler runs at most this long after the entry of the error was written."""
 
 
 class _Error(NamedTuple):
@@ -49,8 +45,8 @@ class OomMoments:
         self._clock = clock
         self._error: _Error | None = None
         self._next_seconds = float("-inf")
+        # What is older than the recording has no stack here; it starts right before.
         self._before = heap.blocks(Stacks())
-        """What is older than the recording has no stack here; it starts right before."""
 
     @property
     def waiting(self) -> bool:
@@ -77,6 +73,8 @@ class OomMoments:
         error = self._error
         if error is None or not self._recorder.standing:
             return None
+        # The handler in the allocating thread has only noted the error. This thread follows the history back from its
+        # own snapshot to the entry of the error, so it knows also the blocks that the error has freed.
         heap, stacks = self._heap, Stacks()
         heap.pause_seconds = 0.0
         devices, traces = heap.history(stacks)
@@ -136,10 +134,8 @@ def _place(error: _Error, entries: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _rest(error: _Error, lifetimes: Sequence[Lifetime], allocated_bytes: int) -> int:
-    """Return the bytes of blocks that are larger than requested by an amount that the history does not show.
-
-    These are blocks that were allocated before its first entry, and freed after the error.
-    """
+    """Return the bytes of blocks that are larger than requested by an amount that the history does not show."""
+    # These are blocks that were allocated before its first entry, and freed after the error.
     unsure = sum(life.allocated_at == BEFORE and life.freed_at is not None for life in lifetimes)
     missing = (getattr(error.oom.sample, "allocated_bytes", None) or 0) - allocated_bytes
     return missing if 0 < missing <= unsure * REST_BYTES_MAX else 0

@@ -10,7 +10,7 @@ import time
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 from gpumem_client import torch_access
-from gpumem_client.objects.interpreter import GENERATIONS, find_frozen, tracked_of_types
+from gpumem_client.objects.interpreter import GENERATIONS, each_tracked, find_frozen, tracked_of_types
 from gpumem_client.objects.referrers import NO_REFERRER, describe_referrers, instance_dictionary, items_of
 from gpumem_client.objects.tensors import TensorReader, subclasses
 from gpumem_client.profile.gradients import Gradients, Place
@@ -25,13 +25,13 @@ from gpumem_client.profile.tensor_paths import (
     nested_tensors,
 )
 
+# Attributes in which libraries (Megatron) keep the gradient of a parameter.
 _GRADIENT_ATTRIBUTES = ("main_grad",)
-"""Attributes in which libraries (Megatron) keep the gradient of a parameter."""
 _CHUNK = 1024
+# A search ends after this multiple of its CPU time: reports wait for it.
 _SLOWEST = 3
-"""A search ends after this multiple of its CPU time: reports wait for it."""
+# The number of tensors with one storage whose referrers are searched.
 _IDS_MAX = 4
-"""The number of tensors with one storage whose referrers are searched."""
 
 
 class Named(NamedTuple):
@@ -79,11 +79,11 @@ class _Search:
         self._addresses_read = addresses_read
         self._reader = TensorReader(torch)
         self._owners: dict[Place, Owner] = {}
+        # The number of further tensors of the same kind with this storage.
         self._more: dict[Place, int] = {}
-        """The number of further tensors of the same kind with this storage."""
         self._seen: set[tuple[str, int]] = set()
+        # The parameters of models and optimizers, by id.
         self._parameters: dict[int, NamedTensor] = {}
-        """The parameters of models and optimizers, by id."""
         self._texts: dict[tuple[Any, ...], tuple[str, str]] = {}
         self._notes: list[str] = []
         self._started_us = 0
@@ -144,7 +144,8 @@ class _Search:
         return type(value) in self._reader.all_types
 
     def _instances(self, types: frozenset[type]) -> list[Any]:
-        """Return the objects of these types, sorted by id, so that two profiles of a process have the same order."""
+        """Return the objects of these types."""
+        # Sorted by id, so that two profiles of a process have the same order.
         found = {id(each): each for each in self._frozen.objects if type(each) in types}
         for generation in GENERATIONS:
             found.update((id(each), each) for each in tracked_of_types(generation, types))
@@ -212,7 +213,8 @@ class _Search:
                     yield f"{name} {owner}", tensor
 
     def _read_gradients(self) -> Mapping[int, Place]:
-        """Read where the gradients are, first of all, because that may wait for the end of a step."""
+        """Read where the gradients are."""
+        # First of all, because that may wait for the end of a step; that time does not count.
         parameters = [tensor for _, tensor in self._parameters.values() if type(tensor) in self._reader.types]
         gradients = Gradients(self._torch, parameters)
         waits_seconds = time.monotonic()
@@ -252,11 +254,7 @@ class _Search:
 
     def _tensors(self) -> Iterator[Any]:
         """Yield all tensors, and release each of them before the next."""
-        for generation in GENERATIONS:
-            found = tracked_of_types(generation, self._reader.types)
-            found.reverse()
-            while found and not (len(found) % _CHUNK == 0 and self._late()):
-                yield found.pop()
+        yield from each_tracked(self._reader.types, self._late)
         yield from (each for each in self._frozen.objects if type(each) in self._reader.types)
 
     def _name(self, others: Mapping[Place, _Other]) -> None:

@@ -14,11 +14,11 @@ ENTRIES_MAX = 100_000
 """The longest history of a recording on each device. A snapshot of it keeps the GIL for half a second."""
 STANDING_ENTRIES_MAX = 20_000
 """The longest history of the standing recording: 6 MiB of the host's memory."""
+# The longest wait for the recording of a stopped reporter: its thread may still search for owners for six seconds.
 _ENDING_SECONDS = 10.0
-"""The longest wait for the recording of a stopped reporter: its thread may still search for owners for six seconds."""
 
+# The recorders of this process that record. Torch does not show whose recording is on.
 _recording: set[Recorder] = set()
-"""The recorders of this process that record. Torch does not show whose recording is on."""
 
 
 class Recorder:

@@ -13,16 +13,17 @@ from gpumem_client.objects.tensors import subclasses
 
 NamedTensor = Tuple[str, Any]
 
+# Children of a module that wraps one other module: compiled modules, FSDP1, activation checkpointing. They are left out
+# of paths, so that a parameter has the name that the model's author gave it.
 _TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Children of a module that wraps one other module: compiled modules, FSDP1, activation checkpointing."""
 _PARALLEL = ("DistributedDataParallel", "DataParallel")
+# Classes with KV caches: module, name, and the attribute that has the cache; empty if all attributes belong to it.
 _CACHES = (
     ("transformers.cache_utils", "Cache", ""),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "kv_caches"),
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "kv_caches"),
     ("sglang.srt.mem_cache.memory_pool", "KVCache", ""),
 )
-"""Classes with KV caches: module, name, and the attribute that has the cache; empty if all attributes belong to it."""
 _CACHE_PARTS = (("transformers.cache_utils", "CacheLayerMixin"), ("transformers.cache_utils", "Cache"))
 _NESTED_MAX = 4
 

@@ -21,12 +21,12 @@ from gpumem_client.wire.errors import (
 from gpumem_client.wire.http import Connection, shown_url
 from gpumem_client.wire.protocol import PROFILES_PATH, REPORTS_PATH, Reply, Report, reply_from_wire, to_wire
 
+# The exporter counts as unreachable if a reply takes this much longer than the agreed hold.
 _ANSWER_MARGIN_SECONDS = 5.0
-"""The exporter counts as unreachable if a reply takes this much longer than the agreed hold."""
 _FAREWELL_SECONDS = 0.25
 _MAX_REPLY_BYTES = 256 << 10
+# Statuses after which the next address is tried: an exporter may accept over loopback what its socket rejects.
 _NOT_ALLOWED = (401, 403)
-"""Statuses after which the next address is tried: an exporter may accept over loopback what its socket rejects."""
 _UNACCEPTABLE = (413, 422)
 _CREATED = 201
 _UNREACHABLE = "no exporter"
@@ -92,8 +92,8 @@ class Delivery:
         self._wakeup = wakeup
         self._errors = errors
         self._connection: Connection | None = None
+        # The address of the exporter that accepted the last report.
         self._accepted_by = ""
-        """The address of the exporter that accepted the last report."""
         wakeup.interrupt = self.interrupt
 
     def deliver(self, report: Report, while_waiting: Callable[[], float] | None = None) -> tuple[Outcome, Reply | None]:
@@ -105,7 +105,7 @@ class Delivery:
         try:
             reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds, while_waiting)
         except ExporterUnreachableError as error:
-            if not self._wakeup.woken:
+            if not self._wakeup.woken:  # `wake` interrupts the request
                 # A missing exporter is normal and not logged by default. An untrusted exporter needs an operator.
                 if isinstance(error, ExporterUntrustedError):
                     self._errors.note(_UNTRUSTED, error)
@@ -136,9 +136,10 @@ class Delivery:
             connection.interrupt()
 
     def farewell(self, report: Report) -> None:
-        """Post the final report on a new connection, since the stop has interrupted the old one."""
+        """Post the final report."""
         if self._connection is None:
             return  # no exporter was reached
+        # On a new connection: the stop has interrupted the old one.
         self._connection.close()
         self._connection = self._connect(self._connection.url, _FAREWELL_SECONDS)
         try:
@@ -221,6 +222,7 @@ class Delivery:
             except ExporterUnreachableError as error:
                 if not isinstance(refusal, ExporterUntrustedError):  # the more useful of two errors
                     refusal = error
+            # A stop interrupts the request. The final report then goes to the address of this connection.
             if not self._wakeup.stopping:
                 connection.close()
                 self._connection = None

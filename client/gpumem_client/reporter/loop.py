@@ -42,12 +42,12 @@ from gpumem_client.wire.protocol import (
 
 _DEFAULT_INTERVAL_SECONDS = 1.0
 _INTERVAL_SECONDS_MAX = 60.0
+# The next report after a refused one comes this many intervals later.
 _REFUSED_INTERVALS = 5
-"""The next report after a refused one comes this many intervals later."""
+# The next report is due this long after a deadline or a settling time, so that it is not a little too early.
 _LATE_SECONDS = 0.005
-"""The next report is due this long after a deadline or a settling time, so that it is not a little too early."""
+# The limit per report; further results follow in the next one.
 _MAX_RESULTS = 64
-"""The limit per report; further results follow in the next one."""
 
 
 class ReportLoop:
@@ -98,8 +98,8 @@ class ReportLoop:
         self._jitter = random.Random()  # noqa: S311 - a separate generator leaves the user's seeded one unchanged
         self._sequence = 0
         self._started_seconds = 0.0
+        # When the report after the current one is due before the interval is over.
         self._early_seconds = math.inf
-        """When the report after the current one is due before the interval is over."""
         self._results: list[CommandResult] = []
 
     def take_profiles(self, heap: HeapReader, recorder: Recorder, send: Callable[[bytes], str]) -> None:
@@ -167,6 +167,7 @@ class ReportLoop:
 
         `report` is None if no sample could be taken.
         """
+        # What was rejected is dropped, too: each later report that has it would be rejected again.
         if report is not None and outcome in (Outcome.ACCEPTED, Outcome.REJECTED):
             self._ooms.reported(report.ooms)
             del self._results[: len(report.results)]
@@ -216,6 +217,7 @@ class ReportLoop:
             )
             if self.oom_moments is not None:
                 self.oom_moments.note(device, oom)
+                # The reporter's thread finds the error's entry in the history only until later entries overwrite it.
                 self._wake()
 
     def _early_report_seconds(self, now: float) -> float:

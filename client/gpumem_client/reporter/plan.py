@@ -32,11 +32,12 @@ AnyPlan = Union[str, "os.PathLike[str]", Mapping[str, Any], Planned]
 
 
 def chosen_plan(plan: AnyPlan | None, environ: Mapping[str, str]) -> AnyPlan | None:
-    """Return the argument, otherwise GPUMEM_PLAN. A path becomes absolute, since the current folder may change."""
+    """Return the argument, otherwise GPUMEM_PLAN; a path is absolute."""
     if plan is None:
         plan = environ.get("GPUMEM_PLAN", "").strip() or None
     if isinstance(plan, (str, os.PathLike)):
         with contextlib.suppress(Exception):  # an invalid path is reported when it is read
+            # The file is read later, and the user's code may change the current folder until then.
             return Path(os.fsdecode(plan)).absolute()
     return plan
 

@@ -16,10 +16,10 @@ from gpumem_client.reporter.worker import Worker
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import OutOfMemory
 
+# The longest that `stop`, or an ending interpreter, waits for the final report.
 _FAREWELL_SECONDS = 0.3
-"""The longest that `stop`, or an ending interpreter, waits for the final report."""
+# The longest that an ending interpreter waits for a command that runs in the reporter's thread.
 _COMMAND_SECONDS = 3.0
-"""The longest that an ending interpreter waits for a command that runs in the reporter's thread."""
 
 
 class Reporter:
@@ -43,8 +43,8 @@ class Reporter:
         self._waiting_for_cuda = False
         self._stop_waiting: Callable[[], None] | None = None
         self._stop_listening: Callable[[], None] | None = None
+        # Functions that remove the calls at exit and after a fork.
         self._process_hooks: list[Callable[[], None]] = []
-        """Functions that remove the calls at exit and after a fork."""
 
     def start(self, settings: ReporterSettings) -> None:
         """Report as soon as CUDA is initialized. Has no effect while the reporter runs.
@@ -53,6 +53,7 @@ class Reporter:
             ConfigurationError: an exporter URL is none of `http://host:port`, `https://host:port` and `unix:///path`.
         """
         for url in settings.urls:
+            # This connects to nothing. An invalid URL raises here, where the user sees it, and not in the thread.
             Connection(url, timeout_seconds=1.0).close()
         with self._lock:
             if self._settings is not None or settings.disabled:

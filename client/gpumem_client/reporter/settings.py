@@ -13,17 +13,13 @@ from gpumem_client.wire.http import exporter_urls
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_client.wire.trust import Trust
 
+# Variables with a rank and with the number of ranks. Only srun sets SLURM_STEP_NUM_TASKS.
 _RANKS = (("GPUMEM_RANK", ""), ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-"""Variables with a rank and with the number of ranks. Only srun sets SLURM_STEP_NUM_TASKS."""
 
 
 @dataclass(frozen=True)
 class ReporterSettings:
-    """The settings of one reporter: argument, otherwise environment, otherwise default.
-
-    Below `gpumem-exporter run`, the environment's workload and rank come before the arguments: the operator who starts
-    a job names it, not the script.
-    """
+    """The settings of one reporter: argument, otherwise environment, otherwise default."""
 
     urls: tuple[str, ...]
     workload: str
@@ -62,7 +58,8 @@ class ReporterSettings:
         """
         world_size = None
         ignored = []
-        if environ.get("GPUMEM_INJECT") == "1":  # below `run`
+        if environ.get("GPUMEM_INJECT") == "1":
+            # Below `gpumem-exporter run`, the operator who starts the job names it, not the script.
             for name, argument in (("workload", workload), ("rank", rank)):
                 label = environ.get(f"GPUMEM_{name.upper()}")
                 if label and argument is not None and str(argument) != label:
@@ -89,11 +86,12 @@ class ReporterSettings:
         )
 
     def authorization(self) -> dict[str, str]:
-        """Return the header with the report token. Reads the file on each call, so that a rotated token takes effect.
+        """Return the header with the report token.
 
         Raises:
             OSError: the token file cannot be read.
         """
+        # The file is read for each report: its token may be rotated.
         token = self.token or (Path(self.token_file).read_text().strip() if self.token_file else "")
         return {"Authorization": f"Bearer {token}"} if token else {}
 

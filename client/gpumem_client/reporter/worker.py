@@ -24,11 +24,11 @@ from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.wire.protocol import OutOfMemory
 
 _CUDA_POLL_SECONDS = 0.05
+# The longest that the start of CUDA waits for a recording to start.
 _RECORDING_SECONDS = 0.5
-"""The longest that the start of CUDA waits for a recording to start."""
+# The number of times that an ending reporter tries to remove the hook on steps, which fails during a step, and the
+# seconds between two tries.
 _UNHOOK_TRIES, _UNHOOK_SECONDS = 500, 0.01
-"""The number of times that an ending reporter tries to remove the hook on steps, which fails during a step, and the
-seconds between two tries."""
 
 
 class Worker:
@@ -56,8 +56,8 @@ class Worker:
         # A daemon: the interpreter must not wait for it, and `disable` waits for a running command.
         self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
         self._started_by = 0
+        # Set once the thread has started the standing recording, or has not.
         self._recording_decided = threading.Event()
-        """Set once the thread has started the standing recording, or has not."""
 
     @property
     def sampler(self) -> Sampler | None:
@@ -128,10 +128,7 @@ class Worker:
                 recorder.close()
 
     def _make_recorder(self) -> Recorder | None:
-        """Return the recorder, which records already if errors get a profile: this runs while CUDA starts.
-
-        None if this process cannot take profiles.
-        """
+        """Return the recorder, which records already if errors get a profile. None if this process cannot take any."""
         recorder = None
         with self._errors.swallowed("no profile of out-of-memory errors"):
             if torch_access.has_gil():

@@ -1,11 +1,8 @@
-"""HTTP to the exporter over TCP, TLS or a Unix socket.
+"""HTTP to the exporter over TCP, TLS or a Unix socket. A request is one send and usually one receive."""
 
-This is not `http.client`, which imports `email` and `ssl` and so adds a quarter to the import time of the client. Its
-parsing of headers is a third of the cost of a report, and its timeouts release the GIL twice for each send and receive.
-
-A request is one send and usually one receive. The timeouts are the kernel's (SO_RCVTIMEO), because one of Python's own
-costs 5 ms while another thread computes. Only TLS needs Python's timeout.
-"""
+# This is not `http.client`, which imports `email` and `ssl` and so adds a quarter to the import time of the client. Its
+# parsing of headers is a third of the cost of a report, and its timeouts release the GIL twice for each send and
+# receive.
 
 from __future__ import annotations
 
@@ -27,14 +24,14 @@ MAX_ANSWER_BYTES = 64 << 20
 """The default of `max_answer_bytes`."""
 
 _MAX_LINE_BYTES = 64 << 10
+# The maximum number of headers, and of trailers.
 _MAX_HEADERS = 100
-"""The maximum number of headers, and of trailers."""
+# The maximum number of informational responses (1xx) before the response.
 _MAX_INTERIM = 8
-"""The maximum number of informational responses (1xx) before the response."""
 _RECEIVE_BYTES = 256 << 10
 _TIMEVAL = struct.Struct("@ll")
+# The names of the errors of `ssl`, which is not imported here, for a connection that the exporter closed.
 _CLOSED_TLS_ERRORS = ("SSLEOFError", "SSLZeroReturnError")
-"""The names of the errors of `ssl`, which is not imported here, for a connection that the exporter closed."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +123,8 @@ class Connection:
             try:
                 return self._exchange(method, request, wait_seconds, private=private)
             except ConnectionError:
+                # A server closes an idle connection at any time, also while the request is on its way. A new connection
+                # that fails has a server that does not answer: no second attempt.
                 self.close()
                 if not reused or self._interrupted:
                     raise
@@ -198,9 +197,12 @@ class Connection:
 
     def _set_timeout(self, sock: socket.socket, option: int, seconds: float) -> None:
         """Set the timeout of sends (`SO_SNDTIMEO`) or receives (`SO_RCVTIMEO`). TLS has one for both."""
+        # The kernel's timeout, because one of Python's own costs 5 ms while another thread computes: Python releases
+        # the GIL to wait with `poll`, and again for the transfer. Only TLS needs Python's timeout.
         if self._exporter.tls:
             sock.settimeout(seconds)
         elif seconds != self._timeouts.get(option):
+            # At least a microsecond: a timeout of 0 would wait forever.
             timeval = _TIMEVAL.pack(int(seconds), max(1, int(seconds % 1 * 1e6)))
             sock.setsockopt(socket.SOL_SOCKET, option, timeval)
             self._timeouts[option] = seconds

@@ -1,9 +1,4 @@
-"""The processes on a device as the driver lists them, for reporters and the exporter.
-
-pynvml calls the driver twice for each list (for the size, then for the data), fails if a process starts between the
-calls, and creates an object for each process. With 64 processes on each of 8 devices, that takes a hundred times as
-long as one call into a buffer.
-"""
+"""The processes on a device as the driver lists them, for reporters and the exporter."""
 
 from __future__ import annotations
 
@@ -13,6 +8,9 @@ from typing import Any
 
 from gpumem_client.wire.errors import GpumemError
 
+# Not through pynvml: it calls the driver twice for each list (for the size, then for the data), fails if a process
+# starts between the calls, and creates an object for each process. With 64 processes on each of 8 devices, that takes a
+# hundred times as long as one call into a buffer.
 _LISTS = (
     "nvmlDeviceGetComputeRunningProcesses",
     "nvmlDeviceGetGraphicsRunningProcesses",

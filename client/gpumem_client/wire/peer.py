@@ -36,28 +36,28 @@ class SocketOwner(NamedTuple):
 
 _Address = Tuple[str, int]
 
+# `struct ucred`: pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
-"""`struct ucred`: pid, uid, gid."""
 
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
 _NLM_F_REQUEST = 1
 _ANY_STATE = 0xFFFFFFFF
 _NO_COOKIE = 0xFFFFFFFF
+# `struct nlmsghdr`: length, type, flags, sequence number, port.
 _HEADER = struct.Struct("=IHHII")
-"""`struct nlmsghdr`: length, type, flags, sequence number, port."""
+# The start of `struct inet_diag_req_v2`: family, protocol, extensions, states.
 _REQUEST = struct.Struct("=BBBxI")
-"""The start of `struct inet_diag_req_v2`: family, protocol, extensions, states."""
 _PORTS = struct.Struct("!HH")
 _INTERFACE_AND_COOKIE = struct.Struct("=III")
+# Where the ports are in the reply: in `struct inet_diag_msg` after family, state, timer and retransmissions.
 _PORTS_OFFSET = _HEADER.size + 4
-"""Where the ports are in the reply: in `struct inet_diag_msg` after family, state, timer and retransmissions."""
+# Where uid and inode are: after `struct inet_diag_sockid`, expiry and the lengths of both queues.
 _OWNER_OFFSET = _PORTS_OFFSET + 48 + 12
-"""Where uid and inode are: after `struct inet_diag_sockid`, expiry and the lengths of both queues."""
 _OWNER = struct.Struct("=II")
 _ATTRIBUTES_OFFSET = _OWNER_OFFSET + _OWNER.size
+# `struct rtattr`: length and type; the value and the next attribute are aligned to 4 bytes.
 _ATTRIBUTE = struct.Struct("=HH")
-"""`struct rtattr`: length and type; the value and the next attribute are aligned to 4 bytes."""
 _INET_DIAG_CGROUP_ID = 21
 _SO_PEERPIDFD = 77
 
@@ -86,10 +86,9 @@ def peer_pidfd(sock: socket.socket) -> int | None:
 
 
 def tcp_peer_owner(sock: socket.socket) -> SocketOwner | None:
-    """Return the owner of the other end of a TCP connection within this machine.
+    """Return the owner of the other end of a TCP connection within this machine, in about 20 microseconds.
 
-    None if the other end is on another machine or in another network namespace, has been closed, or was not accepted
-    yet: a socket without a file belongs to no process, and the kernel shows uid 0 for it. Takes about 20 microseconds.
+    None if the other end is on another machine or in another network namespace, has been closed, or was not accepted.
     """
     try:
         return _owner(sock.getpeername()[:2], sock.getsockname()[:2])
@@ -140,11 +139,14 @@ def _owner(local: _Address, remote: _Address | None) -> SocketOwner | None:
         found = _from_sock_diag(local, remote)
     except OSError:
         found = _from_proc(local, remote)
+    # A socket without a file, such as a connection that was not accepted yet, belongs to no process. The kernel shows
+    # uid 0 for it, which must not be taken for root.
     return found if found is not None and found.inode else None
 
 
 def _unmapped(address: _Address) -> _Address:
-    """Return an IPv4 address for its IPv6-mapped form: the kernel finds sockets of both families by it."""
+    """Return an IPv4 address for its IPv6-mapped form, and an address without its zone."""
+    # The kernel finds sockets of both families by the IPv4 address.
     host = address[0][7:] if address[0].startswith("::ffff:") else address[0]
     return host.partition("%")[0], address[1]
 

@@ -351,12 +351,12 @@ class Reply:
     protocol: int = PROTOCOL_VERSION
 
 
+# By message. Each report needs them, so they are computed once.
 _FIELD_NAMES: dict[type, tuple[str, ...]] = {
     cls: tuple(f.name for f in fields(cls))
     for cls in list(globals().values())
     if isinstance(cls, type) and is_dataclass(cls)
 }
-"""By message. Each report needs them, so they are computed once."""
 
 
 def to_wire(message: Report | Reply | ProcessIdentity) -> dict[str, Any]:

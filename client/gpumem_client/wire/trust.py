@@ -87,11 +87,9 @@ def _uid(user: str) -> int:
 
 
 def _assigned_by_root(folder: str, uid: int) -> bool:
-    """Return whether root gave this folder to the user, and no other user can replace it.
-
-    It belongs to the user, every parent to root, and only the owners may write to them. /run/gpumem of the image, of
-    Compose and of the systemd unit is such a folder.
-    """
+    """Return whether root gave this folder to the user, and no other user can replace it."""
+    # It belongs to the user, every parent to root, and only the owners may write to them: so only root can have made
+    # it for this user. /run/gpumem of the image, of Compose and of the systemd unit is such a folder.
     folder = os.path.realpath(folder)
     owner = uid
     while True:

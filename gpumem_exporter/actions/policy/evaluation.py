@@ -92,8 +92,8 @@ class RuleState:
         """For a dry run, the subjects on which it would have acted, until their conditions are false."""
         self.held_back: dict[str, str] = {}
         """The engines whose start the rule waits for, by subject; of the last evaluation."""
+        # When it acted, by `ProcessKey.share`.
         self._acted: dict[str, deque[float]] = {}
-        """When it acted, by `ProcessKey.share`."""
         self._subjects: dict[str, _SubjectState] = {}
 
     def subject(self, observation: Observation) -> str:
@@ -101,15 +101,13 @@ class RuleState:
         return observation.group if self.rule.request.group else observation.reporter_id
 
     def objection(self, subject: str, share: str, now: float) -> str:
-        """Return why the rule does not act now, as one of `RESULTS`; empty if it may act.
-
-        `max_per_hour` counts for each `ProcessKey.share`, so that no user can use up the actions of the others.
-        """
+        """Return why the rule does not act now, as one of `RESULTS`; empty if it may act."""
         known = self._subjects.get(subject)
         if known is not None and known.stopped:
             return "stopped"
         if known is not None and now - known.acted_seconds < self.rule.cooldown:
             return "cooling"
+        # By share, so that no user can use up the actions of the others.
         acted = self._acted.get(share)
         if acted is not None and len(acted) == acted.maxlen and now - acted[0] < _HOUR_SECONDS:
             return "limited"
@@ -144,7 +142,8 @@ class RuleState:
         return sum(known.stopped for known in self._subjects.values())
 
     def forget(self, present: Container[str], now: float) -> None:
-        """Forget absent subjects after a while. A process that hung and continues is remembered."""
+        """Forget absent subjects after a while."""
+        # Not at once: a process that hung and continues is absent meanwhile.
         keep_seconds = max(self.rule.cooldown, _HOUR_SECONDS)
         for subject, known in list(self._subjects.items()):
             if subject not in present and now - known.acted_seconds > keep_seconds:
@@ -240,6 +239,7 @@ class PolicyEvaluator:
         ready = [i for i in met if seen.all[i].sampled_seconds - since[seen.keys[i]] >= rule.for_seconds]
         round_.count(rule, "pending", len(met) - len(ready))
         for i in ready:
+            # After an action, the conditions have to be true again for the whole time.
             if round_.decide(state, seen.all[i]):
                 since[seen.keys[i]] = seen.all[i].sampled_seconds
 
@@ -317,7 +317,7 @@ class _Round:
         target = Target(pid=name, workload=seen.workload if rule.request.group else None)
         request = replace(rule.request, target=target, dry_run=rule.dry_run, reason=_reason(rule, seen))
         self.decisions.append(Decision(rule, subject, seen, request))
-        if not rule.dry_run:
+        if not rule.dry_run:  # the next rule of this round must not act on the same processes
             self._under_way.update(process.key for process in processes)
         return True
 

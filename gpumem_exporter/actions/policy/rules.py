@@ -29,17 +29,17 @@ from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_
 
 MAX_RULES = 100
 _DAY_SECONDS = 86400.0
+# The actions that release memory to the driver, of which some may be taken again soon.
 _RELEASING = ("empty_cache", "release_memory")
-"""The actions that release memory to the driver, of which some may be taken again soon."""
+# The actions that free memory: a rule may find that they do not help.
 _FREEING = (*_RELEASING, "collect_garbage")
-"""The actions that free memory: a rule may find that they do not help."""
+# The options of a request that a rule may set, by key. A time in a file has its unit, so that its key has none.
 _OPTION_OF = {
     **{name: name for name in ("mode", "group", "collect_garbage", "fraction", "force", "keep")},
     "wait_idle": "wait_idle_seconds",
     "deadline": "deadline_seconds",
     "duration": "duration_seconds",
 }
-"""The options of a request that a rule may set, by key. A time in a file has its unit, so that its key has none."""
 
 
 def read_policy(path: Path, *, allowed: Collection[str]) -> tuple[Rule, ...]:

@@ -95,16 +95,15 @@ class Field:
 class IdleClock:
     """Measures how long each process has been idle: no step, and nothing allocated or freed.
 
-    Releasing memory to the driver does not end the idle time, otherwise a clear would. A program that replays CUDA
-    graphs, counts no steps and allocates nothing looks idle. Only `device_utilization_ratio` and the mode `idle`, which
-    the process itself evaluates, show that it is busy.
+    A program that replays CUDA graphs, counts no steps and allocates nothing looks idle. Only
+    `device_utilization_ratio` and the mode `idle`, which the process itself evaluates, show that it is busy.
     After a gap of more than `stale_seconds` between two samples, the idle time starts again.
     """
 
     def __init__(self, stale_seconds: float) -> None:
         self._stale_seconds = stale_seconds
+        # The activity of each process, since when it is unchanged, and when it was last seen.
         self._seen: dict[str, tuple[object, float, float]] = {}
-        """The activity of each process, since when it is unchanged, and when it was last seen."""
 
     def update(self, processes: Mapping[str, tuple[ReportingProcess, float]]) -> dict[str, float]:
         """Return the idle seconds of each process at its last sample, whose time is given; forget all others."""
@@ -154,6 +153,7 @@ def _activity(process: ReportingProcess) -> object:
     report = process.report
     if report.step is None and any(sample.allocated_bytes is None for sample in report.devices):
         return None
+    # Without the reserved bytes: memory that is released to the driver must not end the idle time, or a clear would.
     return (
         report.step,
         *(

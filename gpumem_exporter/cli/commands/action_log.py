@@ -36,14 +36,14 @@ Examples:
 \b
 An ID may be shortened, as in the list. A user without the rights to all processes has its own actions.
 """
+# The action of each command.
 _COMMANDS = {ACTION_NAMES.get(action, action): action for action in ACTIONS}
-"""The action of each command."""
 _STATES = {state.value: state.value for state in ActionState}
 _SHOWN_ID = 8
+# The actions that release memory to the driver.
 _FREEING = ("empty_cache", "terminate", "release_memory")
-"""The actions that release memory to the driver."""
+# How long `cancel` waits for processes that have received their command.
 _CANCEL_SECONDS = 5.0
-"""How long `cancel` waits for processes that have received their command."""
 _POLL_SECONDS = 0.25
 _COLUMNS = (
     *(("id", "left"), ("requested", "left"), ("action", "left"), ("of", "cut"), ("by", "cut"), ("outcome", "left")),

@@ -18,7 +18,7 @@ from gpumem_exporter.cli.doctor.machine import (
     is_on_this_machine,
     socket_path,
 )
-from gpumem_exporter.cli.options import action_token, connection_options, exporter_trust, exporter_urls, forwarded_url
+from gpumem_exporter.cli.options import action_token, connection_options, exporter_trust, exporter_urls, kube_forward
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import plain, print_result
 
@@ -60,10 +60,11 @@ def doctor(url: str | None, token_file: str | None, as_json: bool) -> int:
 
 def diagnose(url: str | None, token_file: str | None = None) -> Iterator[Finding]:
     """Run every check. A check that fails does not stop the others."""
-    urls, token = exporter_urls(url), action_token(token_file)
+    token = action_token(token_file)
+    urls = exporter_urls(url)
     with ExporterApi(urls, token=token, token_for_reads=False, trust=exporter_trust(), advice="") as api:
         reached, health = reach(api, urls)
-        nearby = is_on_this_machine(api.url) and not forwarded_url()
+        nearby = is_on_this_machine(api.url) and kube_forward() is None
         if nearby:
             timeout_seconds = _DRIVER_TIMEOUT_SECONDS
             yield from run_check("driver", lambda: check_driver(_driver, health or {}, timeout_seconds=timeout_seconds))

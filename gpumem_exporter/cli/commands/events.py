@@ -40,8 +40,8 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PAGE = 1000
 _POLL_SECONDS = 1.0
 _LONGEST_RETRY_SECONDS = 10.0
+# `--follow` waits this long for an exporter that does not answer.
 _LONGEST_OUTAGE_SECONDS = 600.0
-"""`--follow` waits this long for an exporter that does not answer."""
 
 
 def _since(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:

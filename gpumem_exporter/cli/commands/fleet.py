@@ -52,6 +52,7 @@ Examples:
 \b
 See `gpumem-exporter fleet --help` for the labels of a series.
 """
+# For each action, the query and the reason in the examples of its help.
 _QUERIES = {
     "clear": ("gpumem_torch_idle_cache_bytes > 8e9", "room for the release run"),
     "gc": ('gpumem_torch_allocated_bytes{workload="notebook"} > 16e9', "tensors in reference cycles"),
@@ -62,7 +63,6 @@ _QUERIES = {
     "wake": ('gpumem_reporter_up{workload="chat"}', "the release run has ended"),
     "terminate": ('gpumem_reporter_up{workload="old-run",rank="0"}', "left behind by job 17"),
 }
-"""For each action, the query and the reason in the examples of its help."""
 
 
 @click.group(cls=CommandGroup, epilog=_EXAMPLES, no_args_is_help=False)

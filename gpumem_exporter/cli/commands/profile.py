@@ -58,8 +58,8 @@ the list.
 """
 _PATH = "/api/v1/profiles"
 _SHOWN_ID = 8
+# The formats that a terminal does not show: without -o, they become a file in the current folder.
 _BINARY: tuple[Format, ...] = ("html", "pprof")
-"""The formats that a terminal does not show: without -o, they become a file in the current folder."""
 _COLUMNS = (
     *(("id", "left"), ("taken", "left"), ("cause", "left"), ("of", "cut"), ("recorded", "right")),
     *(("allocated", "right"), ("highest", "right")),

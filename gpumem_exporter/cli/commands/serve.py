@@ -32,16 +32,17 @@ Examples:
 
 MAX_DEMO_PROCESSES = 512
 """The reporting thread of the demo has time for about this number."""
+# The kind of a value, by the last word of its name.
 _METAVARS = {
     **dict.fromkeys(("directory", "file", "path", "socket"), "PATH"),
     "address": "ADDRESS",
     "allow": "ACTION",
 }
-"""The kind of a value, by the last word of its name."""
 
 
 def _option(name: str, field: FieldInfo) -> click.Option:
-    """The option of a setting. Its value stays text: `load_settings` checks the values of every source."""
+    """Return the option of a setting."""
+    # Its value stays text: `load_settings` checks the values of every source in the same way.
     flags = [f"--{setting_key(name)}", name]
     if field.annotation is bool:
         return click.Option(flags, is_flag=True, default=None, help=field.description)

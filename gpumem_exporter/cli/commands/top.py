@@ -17,8 +17,8 @@ from gpumem_exporter.cli.options import (
     connection_options,
     exporter_trust,
     exporter_urls,
-    forwarded_url,
     interval_option,
+    kube_forward,
     pop_target,
     pop_view,
     target_options,
@@ -57,8 +57,8 @@ r reverses, c clears after a question, ? helps, q quits. The mouse works, too.
 \b
 Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.
 """
+# The timeout for an answer, which is short because the driver may replace the exporter.
 _ANSWER_SECONDS = 2.0
-"""The timeout for an answer, which is short because the driver may replace the exporter."""
 
 
 @click.command(epilog=_EXAMPLES)
@@ -83,7 +83,7 @@ def top(
         require_terminal("top --once")
     token = action_token(token_file)
     urls, trust = exporter_urls(url), exporter_trust()
-    named = url is not None or bool(forwarded_url() or os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
+    named = url is not None or kube_forward() is not None or bool(os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
     source = Source(
         lambda: ExporterApi(urls, token=token, trust=trust, timeout_seconds=_ANSWER_SECONDS),
         target,

@@ -27,8 +27,8 @@ SUBMIT_SECONDS = 3.0
 GROUP_TIMEOUT_SECONDS = 2.0
 """For each answer. It is short because a missing answer must not delay the cancellation of the others."""
 _NAMED_RANKS_MAX = 8
+# An exporter that had ranks in this time may still have them, although their series have expired.
 _LOOK_BACK = "15m"
-"""An exporter that had ranks in this time may still have them, although their series have expired."""
 
 
 @dataclass(frozen=True, slots=True)

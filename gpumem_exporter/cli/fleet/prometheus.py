@@ -80,8 +80,9 @@ class Prometheus:
         from urllib.request import HTTPErrorProcessor, Request, build_opener
 
         class AnyStatus(HTTPErrorProcessor):
-            """Follows no redirect, because no other host may receive the token."""
+            """Follows no redirect."""
 
+            # No other host may receive the token.
             def http_response(self, _request: Any, response: Any) -> Any:
                 return response
 

@@ -17,8 +17,8 @@ R = TypeVar("R")
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.5
+# An action has failed if its exporter misses this number of answers in a row.
 _MISSED_ANSWERS_MAX = 3
-"""An action has failed if its exporter misses this number of answers in a row."""
 _REFUSALS = (401, 403, 409, 422, 429)
 
 
@@ -110,7 +110,8 @@ class Fleet:
     def _for_each(
         self, requests: Iterable[ExporterRequest], work: Callable[[ExporterRequest, ExporterApi], None]
     ) -> None:
-        """Work on several exporters in parallel. One exporter's requests share a connection and run in sequence."""
+        """Work on several exporters in parallel."""
+        # One exporter's requests share a connection, so they run in sequence.
         by_url: dict[str, list[ExporterRequest]] = {}
         for request in requests:
             by_url.setdefault(request.exporter.url, []).append(request)

@@ -13,8 +13,8 @@ from gpumem_exporter.cli.api_client import Document
 from gpumem_exporter.cli.render.columns import natural
 
 _PLACEHOLDER = re.compile(r"\{([a-zA-Z_][a-zA-Z0-9_]*)\}")
+# What a label may insert into a URL: a name, an address, a port, and nothing that leads to another host.
 _SAFE_IN_URL = re.compile(r"[A-Za-z0-9._:\[\]-]+")
-"""What a label may insert into a URL: a name, an address, a port, and nothing that leads to another host."""
 _SHOWN_LENGTH = 200
 
 

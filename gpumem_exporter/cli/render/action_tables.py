@@ -119,6 +119,7 @@ _LIMIT: _Column = ("limit", "right", _bytes("limit"))
 _USED: _Column = ("used now", "right", _bytes("driver_before"))
 _FREED: _Column = ("freed", "right", _bytes("freed"))
 
+# The columns of an action and of its dry run besides the names. `gc` and `reset-peak` free nothing to the driver.
 _SIZES: Mapping[tuple[str, bool], tuple[_Column, ...]] = {
     ("empty_cache", True): (
         ("reserved now", "right", _bytes("reserved_before")),
@@ -152,4 +153,3 @@ _SIZES: Mapping[tuple[str, bool], tuple[_Column, ...]] = {
     ("terminate", True): (("frees", "right", _bytes("freed")),),
     ("terminate", False): (_FREED, _TOOK),
 }
-"""The columns of an action and of its dry run besides the names. `gc` and `reset-peak` free nothing to the driver."""

@@ -20,16 +20,16 @@ Row = Mapping[str, Any]
 SEVERITIES = {"critical": ("!!", "bold red"), "warning": ("!", "bold yellow")}
 """The mark and the style of each severity that has one."""
 _TITLE_WIDTH = 13
+# A newer exporter may have longer titles.
 _LONGEST_TITLE = 20
-"""A newer exporter may have longer titles."""
+# Several events within this time, such as the starts of ranks, happened at once for people.
 _WORTH_SAYING_SECONDS = 60.0
-"""Several events within this time, such as the starts of ranks, happened at once for people."""
 _DAY_SECONDS = 86400.0
 _OTHER, _IDLE, _FREE = "░", "▒", "·"
+# Black also where a terminal's own black is another color.
 _INK = "color(16)"
-"""Black also where a terminal's own black is another color."""
+# The length of a part of a strip from which it has the job's name.
 _LEAST_NAMED = 5
-"""The length of a part of a strip from which it has the job's name."""
 
 
 def natural(text: object) -> list[tuple[int, str]]:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
+# The width below which headings are short.
 _NARROW = 100
-"""The width below which headings are short."""
+# Columns that are cut get this width before optional columns are added.
 _READABLE_WIDTH = 22
-"""Columns that are cut get this width before optional columns are added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class Order:
 class Layout:
     """The columns that fit in a width, and their cells. A cell has the width of its column and a gap.
 
-    All rows set the widths, so that the columns do not move when a list is scrolled. A size in the list `incomplete` of
-    its row is shown as a lower bound; a row with `dim` is dimmed. The column of the order is always shown.
+    A size in the list `incomplete` of its row is shown as a lower bound; a row with `dim` is dimmed. The column of the
+    order is always shown.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Layout:
             if not column.sparse or any(column.value(row) not in (None, "") for row in rows)
         ]
         self._short = width < _NARROW
+        # All rows set the widths: otherwise the columns would move when a list is scrolled.
         natural = {column.name: self._natural_width(column, rows) for column in known}
         least = {
             column.name: column.least if column.draw else min(column.cut or 1000, natural[column.name])

@@ -14,8 +14,8 @@ Row = Mapping[str, Any]
 Key = tuple[str, ...]
 """The identity of a row: the node, the job or device, the process, and its device."""
 
+# Light, for black names on them; none is the red or the yellow of a severity.
 _COLORS = tuple(f"color({number})" for number in (75, 114, 176, 215, 80, 149, 147, 180, 211, 43, 140, 110))
-"""Light, for black names on them; none is the red or the yellow of a severity."""
 _IDENTITY = ("name", "owner", "user", "command", "k8s_namespace", "k8s_pod", "slurm_job_id", "ray_job_id", "state")
 _OF_PROCESS = ("pid", "user", "command", "k8s_namespace", "k8s_pod", "state")
 

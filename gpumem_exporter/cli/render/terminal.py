@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _UNLIMITED_WIDTH = 10_000
+# The ASCII character for each character that bars, arrows and units use.
 _SIMILAR = dict(zip("█▓▒░·▁▂▃▄▅▆▇▲▼▸▾…→µ≥", "#+%-.1234567^v>v~>u>", strict=True))
-"""The ASCII character for each character that bars, arrows and units use."""
 
 
 def require_terminal(alternative: str) -> None:

@@ -50,17 +50,17 @@ _KEYS = (
     ("-  ≥", "unknown; a lower bound. K, M and G are KiB, MiB and GiB"),
     ("█ ▒ ░ ·", "a device: used by a job, its idle cache, used by no job, free"),
 )
+# If a reading takes longer than this, its values are no longer current.
 _LATE_SECONDS = 4.0
-"""If a reading takes longer than this, its values are no longer current."""
+# Without a new reading, the screen is drawn this often, because the values may no longer be current.
 _TICK_SECONDS = 1.0
-"""Without a new reading, the screen is drawn this often, because the values may no longer be current."""
+# After this time the sizes in the question are too old for an answer.
 _QUESTION_SECONDS = 30.0
-"""After this time the sizes in the question are too old for an answer."""
 _SHOWN_SECONDS = 5.0
 _RESULT_SECONDS = 15.0
 _SCROLLBAR_WIDTH = 1
+# The number of lines from which more findings are shown.
 _TALL = 30
-"""The number of lines from which more findings are shown."""
 
 
 class Question(ModalScreen[bool]):
@@ -145,13 +145,13 @@ class Top(App[None]):
         self._jobs = RowTable(JOBS, view.order, id="jobs")
         self._note, self._noted = Static(id="note"), ""
         self._words = Input(id="words", select_on_focus=False)
+        # `search` or `filter` while the user types words, otherwise empty.
         self._asks = ""
-        """`search` or `filter` while the user types words, otherwise empty."""
         self._searched, self._old_filter = "", self.filter
+        # The table with the row that was found last.
         self._found = self._jobs
-        """The table with the row that was found last."""
+        # Cancels the clear that runs; None while none does.
         self._stopped: threading.Event | None = None
-        """Cancels the clear that runs; None while none does."""
 
     def compose(self) -> ComposeResult:
         yield from (self._header, self._findings, self._devices, self._jobs, self._words, self._note, Footer())
@@ -390,6 +390,7 @@ class Top(App[None]):
 
 
 def _die(number: int) -> None:
-    """End this process by a signal, so that the sender sees that the signal ended it."""
+    """End this process by a signal."""
+    # The sender, such as a shell, then sees that the signal ended it.
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)

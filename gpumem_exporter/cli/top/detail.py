@@ -32,15 +32,15 @@ from gpumem_exporter.cli.top.source import in_daemon_thread
 _SPANS = (("10 min", 600), ("1 h", 3600), ("6 h", 21600), ("24 h", 86400))
 _REFRESH_SECONDS = 2.0
 _EVENTS, _POINTS = 50, 2000
+# The character of an event on the timeline, and its style.
 _MARKS = {"oom": ("!", "bold red"), "action": ("c", "bold yellow")}
-"""The character of an event on the timeline, and its style."""
+# The sizes by name that a process may have on a device.
 _PARTS = {
     "Components": "component_bytes",
     "Components, unmapped": "component_unmapped_bytes",
     "KV cache": "kv_cache_bytes",
     "Peaks of phases": "phase_peak_bytes",
 }
-"""The sizes by name that a process may have on a device."""
 
 
 class DetailScreen(ModalScreen[None]):
@@ -67,8 +67,8 @@ class DetailScreen(ModalScreen[None]):
         self._identity = quote(part[identity], safe="")
         self._query = f"{parameter}={self._identity}"
         self._span = 0
+        # The node, with all values of a job; None until it is read.
         self._live: Row | None = None
-        """The node, with all values of a job; None until it is read."""
         self._history: Mapping[str, Any] | None = None
         self._events: Sequence[Mapping[str, Any]] = ()
         self._problem = self._noted = ""

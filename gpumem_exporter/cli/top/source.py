@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Seconds between attempts to reach an exporter while NVML is the fallback source.
 _RETRY_SECONDS = 3.0
-"""Seconds between attempts to reach an exporter while NVML is the fallback source."""
 
 
 class NodeSource(Protocol):
@@ -55,8 +55,8 @@ class Source:
         self._target, self._details, self._clock = target, details, clock
         self._api = open_api()
         self._driver: DriverReader | None = None
+        # Why the exporter did not answer.
         self._failure = ""
-        """Why the exporter did not answer."""
         self._next_attempt = -float("inf")
         self._target_checked = False
 
@@ -113,7 +113,8 @@ class Source:
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
-    """Return the result of `work`. Unlike `asyncio.to_thread`, it does not delay the exit while `work` hangs."""
+    """Return the result of `work`, which runs in a daemon thread."""
+    # Not `asyncio.to_thread`, whose threads delay the exit while one of them hangs.
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

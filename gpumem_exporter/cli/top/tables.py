@@ -40,15 +40,15 @@ class RowTable(DataTable[Text]):
         """None: the rows stay in the given order."""
         self.rows_shown: Sequence[Row] = ()
         self._all_columns = columns
+        # The rows, words and width of the last `show`.
         self._given: tuple[Sequence[Row], Row, int] = ((), {}, 0)
-        """The rows, words and width of the last `show`."""
         self._unfolded: set[Key] = set()
         self._layout = Layout(columns, (), 0, words={})
         self._headings: list[tuple[Text, int]] = []
+        # The key of the row that the user has selected.
         self._chosen: Key | None = None
-        """The key of the row that the user has selected."""
+        # Where the cursor was after the last `show`.
         self._placed = 0
-        """Where the cursor was after the last `show`."""
 
     @property
     def selected(self) -> Row | None:

@@ -54,10 +54,9 @@ MAX_FIELDS = 64
 
 
 def _names(value: object) -> object:
-    """Reject other types with one error, where a union would have one error for each of its types.
-
-    An empty list is rejected, because a target without the key would be wider.
-    """
+    """Accept a string, a number from 0, or a list of them that is not empty."""
+    # Here, not by pydantic, whose error of a union has one entry for each of the types. An empty list is an error: an
+    # action without this part of its target would act on more.
     values = value if isinstance(value, list) else [value]
     if not values or not all(isinstance(each, str) or _is_number(each) for each in values):
         raise ValueError("must be a string, a number from 0, or a list of them that is not empty")
@@ -68,8 +67,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
 
 
+# A name, a number where a name is expected, or a list of both.
 _Names = Annotated[str | int | list[str | int], BeforeValidator(_names)]
-"""A name, a number where a name is expected, or a list of both."""
 
 
 class KnownFields(BaseModel):
@@ -124,11 +123,9 @@ class ListParameters(KnownFields):
 
 
 class _Strict(KnownFields):
-    """No string is accepted as a number. An unknown field is rejected because a mistyped one could widen the target.
+    """Checks types only; `actions.request.invalid_fields` checks values."""
 
-    The models check types only; `actions.request.invalid_fields` checks values.
-    """
-
+    # Unknown fields are errors, as in all `KnownFields`: without a mistyped part, the target could be wider.
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
@@ -350,11 +347,11 @@ class ActionRoutes:
 
     async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
         """Request an action on the target processes and wait up to `wait_seconds` for its results."""
-        action_request = body.request()
         suggested: tuple[ActionRequest, ...] = ()
         if idempotency_key is not None:
             await self._audit.wait_until_restored()
         with refusals_as_problems():
+            action_request = body.request()
             if body.dry_run and body.action == "empty_cache" and body.mode is None and not body.group:
                 suggestion = self._dispatcher.suggest_clears(
                     action_request,

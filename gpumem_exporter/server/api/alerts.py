@@ -1,11 +1,7 @@
 """`POST /api/v1/alerts`: the webhook receiver of Alertmanager (version 4). The request guard has authorized the caller.
 
-An alert requests an action with labels or annotations whose names start with `gpumem_`. An unknown name with this
-prefix is rejected, because a mistyped one could widen the target. Unknown fields of the message are ignored, because a
-later Alertmanager may add some.
-
-An invalid alert does not fail the whole message, because Alertmanager would drop the other alerts with it. The reply
-has an outcome for each alert, and the exporter counts them.
+An alert requests an action with labels or annotations whose names start with `gpumem_`. The reply has an outcome for
+each alert, and the exporter counts them.
 """
 
 from __future__ import annotations
@@ -48,6 +44,7 @@ _TARGET = "target_"
 
 _log = logging.getLogger(__name__)
 
+# The values of an alert's request, by name without the prefix.
 _OPTIONS: Mapping[str, RequestOption] = {
     "action": RequestOption({}, choices=ACTIONS),
     **{_TARGET + name: option for name, option in SELECTORS.items()},
@@ -57,7 +54,6 @@ _OPTIONS: Mapping[str, RequestOption] = {
     **{name: option for name, option in OPTIONS.items() if name not in ("at_step", "settle_seconds")},
     "cooldown_seconds": RequestOption({}, kind=float, least=0, most=MAX_COOLDOWN_SECONDS, unit="seconds"),
 }
-"""The values of an alert's request, by name without the prefix."""
 ALERT_KEYS = frozenset(f"{PREFIX}{name}" for name in _OPTIONS)
 """The labels and annotations with which an alert requests an action."""
 _BODY: dict[str, Any] = {
@@ -71,6 +67,7 @@ _BODY: dict[str, Any] = {
 class _Lenient(BaseModel):
     """No string is accepted as a number; unknown fields are ignored."""
 
+    # A later Alertmanager may add fields.
     # Built with the first message, because few exporters receive one.
     model_config = ConfigDict(strict=True, extra="ignore", defer_build=True)
 
@@ -139,13 +136,13 @@ def requested_action(alert: AlertBody) -> RequestedAction | None:
 def _texts(alert: AlertBody) -> dict[str, str]:
     """Return the labels and annotations for the exporter, without the prefix.
 
-    A template without a value produces an empty string, so empty strings are left out. Raises AlertRequestError if a
-    label and an annotation have different values.
+    Raises AlertRequestError if a label and an annotation have different values.
     """
     texts: dict[str, str] = {}
     for source in (alert.labels, alert.annotations):
         for key, text in source.items():
             name = key.removeprefix(PREFIX)
+            # A template without a value produces an empty string.
             if name == key or not text.strip():
                 continue
             if texts.setdefault(name, text.strip()) != text.strip():
@@ -155,6 +152,7 @@ def _texts(alert: AlertBody) -> dict[str, str]:
 
 def _read(name: str, text: str) -> Any:
     option = _OPTIONS.get(name)
+    # Rejected, because a mistyped name could widen the target.
     if option is None:
         known = ", ".join(f"{PREFIX}{each}" for each in _OPTIONS)
         raise AlertRequestError(f"{PREFIX}{name[:64]} is unknown; the names are {known}")
@@ -223,11 +221,7 @@ class _Acted(NamedTuple):
 
 @dataclass(slots=True)
 class AlertReceiver:
-    """Acts on alerts once per firing.
-
-    Alertmanager sends a firing alert repeatedly. An alert that fires again after it was resolved starts at another
-    time, so it counts as new.
-    """
+    """Acts on alerts once per firing."""
 
     dispatcher: Dispatcher
     clock: Callable[[], float]
@@ -247,6 +241,7 @@ class AlertReceiver:
                 if alert.fingerprint in self.acted:
                     _log.info("alert resolved", extra={"fields": fields})
         except ActionRefusedError as error:
+            # An invalid alert does not fail the whole message: Alertmanager would drop the other alerts with it.
             outcome, reason = "refused", str(error)
             _log.warning("alert refused", extra={"fields": {**fields, "error": reason}})
         return {"fingerprint": alert.fingerprint, "outcome": outcome, "reason": reason, "action_id": action_id}
@@ -257,6 +252,8 @@ class AlertReceiver:
         requested = requested_action(alert)
         if requested is None:
             return "ignored", "the alert has no label or annotation gpumem_action", None
+        # Alertmanager sends a firing alert repeatedly. An alert that fires again after it was resolved has another
+        # start.
         known = self.acted.get(alert.fingerprint)
         if known is not None:
             self.acted.move_to_end(alert.fingerprint)

@@ -1,8 +1,6 @@
 """Records actions: each before a process gets its command, and its end before the caller gets the reply.
 
-With `--storage.path`, the records are on disk by then. Otherwise only ends are recorded, in memory. After a restart, an
-action without a recorded end has failed. Processes that keep its command forget it. It is unknown whether other
-processes have run it.
+With `--storage.path`, the records are on disk by then. Otherwise only ends are recorded, in memory.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ _RESTORED_SECONDS = 2 * MAX_DEADLINE_SECONDS
 _RETRY_SECONDS = 1.0
 _WAIT_SECONDS = 5.0
 _PAGE = 500
+# The dispatcher keeps about this number of actions and results. The audit trail may have many times more.
 _MAX_ROWS = 16384
-"""The dispatcher keeps about this number of actions and results. The audit trail may have many times more."""
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +110,8 @@ class Audit:
         finished = dict(_readable(events, "action", read_action))
         ended_ids = {event.detail.get("id") for event in events if event.type == "action"}
         known = [(action, submitted.get(action_id)) for action_id, action in finished.items()]
+        # After a restart, an action without a recorded end has failed. Processes that keep its command forget it. It is
+        # unknown whether other processes have run it.
         for action_id, origin in submitted.items():
             if action_id not in ended_ids and dispatcher.get(action_id) is None:
                 lost = _lost(origin)

@@ -29,15 +29,15 @@ from gpumem_exporter.view.oom import explanation
 
 MAX_LISTED = 1000
 _BEFORE_SECONDS = 600.0
+# The maximum number of entries before an event.
 _MAX_BEFORE = 8
-"""The maximum number of entries before an event."""
+# The number of events of the device, and of the job, that are folded to the entries before an event.
 _BEFORE_PAGE = 100
-"""The number of events of the device, and of the job, that are folded to the entries before an event."""
+# The values that `--web.hide-identities` hides. The end of a process also has its user as a number.
 _IDENTITIES = (*IDENTITY_FIELDS, "uid")
-"""The values that `--web.hide-identities` hides. The end of a process also has its user as a number."""
 _JOB_PAGE = 1000
+# A page has at most 1000 processes and 1 MiB of events.
 _MAX_JOB_PAGES = 8
-"""A page has at most 1000 processes and 1 MiB of events."""
 
 
 def _known_types(values: Sequence[str]) -> tuple[str, ...]:

@@ -23,12 +23,12 @@ MAX_POINTS = 2000
 _MAX_DEVICES = 128
 _MAX_JOBS = 64
 _DEFAULT_SECONDS = 600.0
+# The end of the year 9999.
 _LAST_UNIX_SECONDS = 253_402_300_799.0
-"""The end of the year 9999."""
 
 _Device = Annotated[str, StringConstraints(min_length=1, max_length=96)]
+# A workload has up to 128 characters, each up to twelve in the id.
 _Job = Annotated[str, StringConstraints(min_length=1, max_length=2048)]
-"""A workload has up to 128 characters, each up to twelve in the id."""
 _UnixSeconds = Annotated[float, Field(ge=0, le=_LAST_UNIX_SECONDS, allow_inf_nan=False)]
 
 

@@ -19,10 +19,10 @@ from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply
 from gpumem_exporter.server.security.request_guard import LIVE_PATH, Callers
 from gpumem_exporter.view.live import NodeView
 
+# The age up to which pages share a rendering. A page polls once a second.
 _SHARED_SECONDS = 0.5
-"""The age up to which pages share a rendering. A page polls once a second."""
+# The time of the driver's reading in a document: a reading with the same values changes nothing.
 _TAKEN = re.compile(rb'"taken_unix_seconds":[^,]*,')
-"""The time of the driver's reading in a document: a reading with the same values changes nothing."""
 
 
 class LiveDocument(TypedDict):
@@ -73,8 +73,8 @@ class LiveNode:
         self._snapshot, self._health = snapshot, health
         self._facts = facts
         self._clock, self._wall_clock = clock, wall_clock
+        # The last rendering for pages whose viewers see every name, and for pages whose viewers see none.
         self._recent: dict[Rights, Rendering] = {}
-        """The last rendering for pages whose viewers see every name, and for pages whose viewers see none."""
 
     async def of(self, viewer: Caller | None, details: str) -> Rendering:
         """Return the document as `viewer` may see it; None sees every name. Used on the event loop only."""

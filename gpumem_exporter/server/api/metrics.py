@@ -5,37 +5,37 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from gpumem_exporter.collectors.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.server.http.connections import PIECE_BYTES
 from gpumem_exporter.server.http.problems import ProblemError, problem_response
 from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
 from gpumem_exporter.server.http.turns import Turns, cut
 
+# The time for which a page keeps other requests waiting. A page of 64 processes on 8 devices takes ten such steps. In a
+# thread it would take longer: the thread and the event loop would wait for each other at Python's lock.
 _STEP_SECONDS = 0.0005
-"""The time for which a page keeps other requests waiting. A page of 64 processes on 8 devices takes ten such steps. In
-a thread it would take longer: the thread and the event loop would wait for each other at Python's lock."""
+# The number of pages that are sent at the same time, in all and to one user or machine. Others wait.
 _SCRAPES, _SCRAPES_OF_OWNER = 256, 8
-"""The number of pages that are sent at the same time, in all and to one user or machine. Others wait."""
+# The largest page that the event loop compresses itself.
 _INLINE_GZIP_BYTES = 64 << 10
-"""The largest page that the event loop compresses itself."""
+# The media type in OpenMetrics, or not.
 _CONTENT_TYPES = {True: CONTENT_TYPE_OPENMETRICS.encode(), False: CONTENT_TYPE_TEXT.encode()}
-"""The media type in OpenMetrics, or not."""
+# Compresses a page to 9 % of its size; level 9 would reach 7 % in eight times the time.
 _GZIP_LEVEL = 1
-"""Compresses a page to 9 % of its size; level 9 would reach 7 % in eight times the time."""
 
 
 class MetricsRoute:
     """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
     def __init__(self, exposition: Exposition, store: Store, clock: Callable[[], float]) -> None:
-        def page(*, openmetrics: bool) -> Iterator[Sequence[bytes]]:
+        def page(*, openmetrics: bool) -> Iterator[bytes]:
             yield from exposition.render(store.snapshot(clock()), openmetrics=openmetrics)
 
         self._pages = SharedPages(page)
@@ -90,19 +90,16 @@ class Page:
 class SharedPages:
     """Renders pages, each for all readers that wait for it. Used on the event loop only.
 
-    A reader gets a page that was rendered after its request. After a page, as much time as it took is left for other
-    work; readers that come meanwhile share the next one. Pages are rendered one at a time and in short steps, between
-    which the event loop answers other requests.
+    A reader gets a page that was rendered after its request. Pages are rendered one at a time and in short steps,
+    between which the event loop answers other requests.
     """
 
-    def __init__(
-        self, render: Callable[..., Iterable[Sequence[bytes]]], *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, render: Callable[..., Iterable[bytes]], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._render = render
         self._clock = clock
         self._due_seconds = 0.0
+        # The next page of each format: OpenMetrics or not.
         self._waiting: dict[bool, asyncio.Future[Page]] = {}
-        """The next page of each format: OpenMetrics or not."""
         self._rendering: asyncio.Task[None] | None = None
 
     async def next(self, *, openmetrics: bool) -> Page:
@@ -112,6 +109,7 @@ class SharedPages:
             waiting = self._waiting[openmetrics] = asyncio.get_running_loop().create_future()
         if self._rendering is None:
             self._rendering = asyncio.ensure_future(self._render_waiting())
+        # A reader that disconnects must not cancel the page of the others.
         return await asyncio.shield(waiting)
 
     async def _render_waiting(self) -> None:
@@ -120,6 +118,7 @@ class SharedPages:
             while self._waiting:
                 await asyncio.sleep(max(0.0, self._due_seconds - self._clock()))
                 openmetrics = next(iter(self._waiting))
+                # Before it is rendered: the page may already lack what a reader that comes meanwhile expects.
                 waiting = self._waiting.pop(openmetrics)
                 try:
                     waiting.set_result(await self._page(openmetrics))
@@ -131,37 +130,19 @@ class SharedPages:
     async def _page(self, openmetrics: bool) -> Page:
         pieces: list[bytes] = []
         spent_seconds, started_seconds = 0.0, self._clock()
-        for piece in _joined(self._render(openmetrics=openmetrics)):
+        for piece in self._render(openmetrics=openmetrics):
             if piece:
                 pieces.append(piece)
             if (step_seconds := self._clock() - started_seconds) > _STEP_SECONDS:
                 spent_seconds += step_seconds
                 await asyncio.sleep(0)
                 started_seconds = self._clock()
+        # After a page, as much time as it took is left for other work; readers that come meanwhile share the next one.
         now = self._clock()
         self._due_seconds = now + spent_seconds + now - started_seconds
-        return Page(tuple(pieces))
-
-
-def _joined(page: Iterable[Sequence[bytes]]) -> Iterator[bytes]:
-    """Join the lines of a page to pieces of the size in which they are sent, and yield b"" after other steps.
-
-    The pieces are as short as that for their memory, too: the heap has room for them, while a block for the whole page
-    would be mapped and cleared by the kernel for each page, which takes three times as long as joining the lines.
-    """
-    piece: list[bytes] = []
-    size = 0
-    for lines in page:
-        for line in lines:
-            if size + len(line) > PIECE_BYTES:
-                yield from cut(b"".join(piece))
-                piece, size = [], 0
-            piece.append(line)
-            size += len(line)
-        yield b""
-    yield from cut(b"".join(piece))
+        return Page(tuple(chain.from_iterable(map(cut, pieces))))
 
 
 def _gzip(page: tuple[bytes, ...]) -> tuple[bytes, ...]:
     compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    return tuple(filter(None, _joined([[*map(compressor.compress, page), compressor.flush()]])))
+    return tuple(cut(b"".join([*map(compressor.compress, page), compressor.flush()])))

@@ -17,8 +17,9 @@ from uuid import uuid4
 from fastapi import Request, Response
 
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.actions.caller import CallerKind, RateLimits
+from gpumem_exporter.actions.caller import CallerKind
 from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
@@ -38,8 +39,8 @@ MAX_OF_PROCESS = 12
 MAX_OF_OWNER = 60
 """The same for all processes of a user or container."""
 _MAX_AGE_SECONDS = 86400.0
+# The time in which a report names the out-of-memory error of a profile.
 _CONFIRM_SECONDS = 60.0
-"""The time in which a report names the out-of-memory error of a profile."""
 
 _log = logging.getLogger(__name__)
 
@@ -82,14 +83,14 @@ class ProfileIntake:
         self._snapshot = snapshot
         self._clock = clock
         self._wall_clock = wall_clock
+        # By owner of the connection: reading a profile takes time, whether it is valid or not.
         self._requests = RateLimits(per_caller=requests_per_minute, per_process=1, clock=clock, what="profiles")
-        """By owner of the connection: reading a profile takes time, whether it is valid or not."""
         self._kept = RateLimits(per_caller=MAX_OF_OWNER, per_process=MAX_OF_PROCESS, clock=clock, what="profiles")
         self._reading = Turns(1)
+        # Of the disk, which may hang.
         self._writing = Turns(1)
-        """Of the disk, which may hang."""
+        # The profiles of out-of-memory errors that no report has named yet, by id.
         self._unconfirmed: dict[str, _Unconfirmed] = {}
-        """The profiles of out-of-memory errors that no report has named yet, by id."""
         self._deletions: set[asyncio.Future[None]] = set()
 
     async def receive(self, request: Request) -> Response:

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 MAX_LISTED = 1000
 SCRAPE_SECONDS = 10.0
 """The time in which a process must start the profile of a request for a new one."""
+# The ids of containers, which no later container has. The numbers of namespaces are used again.
 _LASTING = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{64})*")
-"""The ids of containers, which no later container has. The numbers of namespaces are used again."""
+# For a profile as a page: its texts come from a job, and a page in a sandbox has no rights at the exporter.
 _SANDBOX = "sandbox allow-scripts allow-downloads"
-"""For a profile as a page: its texts come from a job, and a page in a sandbox has no rights at the exporter."""
 _UNKNOWN = "there is no such profile; the oldest ones make room for others"
 
 
@@ -208,10 +208,10 @@ class ProfileRoutes:
         self._dispatcher = dispatcher
         self._held_requests = held_requests
         self._renderer = renderer
+        # Of reading files and building replies: of the largest profile, it takes a second.
         self._turns = Turns(1)
-        """Of reading files and building replies: of the largest profile, it takes a second."""
+        # Of waiting for a new profile: each keeps a body.
         self._scrapes = Turns(16, running_of_owner=4)
-        """Of waiting for a new profile: each keeps a body."""
 
     async def recent(self, request: Request, parameters: Annotated[ListParameters, Query()]) -> Response:
         """The profiles of processes that the caller may act on, newest first, without their rows."""

@@ -1,8 +1,7 @@
 """The schema of a report, derived from the dataclasses of `wire.protocol`.
 
-`wire.protocol` is part of training processes and does not import pydantic. The schema has one rule for each type, so it
-always agrees with the dataclasses, and pydantic builds these from the JSON text. Unknown fields are ignored, because a
-newer reporter may send them.
+The schema has one rule for each type, so it always agrees with the dataclasses, and pydantic builds these from the JSON
+text. `wire.protocol` is part of training processes and does not import pydantic.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ _PID = core_schema.int_schema(ge=1, le=2**31 - 1)
 _AT_LEAST_ONE = core_schema.nullable_schema(core_schema.int_schema(ge=1, le=MAX_INTEGER))
 _REQUIRED_TEXT = core_schema.str_schema(min_length=1, max_length=MAX_TEXT_LENGTH)
 
+# The rules of fields that are stricter than their type, by name.
 _SPECIAL: Mapping[str, CoreSchema] = {
     "pid": _PID,
     "uuid": core_schema.str_schema(min_length=1, max_length=MAX_UUID_LENGTH),
@@ -68,13 +68,12 @@ _SPECIAL: Mapping[str, CoreSchema] = {
     # Negative if other threads allocated memory while the command ran.
     "freed_bytes": core_schema.nullable_schema(core_schema.int_schema(ge=-MAX_INTEGER, le=MAX_INTEGER)),
 }
-"""The rules of fields that are stricter than their type, by name."""
+# The fields of a sample whose names become labels, with the number of names that are kept.
 _LABELED = {
     "phase_peak_bytes": MAX_PHASES,
     "component_bytes": MAX_COMPONENTS,
     "component_unmapped_bytes": MAX_COMPONENTS,
 }
-"""The fields of a sample whose names become labels, with the number of names that are kept."""
 
 
 class ReportReader:
@@ -116,6 +115,7 @@ def _dataclass_schema(cls: type) -> CoreSchema:
         elif field.default_factory is not dataclasses.MISSING:
             schema = core_schema.with_default_schema(schema, default_factory=field.default_factory)
         fields.append(core_schema.dataclass_field(field.name, schema))
+    # Unknown fields are ignored, because a newer reporter may send them.
     return core_schema.dataclass_schema(
         cls,
         core_schema.dataclass_args_schema(cls.__name__, fields, extra_behavior="ignore"),
@@ -152,16 +152,15 @@ def _type_schema(hint: Any) -> CoreSchema:
 
 
 def _stopping(schema: Any) -> CoreSchema:
-    """Return the schema of a collection that reports its first invalid entry only: a body has room for 500,000."""
+    """Return the schema of a collection that reports its first invalid entry only."""
+    # A body has room for 500,000 entries: to report each of a report of 1 MiB took 7 s.
     return {**schema, "fail_fast": True}
 
 
 def shortened(report: Report) -> Report:
-    """Return the report, cut to the limits of labels, phases, components and results; the same object if it has them.
-
-    A reporter of an older version has higher limits, so such a report is not an error. Nor is a newer one that knows
-    more states of an engine or of its cache: the states that this version does not know are left out.
-    """
+    """Return the report, cut to the limits of labels, phases, components and results; the same object within them."""
+    # A reporter of an older version has higher limits, so such a report is not an error. Nor is a newer one that knows
+    # more states of an engine or of its cache: the states that this version does not know are left out.
     changes: dict[str, Any] = {}
     identity = report.process
     if len(identity.workload) > MAX_LABEL_LENGTH or len(identity.rank) > MAX_LABEL_LENGTH:
@@ -181,7 +180,8 @@ def shortened(report: Report) -> Report:
 
 
 def _shortened_result(result: CommandResult) -> CommandResult:
-    """Cut a result to what this version's client sends, because the exporter keeps results for long."""
+    """Cut a result to what this version's client sends."""
+    # The exporter keeps results for long, and an older client sends more.
     snapshot = result.snapshot
     if snapshot is not None:
         largest, emptiest = snapshot.largest[:MAX_SHOWN_BLOCKS], snapshot.emptiest[:MAX_SHOWN_BLOCKS]
@@ -213,11 +213,9 @@ def _shortened_engine(engine: EngineState) -> EngineState:
 
 
 def _without_contradictions(sample: DeviceSample) -> DeviceSample:
-    """Return the sample of an engine without the values that contradict others, which are then unknown.
-
-    They are from objects of the engine, which may change between two of the reads. The values of the allocator are
-    right nevertheless, so the report is not refused.
-    """
+    """Return the sample of an engine without the values that contradict others, which are then unknown."""
+    # They are from objects of the engine, which may change between two of the reads. The values of the allocator are
+    # right nevertheless, so the report is not refused.
     components, unmapped, kv_cache = sample.component_bytes, sample.component_unmapped_bytes, sample.kv_cache_bytes
     if sample.allocated_bytes is not None and sum(components.values()) > sample.allocated_bytes:
         components = {}

@@ -1,8 +1,7 @@
-"""`POST /api/v1/reports`: the path of a report through the exporter, and the reply with commands.
+"""`POST /api/v1/reports`: the path of a report through the exporter, and the reply with commands."""
 
-Plain ASGI: each process calls this route once a second, and reading a body through FastAPI takes three times as long
-as the work on it.
-"""
+# Plain ASGI: each process calls this route once a second, and reading a body through FastAPI takes three times as long
+# as the work on it.
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ _LIMITS = (
     "that contradict others"
 )
 _NAMED_SECONDS = 3600.0
+# The maximum number of processes of one user that are named for each outcome in an hour. A user can invent others.
 _MAX_NAMED = 16
-"""The maximum number of processes of one user that are named for each outcome in an hour. A user can invent others."""
 
 _log = logging.getLogger(__name__)
 
@@ -79,10 +78,10 @@ class ReportsRoute:
         self._report_interval_seconds = report_interval_seconds
         self._reader = ReportReader()
         self._turns = Turns(2)
+        # The reply to most reports.
         self._nothing_to_do = self._encoded((), ())
-        """The reply to most reports."""
+        # When the log has named each process, by outcome and `ProcessKey.share`.
         self._named: dict[tuple[str, str], dict[ProcessKey, float]] = {}
-        """When the log has named each process, by outcome and `ProcessKey.share`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a report, unless the client has closed the connection. The guard has admitted the sender."""
@@ -147,15 +146,17 @@ class ReportsRoute:
         self._dispatcher.take_results(process)
         if process.report.final:
             self._presence.forget((process.key, "its reporter stopped"))
+        # The reporter drops its errors after the reply.
         if committed is not None:
-            await self._events.log.wait_until_kept(committed)  # the reporter drops its errors after the reply
+            await self._events.log.wait_until_kept(committed)
         if process.report.final:
             return self._nothing_to_do
 
         commands, cancelled = self._dispatcher.commands(process), self._dispatcher.cancelled(process)
         hold_seconds = min(process.report.hold_seconds, self._report_interval_seconds)
         if not commands and not cancelled and hold_seconds > 0:
-            self._held_requests.wake(process.key)  # a process has one connection: an earlier request has no client
+            # A process has one connection: an earlier request that is still held has no client any more.
+            self._held_requests.wake(process.key)
             held = await self._held_requests.hold(process.key, hold_seconds, receive)
             if held is Held.GONE:
                 self._presence.connection_lost(process)

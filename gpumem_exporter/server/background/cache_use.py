@@ -1,8 +1,4 @@
-"""Reads how much of its key-value cache a vLLM with several workers uses, from the engine's own metrics.
-
-Its workers have the cache and report the size. Only its scheduler knows the use, in a process without CUDA and without
-a reporter. The use is the same part of the cache on each worker, because all workers have the same blocks.
-"""
+"""Reads how much of its key-value cache a vLLM with several workers uses, from the engine's own metrics."""
 
 from __future__ import annotations
 
@@ -22,12 +18,12 @@ from gpumem_exporter.nvml.failures import FailureLog
 
 _LOOK_SECONDS = 1.0
 _INTERVAL_SECONDS = 15.0
+# The age at which a use no longer describes the engine.
 _KNOWN_SECONDS = 30.0
-"""The age at which a use no longer describes the engine."""
+# Of the interval, for an engine that does not answer: 2 minutes.
 _MAX_DOUBLINGS = 3
-"""Of the interval, for an engine that does not answer: 2 minutes."""
+# The engines of one user, or of one container, get no further request in a round that has taken this time for them.
 _SECONDS_OF_OWNER = 0.25
-"""The engines of one user, or of one container, get no further request in a round that has taken this time for them."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +55,10 @@ class CacheUse:
     ) -> None:
         self._snapshot = snapshot
         self._clock = clock
+        # By process and start time. Only the thread replaces it.
         self._workers: dict[tuple[ProcessKey, int], _Worker] = {}
-        """By process and start time. Only the thread replaces it."""
+        # A report without the use of its cache has arrived. Most nodes have no such process, and the thread waits.
         self._wanted = threading.Event()
-        """A report without the use of its cache has arrived. Most nodes have no such process, and the thread waits."""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         if engines is not None:
@@ -89,6 +85,8 @@ class CacheUse:
         use = worker.use if worker is not None else None
         if use is None or self._clock() - use.read_seconds > _KNOWN_SECONDS:
             return report
+        # The workers have the cache and report the size. Only the scheduler knows the use, in a process without CUDA
+        # and without a reporter. It is the same part on each worker, because all workers have the same blocks.
         devices = [
             replace(sample, kv_cache_bytes={"used": round(use.ratio * sample.component_bytes["kv_cache"])})
             if _lacks_use(report, sample)

@@ -37,10 +37,8 @@ async def keep_house(chores: Mapping[str, Callable[[], None]]) -> None:
 
 
 async def release_free_memory() -> None:
-    """Return free memory to the operating system once a minute, until cancelled. Needs glibc.
-
-    glibc keeps free pages that lie below live blocks. After a flood of requests these were tens of MiB for good.
-    """
+    """Return free memory to the operating system once a minute, until cancelled. Needs glibc."""
+    # glibc keeps free pages that lie below live blocks. After a flood of requests these were tens of MiB for good.
     try:
         malloc_trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):
@@ -53,11 +51,8 @@ async def release_free_memory() -> None:
 async def restore_ooms(
     store: Store, log: EventLog, *, clock: Callable[[], float], wall_clock: Callable[[], float]
 ) -> None:
-    """Restore the out-of-memory errors of the last hour that an earlier run stored.
-
-    If the storage cannot be read, for example because an earlier exporter still uses it, this retries. It gives up when
-    no stored error would be shown any more.
-    """
+    """Restore the out-of-memory errors of the last hour that an earlier run stored."""
+    # An earlier exporter may still use the storage: until no stored error would be shown any more, this retries.
     end_seconds = clock() + SHOWN_SECONDS
     while clock() < end_seconds:
         try:

@@ -33,10 +33,10 @@ class IntervalProfiles:
         self._snapshot = snapshot
         self._interval_seconds = interval_seconds
         self._clock = clock
+        # When the next profile of each process and session is due.
         self._due_seconds: dict[tuple[ProcessKey, str], float] = {}
-        """When the next profile of each process and session is due."""
+        # When each share (`ProcessKey.share`) had its last turn.
         self._turns: dict[str, float] = {}
-        """When each share (`ProcessKey.share`) had its last turn."""
         self._running_id = ""
         self._pause_ends_seconds = float("-inf")
 

@@ -52,8 +52,8 @@ class PolicyRunner:
         self._instruments = instruments
         self._event_log = log
         self._wall_clock = wall_clock
+        # The decisions whose actions have not finished or settled, by the id of the action.
         self._running: dict[str, Decision] = {}
-        """The decisions whose actions have not finished or settled, by the id of the action."""
         self._reading = asyncio.Lock()
         self.evaluator = PolicyEvaluator((), stale_seconds=stale_seconds)
         """The rules in force with their state."""
@@ -86,7 +86,8 @@ class PolicyRunner:
             return rules
 
     async def reload_on_hangup(self) -> None:
-        """Read the file again after SIGHUP. An error is only logged, because a signal has no reply."""
+        """Read the file again after SIGHUP."""
+        # `reload` has logged the error, and a signal has no reply.
         with contextlib.suppress(ConfigurationError):
             await self.reload("SIGHUP")
 

@@ -13,9 +13,9 @@ from gpumem_exporter.host import Host
 
 _log = logging.getLogger(__name__)
 
+# The pauses before the checks of a process whose connection broke. The sockets of a killed process close before it
+# ends, and a large process takes time to end.
 _EXIT_CHECK_DELAYS_SECONDS = (0.0, 0.05, 0.2, 0.5)
-"""The pauses before the checks of a process whose connection broke. The sockets of a killed process close before it
-ends, and a large process takes time to end."""
 
 
 class Presence:
@@ -41,11 +41,11 @@ class Presence:
         self._clock = clock
         self._on_ended = on_ended
         self._quiet_seconds = 2 * report_interval_seconds
+        # The host pid and the program (None if it is unknown) of each process at the first report of a session.
         self._programs: dict[ProcessKey, tuple[int, int | None]] = {}
-        """The host pid and the program (None if it is unknown) of each process at the first report of a session."""
         self._watches: set[asyncio.Task[None]] = set()
+        # The time of the last report of reporters without a known host pid whose connection broke after it.
         self._disconnected: dict[ProcessKey, float] = {}
-        """The time of the last report of reporters without a known host pid whose connection broke after it."""
 
     def started(self, process: ReportingProcess) -> None:
         """Note the program of a process at the first report of a session."""
@@ -95,11 +95,9 @@ class Presence:
         self.forget(*ended)
 
     def connection_lost(self, process: ReportingProcess) -> None:
-        """Check soon whether a process whose held request broke has exited.
-
-        If its host pid is unknown, /proc does not show it, and the process is removed when its report expires. A
-        running process reports again before, and a stopped process keeps its connection.
-        """
+        """Check soon whether a process whose held request broke has exited."""
+        # Without a host pid, /proc does not show it: the process is removed when its report expires. A running process
+        # reports again before, and a stopped process keeps its connection.
         if process.host_pid is None:
             self._disconnected[process.key] = process.received_seconds
         else:

@@ -19,10 +19,10 @@ from gpumem_exporter.server.http.peer import Peer
 Owner: TypeAlias = str
 """A user of this machine or a container, as `Place.share` names them, or another machine by its address."""
 
+# A connection makes room for another one of its own owner only after this time.
 _IDLE_SECONDS = 1.0
-"""A connection makes room for another one of its own owner only after this time."""
+# The number of connections beyond the limit that are kept until they are answered with 503. Others are closed.
 _REFUSALS = 64
-"""The number of connections beyond the limit that are kept until they are answered with 503. Others are closed."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,11 +59,12 @@ class Limits:
 
 
 def owner_of(peer: Peer) -> Owner:
-    """Return the owner of a connection. An IPv6 network of 64 bits is one owner: its machines have all addresses."""
+    """Return the owner of a connection."""
     if peer.uid is not None:
         # In which container a TCP connection was made is not known yet: its place is unknown.
         return peer.place.share(peer.uid)
     if ":" in peer.host:
+        # A machine may take every address of its network of 64 bits, so that the network is one owner.
         return ipaddress.IPv6Address(peer.host.partition("%")[0]).packed[:8].hex()
     return peer.host
 
@@ -103,8 +104,8 @@ class Connections:
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
+        # The connections of each owner, the oldest first.
         self._owners: dict[Owner, dict[Connection, None]] = {}
-        """The connections of each owner, the oldest first."""
         self._count = 0
         self._refused: set[Connection] = set()
 
@@ -152,6 +153,7 @@ class Connections:
             return self._close_idle(own)
         if self._count < self._limit:
             return True
+        # The new connection counts for its owner: of two owners with equally many, the one that wants more loses.
         largest = max(self._owners.values(), key=lambda owned: (len(owned) + (owned is own), owned is not own))
         if largest is own:
             return self._close_idle(own)

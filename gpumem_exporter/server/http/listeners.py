@@ -245,7 +245,8 @@ def _require_own_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _umask(mask: int) -> Iterator[None]:
-    """Create files with their final mode: a later chmod could reach a file that another user put at the path."""
+    """Create files with their final mode."""
+    # A later chmod could reach a file that another user put at the path.
     before = os.umask(mask)
     try:
         yield
@@ -264,7 +265,7 @@ def _remove_unused_socket(path: str) -> None:
         probe.settimeout(PROBE_SECONDS)
         try:
             probe.connect(path)
-        except ConnectionRefusedError:
+        except ConnectionRefusedError:  # no process listens: its exporter was killed
             Path(path).unlink(missing_ok=True)
             return
         except FileNotFoundError:
@@ -290,9 +291,10 @@ def _reason(error: OSError) -> str:
 def take_systemd_sockets(environ: MutableMapping[str, str] = os.environ) -> Listeners:
     """Take over the sockets that systemd passes by socket activation: sd_listen_fds(3).
 
-    The variables of the environment are removed, so that children do not use the sockets. Raises BindError without a
-    socket, or with one that the exporter cannot listen on; then all of them are closed.
+    Removes the variables from the environment. Raises BindError without a socket, or with one that the exporter cannot
+    listen on; then all of them are closed.
     """
+    # Removed, so that children do not use the sockets.
     pid, count, *_ = (environ.pop(name, "") for name in _SYSTEMD_VARIABLES)
     if not pid or not count.isdecimal() or int(count) == 0:
         raise BindError(
@@ -321,6 +323,7 @@ def _add_from_systemd(listeners: Listeners, descriptor: int) -> None:
         "use ListenStream= and Accept=no in the socket unit"
     )
     try:
+        # systemd passes descriptors that children inherit: they would keep the port open.
         os.set_inheritable(descriptor, False)
         sock = socket.socket(fileno=descriptor)
     except OSError:

@@ -79,12 +79,7 @@ class Peer:
 
 
 class PeerPlaces:
-    """Finds the place of a peer, once for each connection. Used on the event loop, except `of_holder`.
-
-    Over loopback the kernel names only the user of a socket, so the search reads the descriptors of processes. It runs
-    in one thread of its own, and a pass serves all connections that wait for one: however many connections a user
-    opens, another user's waits for the current pass and the next one.
-    """
+    """Finds the place of a peer, once for each connection. Used on the event loop, except `of_holder`."""
 
     def __init__(self, holders: SocketHolders | None = None) -> None:
         self._holders = holders or SocketHolders(own_places())
@@ -98,6 +93,9 @@ class PeerPlaces:
 
         The place is unknown if the exporter cannot see which processes hold the socket.
         """
+        # Over loopback the kernel names only the user of a socket, so the search reads the descriptors of processes. It
+        # runs in one thread of its own, and a pass serves all connections that wait for one: however many connections a
+        # user opens, another user's waits for the current pass and the next one.
         if peer.where is None and peer.tcp is not None:
             waiting = self._wanted.get(peer.tcp)
             if waiting is None:
@@ -143,6 +141,7 @@ def _unix_peer(uid: int | None, credentials: PeerCredentials, sock: socket.socke
     unseen = Peer(uid=uid)
     pid, pidfd = credentials.pid, None
     try:
+        # The pidfd first, and the check for an exit last: what is read in between is of the process that connected.
         pidfd = peer_pidfd(sock) if pid else None
         ticks, place = start_time_ticks(f"/proc/{pid}"), own_places().of(pid) if pid else UNKNOWN
         if not pid or (_has_exited(pidfd) if pidfd is not None else _uid(pid) != credentials.uid):

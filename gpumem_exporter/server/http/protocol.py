@@ -28,10 +28,10 @@ READ_AWAY_BYTES = 4 << 20
 UNREAD_SECONDS = 30.0
 """The time for a client to read the end of its last reply, after which the connection is closed without it."""
 
+# The unread bytes of a connection from which on it counts, and gets no more until they are read.
 _BUFFER_BYTES = 32 << 10
-"""The unread bytes of a connection from which on it counts, and gets no more until they are read."""
+# The unread bytes that a connection with TLS may have in addition: encrypted, and not visible here.
 _TLS_BYTES = PIECE_BYTES + (64 << 10)
-"""The unread bytes that a connection with TLS may have in addition: encrypted, and not visible here."""
 _HEAD, _END_OF_HEAD = b"HTTP/1.1 ", b"\r\n\r\n"
 
 _log = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first request."""
+        # uvicorn waits for ever for a request that never ends: a client that sends nothing would keep its file.
         transport.set_write_buffer_limits(high=_BUFFER_BYTES)
         wrapped: Any = ReplyTransport(transport, self.loop, self._unfinished)
         super().connection_made(wrapped)
@@ -210,6 +211,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._request_timer = None
         if self.transport.is_closing():
             return
+        # A client that has its reply, or has sent nothing, would take a 408 for the reply to its next request.
         answered = self.cycle is not None and self.cycle.response_complete and not self._in_head
         silent = self._in_head and self._head_received == 0
         if answered or silent:
@@ -222,7 +224,8 @@ class LimitedProtocol(HttpToolsProtocol):
         return not self._in_head or self._head_received > 0 or bool(self.pipeline)
 
     def _reject_bodies(self) -> None:
-        """Free the received bodies at once: other connections may receive more before this one's task runs."""
+        """Free the received bodies, and answer with 503."""
+        # At once: other connections may receive more before this one's task runs.
         for cycle in (self.cycle, *(waiting for waiting, _ in self.pipeline)):
             cycle.body = bytearray()
         self._clients.bodies.free(self._connection)
@@ -254,13 +257,13 @@ class ReplyTransport:
     ) -> None:
         self._transport = transport
         self._loop = loop
+        # Returns whether the client may still send, because the last request has not arrived completely.
         self._unfinished = unfinished
-        """Returns whether the client may still send, because the last request has not arrived completely."""
         self._left_bytes = READ_AWAY_BYTES
+        # Runs while the transport reads away what arrives.
         self._timer: asyncio.TimerHandle | None = None
-        """Runs while the transport reads away what arrives."""
+        # The head of a reply, which waits for the body until the event loop has nothing else to do.
         self._head = b""
-        """The head of a reply, which waits for the body until the event loop has nothing else to do."""
         self._send_head: asyncio.Handle | None = None
 
     def close(self) -> None:
@@ -280,7 +283,8 @@ class ReplyTransport:
             self._transport.write_eof()
 
     def _end(self) -> None:
-        """Close the connection once the client has read what was sent; uvloop would wait for that for ever."""
+        """Close the connection once the client has read what was sent."""
+        # A closing transport of uvloop waits for its buffer for ever: the connection would keep its file and its place.
         self._transport.close()
         if self._transport.get_write_buffer_size():
             self._timer = self._loop.call_later(UNREAD_SECONDS, self._transport.abort)
@@ -309,8 +313,8 @@ class ReplyTransport:
         return self._timer is not None or self._transport.is_closing()
 
     def write(self, data: Any) -> None:
-        """Write; nothing is written after `close()` or `abort()`, for which uvloop would raise."""
-        if self.is_closing():
+        """Write; nothing is written after `close()` or `abort()`."""
+        if self.is_closing():  # uvloop would raise
             return
         # uvicorn writes head and body of a reply one after the other, and uvloop sends each at once: the client would
         # wake up twice. Here, the head waits for the body.
@@ -380,8 +384,8 @@ class UnreadReplies:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._connections: dict[Connection, None] = {}
+        # The number of readers of each long reply, by its identity.
         self._readers: Counter[int] = Counter()
-        """The number of readers of each long reply, by its identity."""
         self.total_bytes = 0
 
     def send(self, connection: Connection, reply: object, size: int) -> None:
@@ -430,6 +434,7 @@ class UnreadReplies:
 
 def _heaviest(connections: Collection[Connection], size_of: Callable[[Connection], int]) -> Connection:
     """Return the connection with the most bytes of the owner with the most bytes."""
+    # The owner first: many connections with a few bytes each count together.
     totals: Counter[Owner] = Counter()
     for connection in connections:
         totals[connection.owner] += size_of(connection)

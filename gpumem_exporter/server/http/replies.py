@@ -15,8 +15,8 @@ from fastapi import Response
 REPLY_MODELS: dict[str, type] = {}
 """The models of the replies of all routes, by name."""
 _OPENMETRICS = "application/openmetrics-text"
+# From the most specific range to the least.
 _TEXT_RANGES = ("text/plain", "text/*", "*/*")
-"""From the most specific range to the least."""
 
 
 class Renderer:
@@ -27,8 +27,8 @@ class Renderer:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "gpumem-replies")
+        # Held while `_waiting` changes, by the event loop and by the thread, which may start at once.
         self._lock = threading.Lock()
-        """Held while `_waiting` changes, by the event loop and by the thread, which may start at once."""
         self._waiting: dict[Hashable, asyncio.Future[bytes]] = {}
 
     async def render(self, build: Callable[[], bytes]) -> bytes:
@@ -36,12 +36,10 @@ class Renderer:
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, build))
 
     async def render_shared(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
-        """Return what `build` returns in the thread, for all calls with an equal key that arrive before it has started.
-
-        A call never gets a result that was started before it, so that a client reads what it has written.
-        """
+        """Return what `build` returns in the thread, for all calls with an equal key that arrive before its start."""
 
         def run() -> bytes:
+            # A later call never gets this result: a client reads what it has written before.
             with self._lock:
                 del self._waiting[key]
             return build()

@@ -17,8 +17,8 @@ from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.http.protocol import UnreadReplies
 
 T = TypeVar("T")
+# A body of this length has been read before the application asks for it: uvicorn reads that much ahead.
 _SHORT_BODY_BYTES = 64 << 10
-"""A body of this length has been read before the application asks for it: uvicorn reads that much ahead."""
 _REFUSAL_SECONDS = 1.0
 _RETRY_AFTER = {"Retry-After": "1"}
 
@@ -99,8 +99,8 @@ class Turns:
         self._waiting_of_owner = waiting_of_owner
         self._waiting = waiting
         self._active: Counter[Owner] = Counter()
+        # The futures of the requests that wait. The first owner has the next turn.
         self._queues: dict[Owner, deque[asyncio.Future[None]]] = {}
-        """The futures of the requests that wait. The first owner has the next turn."""
         self._executor: ThreadPoolExecutor | None = None
 
     @contextlib.asynccontextmanager
@@ -135,6 +135,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
+            # The turn may have started before the cancellation arrived here: nothing else would end it.
             if turn.done() and not turn.cancelled():
                 self.end(owner)
             raise
@@ -142,7 +143,7 @@ class Turns:
     def end(self, owner: Owner) -> None:
         """End a turn of this owner, and start the next ones."""
         self._active[owner] -= 1
-        self._active = +self._active
+        self._active = +self._active  # forgets the owners without a turn
         for each in tuple(self._queues):
             self._start_next(each)
 
@@ -157,6 +158,7 @@ class Turns:
         if sum(map(len, self._queues.values())) < self._waiting:
             return True
         largest = max(self._queues.values(), key=len)
+        # Two owners with equally many would take the last place from each other for ever.
         if len(largest) <= waiting + 1:
             return False
         latest = largest.pop()
@@ -243,10 +245,10 @@ class FairRequests:
     def _send_in_pieces(self, connection: Connection, send: Send) -> Send:
         """Return a `send` in which each piece waits until the client has read the previous ones.
 
-        Otherwise every slow client would have a copy of its reply, and with TLS an encrypted one. A body that many
-        clients read is sent as the `pieces` of a message, which they share.
+        A body that many clients read is sent as the `pieces` of a message, which they share.
         """
 
+        # Otherwise every slow client would have a copy of its reply, and with TLS an encrypted one.
         async def send_in_pieces(message: Message) -> None:
             body, pieces = message.get("body", b""), message.get("pieces")
             size = len(body) if pieces is None else sum(map(len, pieces))
@@ -280,8 +282,9 @@ def _receive_in(turn: _Turn, receive: Receive) -> Receive:
 
 
 def _end_before(send: Send, turn: _Turn) -> Send:
-    """Return a `send` that ends the turn: a client that reads slowly, or follows a stream, does not occupy it."""
+    """Return a `send` that ends the turn."""
 
+    # A client that reads slowly, or follows a stream, would occupy the turn.
     async def end_and_send(message: Message) -> None:
         turn.end()
         await send(message)

@@ -1,9 +1,4 @@
-"""The server: uvicorn with counted connections, TLS on the TCP sockets only, and limits of each client.
-
-uvicorn waits forever for a request that never ends, accepts headers of any size and any number of connections, keeps a
-client that does not read its reply, and resets a connection whose client has not read its last reply. asyncio counts a
-connection when its handshake has ended, and stops accepting for a second when the files are used up.
-"""
+"""The server: uvicorn with counted connections, TLS on the TCP sockets only, and limits of each client."""
 
 from __future__ import annotations
 
@@ -28,17 +23,17 @@ from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.http.protocol import Clients, LimitedProtocol
 from gpumem_exporter.server.http.turns import FairRequests, Turns
 
+# The number of connections that are accepted before other work of the event loop runs.
 _BATCH = 32
-"""The number of connections that are accepted before other work of the event loop runs."""
+# The time without files or memory for new connections until the next attempt; asyncio would pause for a second.
 _PAUSE_SECONDS = 0.05
-"""The time without files or memory for new connections until the next attempt."""
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TICK_SECONDS = 1.0
+# The time for a client to confirm the end of a TLS connection.
 _SHUTDOWN_SECONDS = 1.0
-"""The time for a client to confirm the end of a TLS connection."""
 
+# The kernel's buffer of a connection with TLS. uvloop keeps a buffer as large as the longest read, up to 256 KiB.
 _TLS_RECEIVE_BYTES = 16 << 10
-"""The kernel's buffer of a connection with TLS. uvloop keeps a buffer as large as the longest read, up to 256 KiB."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +55,8 @@ class LimitedServer(uvicorn.Server):
         self._tls = tls
         self._on_started = on_started
         self._on_stopping = on_stopping
+        # While the server runs.
         self._loop: asyncio.AbstractEventLoop | None = None
-        """While the server runs."""
         self._exiting = asyncio.Event()
         app = FairRequests(app, limits, self._clients.unread)
         protocol: Any = LimitedProtocol
@@ -72,8 +67,10 @@ class LimitedServer(uvicorn.Server):
     def stop(self) -> None:
         """Let the server exit. Any thread, and a signal handler, may call this."""
         self.should_exit = True
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._exiting.set)
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # another thread has closed the loop: the server has stopped
+                loop.call_soon_threadsafe(self._exiting.set)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal to exit."""
@@ -110,7 +107,8 @@ class LimitedServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, accept connections, and call `on_started`."""
-        # Without sockets: asyncio would count a connection only when its handshake has ended.
+        # Without sockets: asyncio would count a connection only when its handshake has ended, and stop accepting for a
+        # second when the files are used up.
         await super().startup([])
         limits = self._clients.limits
         handshakes = Turns(limits.handshakes, running_of_owner=max(1, limits.handshakes // 4))
@@ -132,6 +130,7 @@ class LimitedServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop: first end the requests that wait."""
+        # uvicorn waits for all requests to end, and a held one may take a whole report interval.
         self._on_stopping()
         await super().shutdown(sockets)
 
@@ -193,6 +192,7 @@ class Acceptor:
 
     def _make_room(self, error: OSError) -> None:
         """Close a connection, and accept again when its file is free."""
+        # Connections that wait in the kernel's queue keep the socket readable: without a pause the loop would spin.
         self._connections.close_one()
         if not self._logged:
             self._logged = True

@@ -22,9 +22,9 @@ _CLIENT_CERTIFICATE = {
 # In DER, the validity of a certificate is a sequence of two times.
 _TIME = rb"(?:\x17\x0d(?:\d{12})Z|\x18\x0f(?:\d{14})Z)"
 _VALIDITY = re.compile(rb"\x30[\x1e-\x22](" + _TIME + rb")(" + _TIME + rb")")
+# A certificate of a few days is usually renewed when a third of its time is left.
 _EXPIRES_SOON_SECONDS = 7 * 86400.0
 _EXPIRES_SOON_SHARE = 1 / 6
-"""A certificate of a few days is usually renewed when a third of its time is left."""
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ class Certificate:
         return context
 
     def _check_file(self, key: str, path: Path) -> None:
-        """Name the file that is wrong: OpenSSL's errors name none."""
+        """Raise ConfigurationError with the file that is wrong."""
+        # OpenSSL's errors name no file.
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -128,10 +129,8 @@ class Certificate:
 
 
 def _validity(path: Path) -> tuple[float, float] | None:
-    """Return start and end of the first certificate in a file in Unix seconds; None if they cannot be read.
-
-    `ssl` reads them only of a peer's certificate.
-    """
+    """Return start and end of the first certificate in a file in Unix seconds; None if they cannot be read."""
+    # By their form in DER: `ssl` reads the times only of a peer's certificate.
     _, begin, rest = path.read_text("ascii", "replace").partition("-----BEGIN CERTIFICATE-----")
     body, end, _ = rest.partition("-----END CERTIFICATE-----")
     try:

@@ -9,8 +9,7 @@ The kernel names the sender: its user and its place. The report names the proces
 - Outside of containers, a user may name its own processes, wherever they run, and root and the exporter's user every
   process.
 - In a container, a user may name its own processes in the same container, and root all processes there.
-- A sender whose place is unknown may name no process that the exporter sees, except itself on the unix socket: its uid
-  may be the uid of a user in another container.
+- A sender whose place is unknown may name no process that the exporter sees, except itself on the unix socket.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from gpumem_exporter.errors import ForeignProcessError
 from gpumem_exporter.host import Host
 from gpumem_exporter.server.http.peer import Peer, PeerPlace, PeerPlaces
 
+# The time between two searches for a process that was not found.
 _RETRY_SECONDS = 10.0
-"""The time between two searches for a process that was not found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +85,21 @@ class ReportSenders:
         return known.decision
 
     def _decide(self, identity: ProcessIdentity, peer: Peer) -> ReportedProcess | str | None:
-        """Return the process, or why the sender may not report for it; None if the peer's place must be searched first.
-
-        A process that reports itself over TCP needs no search.
-        """
+        """Return the process, or why the sender may not report for it; None if its place must be searched first."""
         host_pid = self._host.host_pid(identity, peer.pid or None)
         uid = self._host.owner_uid(identity, host_pid)
         if peer.uid is None:
             if uid is not None and host_pid is None:
                 return f"pid {identity.pid} of this node is another process than the report describes"
             return ReportedProcess(host_pid, None)
+        # A process that reports itself over TCP holds the connection's socket, so no search is needed.
         sender = self._places.of_holder(peer, host_pid) or peer.where
         if sender is None:
             return None
         is_itself = host_pid is not None and (host_pid, identity.start_time_ticks) == (peer.pid, peer.start_time_ticks)
         if uid is None:
             return ReportedProcess(host_pid if is_itself else None, peer.uid, sender.place)
+        # Without a place, the uid may be the uid of a user in another container.
         if peer.tcp is not None and not sender.place.known:
             return (
                 f"the exporter cannot see which process of uid {peer.uid} has this TCP connection, and whether in "

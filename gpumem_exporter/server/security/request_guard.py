@@ -44,7 +44,6 @@ MAX_BODY_BYTES = 64 << 10
 """The largest body on the other routes."""
 
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
-"""Headers of proxies: the connection is then the proxy's, not the caller's, on a socket too."""
 _LOOPBACK_NAMES = frozenset(("localhost", "ip6-localhost", "127.0.0.1", "::1"))
 _LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES, PROFILES_PATH: MAX_PROFILE_BYTES}
 _OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 503: "busy"}
@@ -174,17 +173,15 @@ def _identified(peer: Peer) -> Caller:
 
 
 class OwnNames:
-    """The names of the exporter that `Host` and `Origin` may have.
-
-    In a DNS rebinding attack, another site's name resolves to this machine's address; the name reveals the attack. An
-    IP address cannot be rebound, so every IP address is accepted.
-    """
+    """The names of the exporter that `Host` and `Origin` may have."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(name.lower().rstrip(".") for name in names if name) | _LOOPBACK_NAMES
 
     def require_own_host(self, headers: Mapping[bytes, bytes]) -> None:
         """Raise a ProblemError (403) for a request for another host name."""
+        # In a DNS rebinding attack, another site's name resolves to this machine's address; the name reveals the
+        # attack. An IP address cannot be rebound, so every IP address is accepted.
         authority = headers.get(b"host", b"").decode("latin-1")
         host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
         if not authority or host.lower().rstrip(".") in self._names:
@@ -238,8 +235,7 @@ class Guard:
     on_report_refused: Callable[[str], None]
     """Called with the outcome of a refused report: `unauthorized`, `too_large`, `busy` or `invalid`."""
     loopback_only: bool = False
-    """Whether the exporter listens on loopback alone. Its clients then use names of this machine, and a request for
-    another name is a web page's (DNS rebinding): it reads nothing."""
+    """Whether the exporter listens on loopback alone. A request for another name then reads nothing."""
     web: WebAccess | None = None
     """The users of the TCP addresses, from `--web.config.file`."""
 
@@ -274,14 +270,17 @@ class Guard:
         state.setdefault("owner", "")  # without the server's own protocol, as in tests
         peer = state.get("peer") or Peer()
         if not _FORWARDED.isdisjoint(headers):
+            # The kernel names the proxy, on a socket too, whose user is not the caller.
             peer = Peer(peer.host)
         state["peer"] = peer
         reports = is_report(scope["method"], path)
         await self._require_password(reports, peer, headers)
         rule = self.reports if reports else self.callers.rule
         if not reports and not is_restricted(path):
+            # What these show depends on the caller, so another site's page must not ask in the user's name.
             if path in (CALLER_PATH, HISTORY_PATH, LIVE_PATH):
                 require_own_page(headers)
+            # Clients on this machine use its names; a request for another name is a web page's.
             if self.loopback_only and peer.host and not rule.matches_token(headers):
                 self.own_names.require_own_host(headers)
             return False
@@ -303,12 +302,12 @@ class Guard:
     async def _require_password(self, reports: bool, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
         """Restrict every route over TCP to the users, as Prometheus' own exporters do.
 
-        The unix socket is exempt: the kernel identifies its clients. A request has either a password or a token in its
-        one `Authorization` header. The token of actions opens every route, the token of reports only their route. A
-        password does not replace a token.
+        The token of actions opens every route, the token of reports only their route.
         """
+        # The unix socket is exempt: the kernel identifies its clients.
         if self.web is None or not len(self.web.users) or peer.on_unix_socket:
             return
+        # A request has either a password or a token in its one `Authorization` header: a token stands for both.
         if self.callers.rule.matches_token(headers) or (reports and self.reports.matches_token(headers)):
             return
         await self.web.users.authenticate(headers.get(b"authorization", b""))

@@ -61,6 +61,7 @@ class TokenFile:
         try:
             self._token = self.read()
         except (OSError, ValueError) as error:
+            # Closed, rather than open with the previous token, which may have been revoked by the removal.
             self._token = b""
             if not self.error:
                 fields["error"] = str(error)
@@ -74,7 +75,7 @@ class TokenFile:
 
 
 class FileRefresher:
-    """Refreshes files once a second in a daemon thread, so that a hung mount delays neither requests nor exit.
+    """Refreshes files once a second.
 
     Each function reads its files if they changed; it may block on the disk, and must not raise.
     """
@@ -88,6 +89,7 @@ class FileRefresher:
         for refresh in self._refreshes:
             refresh()
         if self._refreshes:
+            # A daemon of its own, so that a hung mount delays neither requests nor the exit.
             threading.Thread(target=self._run, name="gpumem-files", daemon=True).start()
 
     def stop(self) -> None:
@@ -101,12 +103,10 @@ class FileRefresher:
 
 
 def file_version(path: Path) -> tuple[int, ...] | None:
-    """Return what differs after a change of the file; None if there is no such file.
-
-    A mounted Kubernetes secret is replaced, not written.
-    """
+    """Return what differs after a change of the file; None if there is no such file."""
     try:
         status = path.stat()
     except OSError:
         return None
+    # With the inode: a mounted Kubernetes secret is replaced, not written.
     return status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode

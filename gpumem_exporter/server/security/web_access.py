@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -75,10 +76,8 @@ class WebAccess:
         return application if headers else app
 
     def refresh(self) -> None:
-        """Load the certificate, the key and the client authorities again if their files changed. Any thread may call.
-
-        The web configuration itself is read only on SIGHUP: half of a file could be a valid one without users.
-        """
+        """Load the certificate, the key and the client authorities again if their files changed. For any thread."""
+        # The web configuration itself is read only on SIGHUP: half of a file could be a valid one without users.
         certificate = self._certificate
         if certificate is not None:
             certificate.refresh()
@@ -102,15 +101,20 @@ def _read(path: Path) -> tuple[WebConfig, Certificate | None]:
 
 
 def _refuse_changes_that_need_a_restart(path: Path, before: WebConfig, now: WebConfig) -> None:
-    """Raise ConfigurationError for changes that open listeners cannot take over.
-
-    A handshake can use another certificate and other client authorities, but no other settings.
-    """
-    if _of_listeners(before) != _of_listeners(now):
-        settings = "http_server_config, min_version or client_auth_type"
-        raise ConfigurationError(f"{path}: turning TLS on or off, and changing {settings}, need a restart")
+    """Raise ConfigurationError for changes that open listeners cannot take over."""
+    # A handshake can use another certificate and other client authorities, but no other settings.
+    if changed := list(_changes_of_listeners(before, now)):
+        raise ConfigurationError(f"{path}: {' and '.join(changed)} changed, which needs a restart")
 
 
-def _of_listeners(config: WebConfig) -> object:
-    tls = config.tls_server_config
-    return config.http_server_config, tls is not None and (tls.min_version, tls.client_auth_type)
+def _changes_of_listeners(before: WebConfig, now: WebConfig) -> Iterator[str]:
+    if before.http_server_config != now.http_server_config:
+        yield "http_server_config"
+    old, new = before.tls_server_config, now.tls_server_config
+    if old is None or new is None:
+        if old is not new:
+            yield "tls_server_config (TLS on or off)"
+        return
+    for name in ("min_version", "client_auth_type"):
+        if getattr(old, name) != getattr(new, name):
+            yield f"tls_server_config.{name}"

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_error
 
+# The headers that can be set, and their permitted values; none if every value is permitted.
 _PERMITTED_HEADERS: Mapping[str, tuple[str, ...]] = {
     "Content-Security-Policy": (),
     "Strict-Transport-Security": (),
@@ -23,11 +24,10 @@ _PERMITTED_HEADERS: Mapping[str, tuple[str, ...]] = {
     "X-Frame-Options": ("deny", "sameorigin"),
     "X-XSS-Protection": (),
 }
-"""The headers that can be set, and their permitted values; none if every value is permitted."""
 
 _HASH = re.compile(r"\$2[aby]\$(?P<cost>\d\d)\$[./A-Za-z0-9]{53}")
+# bcrypt permits 4 to 31. Each step doubles the time; at 15, one login takes seconds.
 _COSTS = range(4, 16)
-"""bcrypt permits 4 to 31. Each step doubles the time; at 15, one login takes seconds."""
 
 
 def _in_folder_of_file(value: Any, info: ValidationInfo[Path]) -> Path:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.actions.caller import RateLimits
+from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.errors import TooManyActionsError
 from gpumem_exporter.server.http.problems import retry_after
 

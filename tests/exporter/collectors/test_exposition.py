@@ -6,7 +6,6 @@ import itertools
 import logging
 import re
 from dataclasses import replace
-from itertools import chain
 
 import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -21,7 +20,7 @@ from tests.support.exposition_builders import SAMPLE, device, exposition, lines,
 def test_the_metrics_of_the_exporter_are_at_the_end(openmetrics: bool) -> None:
     instruments = Instruments()
     instruments.count_report("accepted")
-    text = b"".join(chain.from_iterable(exposition(instruments).render(snapshot(), openmetrics=openmetrics))).decode()
+    text = b"".join(exposition(instruments).render(snapshot(), openmetrics=openmetrics)).decode()
     assert 'gpumem_reports_total{outcome="accepted"} 1.0\n' in text
     assert text.index("gpumem_reports_total") < text.index("process_open_fds ")
     assert text.count("# EOF") == int(openmetrics)
@@ -31,7 +30,7 @@ def test_the_metrics_of_the_exporter_are_at_the_end(openmetrics: bool) -> None:
 def test_the_process_is_described_as_by_prometheus_client() -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    page = b"".join(chain.from_iterable(exposition().render(snapshot(), openmetrics=False))).decode()
+    page = b"".join(exposition().render(snapshot(), openmetrics=False)).decode()
     own = re.findall(r"^(?:# \w+ )?process_.*\n", page, re.MULTILINE)
     (described, shown), (wanted, expected) = map(
         read, map(text_string_to_metric_families, ("".join(own), generate_latest(registry).decode()))

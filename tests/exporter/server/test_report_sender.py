@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from gpumem_client.wire.peer import SocketOwner
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.errors import ForeignProcessError
-from gpumem_exporter.server.http.peer import Peer
+from gpumem_exporter.server.http.peer import Peer, PeerPlace
 from gpumem_exporter.server.security.report_sender import ReportedProcess, ReportSenders
 from tests.support.builders import NobodyHost, identity
 
@@ -113,6 +114,16 @@ def test_a_process_that_cannot_be_seen_belongs_to_the_sender(bench: Bench) -> No
     bench.host.uid = None
     bench.host.found = False
     assert bench.identify(user()) == (None, 1001)
+
+
+def test_a_process_that_cannot_be_seen_is_reported_over_tcp_from_an_unknown_place(bench: Bench) -> None:
+    """Behind a proxy or in a sandbox, neither is seen. A process that is seen needs a known place."""
+    peer = Peer("127.0.0.1", uid=1001, tcp=SocketOwner(1001, 1))
+    peer.where = PeerPlace(UNKNOWN, certain=False)
+    with pytest.raises(ForeignProcessError, match="report over the unix socket"):
+        bench.identify(peer)
+    bench.host.uid = None
+    assert bench.identify(peer, pid=8) == (None, 1001)
 
 
 def test_a_reporter_with_only_a_token_has_no_owner(bench: Bench) -> None:

@@ -13,10 +13,10 @@ async def test_readers_that_wait_share_a_page() -> None:
     rendered: list[bool] = []
     milliseconds = itertools.count()
 
-    def render(*, openmetrics: bool) -> Iterator[list[bytes]]:
+    def render(*, openmetrics: bool) -> Iterator[bytes]:
         rendered.append(openmetrics)
-        yield from [[]] * 10
-        yield [b"page %d" % len(rendered)]
+        yield from [b""] * 10
+        yield b"page %d" % len(rendered)
 
     pages = SharedPages(render, clock=lambda: next(milliseconds) / 1000)  # the event loop goes on after each line
     first = asyncio.ensure_future(pages.next(openmetrics=False))
@@ -33,8 +33,8 @@ async def test_a_page_is_rendered_after_its_request() -> None:
     value = [0]
     pages: list[SharedPages] = []
 
-    def render(*, openmetrics: bool) -> list[list[bytes]]:
-        return [[b"%d" % value[0]]]
+    def render(*, openmetrics: bool) -> list[bytes]:
+        return [b"%d" % value[0]]
 
     pages.append(SharedPages(render))
     for number in range(50):
@@ -45,10 +45,10 @@ async def test_a_page_is_rendered_after_its_request() -> None:
 async def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> None:
     failing = [True]
 
-    def render(*, openmetrics: bool) -> list[list[bytes]]:
+    def render(*, openmetrics: bool) -> list[bytes]:
         if failing[0]:
             raise ValueError
-        return [[b"page"]]
+        return [b"page"]
 
     pages = SharedPages(render)
     (found,) = await asyncio.gather(pages.next(openmetrics=False), return_exceptions=True)
@@ -65,9 +65,8 @@ async def test_a_page_is_compressed_once() -> None:
         assert zlib.decompress(b"".join(first), 16 + zlib.MAX_WBITS) == b"".join(pieces)
 
 
-async def test_a_page_is_rendered_in_pieces_that_can_be_sent() -> None:
-    lines = [b"%d" % number * size for number, size in enumerate((1, PIECE_BYTES - 1, 1, 3 * PIECE_BYTES, 5, 7))]
-    page = await SharedPages(lambda openmetrics: [lines]).next(openmetrics=False)
-    assert b"".join(page.pieces) == b"".join(lines)
+async def test_a_page_has_pieces_that_can_be_sent() -> None:
+    rendered = [b"", b"short", b"long" * PIECE_BYTES, b"end"]
+    page = await SharedPages(lambda openmetrics: rendered).next(openmetrics=False)
+    assert b"".join(page.pieces) == b"".join(rendered)
     assert all(0 < len(piece) <= PIECE_BYTES for piece in page.pieces)
-    assert len(page.pieces) == 6

@@ -98,12 +98,20 @@ def test_a_missing_kubectl_is_wrong_usage() -> None:
     assert "cannot run 'no-kubectl'" in ended.stderr
 
 
-def test_two_options_for_the_exporter_are_wrong_usage(kubectl: FakeKubectl, exporter: ExporterProcess) -> None:
-    kubectl.add("gpu-1", exporter.tcp_url)
-    ended = run_command("--kube", "gpu-1", "info", "--url", exporter.tcp_url, **kubectl.environment())
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (("info", "--url", "http://127.0.0.1:1"), "--kube and --url"),
+        (("clear",), "--gpu"),
+        (("clear", "--gpu", "0", "--settle", "soon"), "--settle"),
+    ],
+)
+def test_wrong_usage_is_reported_without_kubectl(kubectl: FakeKubectl, words: tuple[str, ...], wrong: str) -> None:
+    kubectl.add("gpu-1", mode="hangs")
+    ended = run_command("--kube", "gpu-1", *words, **kubectl.environment())
     assert ended.returncode == 2
-    assert "--kube and --url" in ended.stderr
-    kubectl.wait_until_ended()
+    assert wrong in ended.stderr
+    assert kubectl.pids() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

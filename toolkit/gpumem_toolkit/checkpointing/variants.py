@@ -101,7 +101,8 @@ def _choose(model: nn.Module, blocks: Iterable[nn.Module] | None) -> tuple[str, 
 
 
 def _from_least_memory(every: Iterable[int] | None, blocks: int) -> list[int | None]:
-    """Return the selections in the order of their peaks, so that each raises the allocator's peak."""
+    """Return the selections in the order of their peaks."""
+    # In this order each raises the allocator's peak, and so has an exact peak without a reset.
     if every is None:
         return [1, *(k for k in (2, 4) if k < blocks), None]
     selections = sorted({1, *every})
@@ -150,6 +151,7 @@ class _Variants:
 
     def _compare(self, rows: Sequence[CheckpointingRow]) -> list[CheckpointingRow]:
         """Add to each row how its results differ from the results of the first row that runs, which runs twice."""
+        # The first row runs twice: checkpointing would otherwise be blamed for a model that differs from itself.
         compared: list[CheckpointingRow] = []
         reference: Results | None = None
         for row in rows:
@@ -213,10 +215,10 @@ def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
 def _simulate_peak(step: Step, blocks: Sequence[str]) -> int:
     """Return the peak bytes of a training step above its start, on fake tensors, with the named blocks checkpointed.
 
-    Takes about a second and does not change the model. Not thread-safe: it runs in this process, because the model and
-    the loss exist only here, and CPU tensors of the whole process follow CUDA's rules during the call. Raises
-    ConfigurationError if the model cannot be copied, or fails on tensors without values.
+    Takes about a second and does not change the model. Not thread-safe: CPU tensors of the whole process follow CUDA's
+    rules during the call. Raises ConfigurationError if the model cannot be copied, or fails on tensors without values.
     """
+    # In this process, unlike a plan, because the model and the loss exist only here.
     tracer = Tracer()
     with quiet("the model"):
         mode = make_fake_mode()

@@ -16,10 +16,10 @@ from gpumem_client.wire.units import human_bytes
 
 _log = GuestLog(logging.getLogger("gpumem_toolkit"), None)
 
+# A clear fails if it frees less than the first share of `min_bytes`, or if the second share of the freed bytes is
+# reserved again when the next clear is due.
 _WORTH_SHARE = 0.5
-"""A clear fails if it frees less than this share of `min_bytes`…"""
 _REGAINED_SHARE = 0.8
-"""…or if this share of the freed bytes is reserved again when the next clear is due."""
 _FAILURES_MAX = 3
 # After each clear, the next steps allocate from the driver again. transformers' Trainer cleared at each step, became
 # slower, and stopped doing so (huggingface/transformers#31372): so a clear that does not help must not be repeated.

@@ -23,6 +23,7 @@ def release_model(model: Any = None, optimizer: Any = None) -> int:
     if torch is None:
         no_cuda("release_model")
         return 0
+    # In place, because the caller, a trainer or a scheduler may still refer to both.
     if optimizer is not None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

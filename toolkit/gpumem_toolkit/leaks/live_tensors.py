@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gpumem_client import torch_access
@@ -24,15 +24,14 @@ from gpumem_client.objects.interpreter import (
     MAX_OBJECTS,
     Frozen,
     count_tracked,
+    each_tracked,
     find_frozen,
-    tracked_of_types,
 )
 from gpumem_client.objects.referrers import describe_referrers
 from gpumem_client.objects.tensors import TensorReader
 from gpumem_client.torch_access import initialized_torch
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
-_CHUNK = 4096
 _GRAPH_NODES_MAX = 20_000
 _HOLDERS_MAX = 4
 
@@ -96,14 +95,6 @@ class LingeringTensors(ShownAsText):
         return "\n".join(lines)
 
 
-@dataclass(slots=True)
-class _Found:
-    tensors: list[int] = field(default_factory=list)
-    """The ids of the tensors."""
-    bytes: int = 0
-    graph_nodes: int = 0
-
-
 def lingering_tensors(
     *,
     min_bytes: int = 0,
@@ -139,77 +130,53 @@ def walk(
     referrers: bool = False,
     count_frozen: bool = False,
 ) -> LingeringTensors:
-    """Walk as `lingering_tensors` does.
-
-    Counts frozen tensors only with `count_frozen`: two such counts differ if a limit ends one of them.
-    """
+    """Walk as `lingering_tensors` does. Counts frozen tensors only with `count_frozen`."""
     frozen = Frozen([])
     if referrers or count_frozen:
         frozen = find_frozen(time.thread_time() + max_seconds, max_objects)
     walker = _Walker(torch)
+    end = time.thread_time() + max_seconds  # CPU time: waits on a busy machine do not shorten the walk
     with torch_access.without_torch_function(torch):
-        # CPU time: waits on a busy machine do not shorten the walk.
-        complete = walker.add_tracked(time.thread_time() + max_seconds, max_objects)
+        walker.count(each_tracked(walker.types, lambda: time.thread_time() >= end, max_objects))
+        complete = time.thread_time() < end and sum(map(count_tracked, GENERATIONS)) <= max_objects
+        # Not for two counts that are compared: they would differ if a limit ended one of them.
         if count_frozen:
-            walker.add(each for each in frozen.objects if type(each) in walker.types)
+            walker.count(each for each in frozen.objects if type(each) in walker.types)
     hidden = max(0, gc.get_freeze_count() - len(frozen.objects))
-    found = sorted(walker.found.items(), key=lambda item: -item[1].bytes)
-    found = [(kind, group) for kind, group in found if group.bytes >= min_bytes]
-    complete = complete and not hidden and len(found) <= max_groups
-    found = found[:max_groups]
+    kinds = sorted(walker.ids, key=lambda kind: -walker.bytes[kind])
+    kinds = [kind for kind in kinds if walker.bytes[kind] >= min_bytes]
+    complete = complete and not hidden and len(kinds) <= max_groups
+    kinds = kinds[:max_groups]
     names: Mapping[int, str] = {}
     if referrers:
-        wanted = [each for _, group in found for each in group.tensors]
+        wanted = [each for kind in kinds for each in walker.ids[kind]]
         names = describe_referrers(wanted, time.thread_time() + max_seconds, frozen)
-    groups = tuple(_group(kind, group, names) for kind, group in found)
-    return LingeringTensors(groups, complete, hidden)
-
-
-def _group(kind: Kind, found: _Found, names: Mapping[int, str]) -> TensorGroup:
-    count = len(found.tensors)
-    holders = Counter(names[each] for each in found.tensors if each in names)
-    return TensorGroup(
-        *kind[:3],
-        count,
-        found.bytes,
-        count if kind[3] else 0,
-        found.graph_nodes,
-        tuple(holder for holder, _ in holders.most_common(_HOLDERS_MAX)),
-    )
+    return LingeringTensors(tuple(walker.group(kind, names) for kind in kinds), complete, hidden)
 
 
 class _Walker:
     """Counts tensors by kind. Each is released before the next, so that other threads can free their memory."""
 
     def __init__(self, torch: Any) -> None:
-        self.found: dict[Kind, _Found] = {}
         self._reader = TensorReader(torch)
         self.types = self._reader.types
+        self.ids: dict[Kind, list[int]] = defaultdict(list)
+        self.bytes: Counter[Kind] = Counter()
+        self._graph_nodes: Counter[Kind] = Counter()
         self._seen: set[int] = set()
         self._storages: set[tuple[int, int]] = set()
         self._nodes: set[Any] = set()
 
-    def add_tracked(self, end: float, max_objects: int) -> bool:
-        """Count the tensors among all objects, the youngest generation first, because leaked tensors are young.
+    def group(self, kind: Kind, names: Mapping[int, str]) -> TensorGroup:
+        """Return the tensors of a kind, with the most frequent names of what refers to them."""
+        ids, nodes = self.ids[kind], self._graph_nodes[kind]
+        holders = Counter(names[each] for each in ids if each in names).most_common(_HOLDERS_MAX)
+        with_graph = len(ids) if kind[3] else 0
+        referrers = tuple(holder for holder, _ in holders)
+        return TensorGroup(*kind[:3], len(ids), self.bytes[kind], with_graph, nodes, referrers)
 
-        Within a generation the oldest come first, so that a storage is counted with the tensor that made it, not a
-        view. Returns whether no limit ended the walk.
-        """
-        count, complete = 0, True
-        for generation in GENERATIONS:
-            size = count_tracked(generation)
-            skip = max(0, size - max(0, max_objects - count))
-            count, complete = count + size, complete and not skip
-            tensors = tracked_of_types(generation, self.types, skip=skip)
-            tensors.reverse()
-            while tensors:
-                if len(tensors) % _CHUNK == 0 and time.thread_time() >= end:
-                    return False
-                self._add(tensors.pop())
-        return complete and time.thread_time() < end
-
-    def add(self, tensors: Iterable[Any]) -> None:
-        """Count these tensors."""
+    def count(self, tensors: Iterable[Any]) -> None:
+        """Count these tensors, of which the first with a storage is the one that made it, not a view."""
         for tensor in tensors:
             self._add(tensor)
 
@@ -226,14 +193,13 @@ class _Walker:
         except RuntimeError:
             graph = None  # raised for a view whose base was changed in place
         kind = shape, reader.dtype(tensor), reader.base.get_device(tensor), graph is not None
-        group = self.found.setdefault(kind, _Found())
-        group.tensors.append(id(tensor))
-        group.graph_nodes += self._follow(graph)
+        self.ids[kind].append(id(tensor))
+        self._graph_nodes[kind] += self._follow(graph)
         # Only a storage's Python object has its size; see `TensorReader.storage` for threads.
         storage = reader.storage(tensor)
         if storage is not None and storage[:2] not in self._storages:
             self._storages.add(storage[:2])
-            group.bytes += storage.bytes
+            self.bytes[kind] += storage.bytes
 
     def _follow(self, node: Any) -> int:
         """Return the number of graph nodes that are reached from this one for the first time."""

@@ -21,14 +21,15 @@ from gpumem_toolkit.measure.tensor_bytes import HOST, Storages, bytes_of_unshare
 COMPONENTS = ("parameters", "gradients", "optimizer_state")
 
 _INTERVAL_SECONDS = 10.0
+# Time that a count takes in one step.
 _SLICE_SECONDS = 0.0005
-"""Time that a count takes in one step."""
+# The number of parameters or states that are counted between two readings of the clock.
 _CHUNK = 64
-"""The number of parameters or states that are counted between two readings of the clock."""
 _WRAPPER_ATTRIBUTES = ("module", "_orig_mod", "_fsdp_wrapped_module")
 _WRAPPERS_MAX = 4
+# A count is valid for this time, and for three times the time between the last two counts: a job with long steps counts
+# less often.
 _VALID_SECONDS = 60.0
-"""A count is valid for this time, and for three times the time between the last two counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +145,8 @@ class Watch(ShownAsText):
             self._counting.release()
 
     def _counts_after(self, optimizer: Any) -> bool:
-        """Whether to count a slice at this end of a step; `optimizer` is None for a mark of the user's code.
-
-        All slices are counted at the same point of a step: at another point, gradients may be released.
-        """
+        """Whether to count a slice at this end of a step; `optimizer` is None for a mark of the user's code."""
+        # All slices are counted at the same point of a step: at another point, gradients may be released.
         watched = self._optimizer() if self._optimizer is not None else None
         if watched is None:
             return self._step.ends(optimizer)
@@ -250,12 +249,7 @@ def _component_bytes(index: int, components: Mapping[str, int], allocated: int |
 
 
 class ComponentCount:
-    """One count of a module, and of an object with `state` and `param_groups`. For one thread at a time.
-
-    A count of ten thousand tensors would delay a training step too long. So it runs in slices, one at the end of each
-    step, when the same objects exist. Between two slices it has weak references to modules only, and none to a tensor:
-    `torch.utils.swap_tensors` raises for a tensor with weak references.
-    """
+    """One count of a module, and of an object with `state` and `param_groups`. For one thread at a time."""
 
     def __init__(self, torch: Any, model: weakref.ref[Any] | None, optimizer: weakref.ref[Any] | None) -> None:
         self._torch = torch
@@ -282,7 +276,10 @@ class ComponentCount:
         }
 
     def _count(self) -> Iterator[None]:
-        # At a `yield`, no local variable may refer to a tensor, a module or a dictionary of them.
+        # A count of ten thousand tensors would delay a training step too long. So it runs in slices, one at the end of
+        # each step, when the same objects exist. Between two slices it has weak references to modules only, and none to
+        # a tensor: `torch.utils.swap_tensors` raises for a tensor with weak references. So at a `yield`, no local
+        # variable may refer to a tensor, a module or a dictionary of them.
         waiting = [] if self._model is None else [self._model]
         while waiting:
             reference = waiting.pop()

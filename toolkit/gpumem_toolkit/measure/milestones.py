@@ -20,8 +20,8 @@ from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
 _Item = TypeVar("_Item")
 
 _KEPT = 1000
+# After this number of forward calls on the host, the hook is removed: it costs each module of the process a call.
 _FORWARDS = 10
-"""After this number of forward calls on the host, the hook is removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class Milestones(ShownAsText):
         self._epochs = 0
         self._forwards = 0
         self._stop_forwards: Callable[[], None] = lambda: None
+        # The model until it is on a device.
         self._on_host: weakref.ref[Any] | None = None
-        """The model until it is on a device."""
         location = _location(model)
         self._record(
             " and ".join(filter(None, (location, "optimizer created" if optimizer is not None else ""))) or "start"
@@ -220,8 +220,7 @@ def _location(model: Any) -> str:
 def before_forwards(callback: Callable[[Any], bool]) -> Callable[[], None]:
     """Call `callback(module)` before each forward pass of any module, until it returns False.
 
-    Returns a function that ends the calls. The hook leaves torch at the next forward pass, because a garbage collection
-    may call the function while a forward pass copies the hooks, where a removal would raise.
+    Returns a function that ends the calls; the hook leaves torch at the next forward pass.
     """
     # A hook on the model itself would be pickled with it.
     register = getattr(sys.modules.get("torch.nn.modules.module"), "register_module_forward_pre_hook", None)
@@ -234,6 +233,8 @@ def before_forwards(callback: Callable[[Any], bool]) -> Callable[[], None]:
             ended = True
             handle.remove()
 
+    # Does not remove the hook: a garbage collection may call this while a forward pass copies the hooks, where a
+    # removal would raise.
     def end() -> None:
         nonlocal ended
         ended = True

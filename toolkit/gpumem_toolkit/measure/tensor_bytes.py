@@ -14,16 +14,12 @@ HOST = -1
 
 _identity = attrgetter("_cdata")
 _DEPTH_MAX = 4
+# Methods that return the parts of a sparse tensor; each layout has some of them.
 _PARTS = ("_indices", "_values", "crow_indices", "col_indices", "ccol_indices", "row_indices", "values")
-"""Methods that return the parts of a sparse tensor; each layout has some of them."""
 
 
 class Storages:
-    """A set of storages with their sizes, by device.
-
-    A storage is identified by the address of its C++ object. The address of its memory is not enough: the memory of
-    another storage may lie there after a move.
-    """
+    """A set of storages with their sizes, by device."""
 
     def __init__(self, torch: Any, tensors: Iterable[Any] = ()) -> None:
         self._torch = torch
@@ -32,6 +28,8 @@ class Storages:
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Add the storages of tensors of any kind. Tensors without a storage are ignored."""
+        # By the address of the C++ object. The address of the memory is not enough: the memory of another storage may
+        # lie there after a move.
         for tensor, storage in _with_storages(tensors, self._torch):
             self._sizes.setdefault(tensor.get_device(), {})[_identity(storage)] = len(storage)
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.oom.values import OomValues
 
+# Other processes are the likely cause from this share of the device, fragmentation from this share of reserved.
 _CAUSE_SHARE = 0.1
-"""Other processes are the likely cause from this share of the device, fragmentation from this share of reserved."""
 _HUGE_SHARE = 0.5
+# Advice that saves less than this share of the missing bytes is left out.
 _TRIFLE_SHARE = 0.02
-"""Advice that saves less than this share of the missing bytes is left out."""
+# A proposed batch fills this share of the available memory, because rounding and the growth per item vary.
 _BATCH_MARGIN = 0.9
-"""A proposed batch fills this share of the available memory, because rounding and the growth per item vary."""
 
+# Optimizers whose fused kernels run on GPUs.
 _WITH_FUSED = ("Adam", "AdamW", "SGD")
-"""Optimizers whose fused kernels run on GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,7 @@ def advise(values: OomValues) -> tuple[Advice, ...]:
 
 
 def smaller_batch(values: OomValues) -> int | None:
-    """Return the batch size that should fit, or None without a batch size or if none fits.
-
-    It uses the growth per item of earlier runs of the block. Without earlier runs, the growth of this run until the
-    error is a lower bound of the batch's need. The result is then at most half of the batch.
-    """
+    """Return the batch size that should fit, or None without a batch size or if none fits."""
     batch, grown, available = values.batch_size, values.grown, values.available
     if not batch or grown is None or available is None:
         return None
@@ -77,6 +73,8 @@ def smaller_batch(values: OomValues) -> int | None:
         fixed = max(0, values.batch_growth - values.bytes_per_item * batch)
         fits = (room - fixed) // values.bytes_per_item
     else:
+        # Without earlier runs, the growth of this run until the error is only a lower bound of the batch's need. The
+        # result is then at most half of the batch.
         least = grown + (values.requested or 0)
         fits = min(batch // 2, batch * room // least) if least > 0 else batch // 2
     fits = min(fits, batch - 1)
@@ -111,7 +109,8 @@ def _advice(values: OomValues, kind: str, text: str, saved: int | None) -> Advic
 
 
 def _for_this_request(values: OomValues, kind: str, text: str, saved: int | None) -> Advice:
-    """Return advice that changes one operation. Without earlier runs, nothing shows what else the batch needs."""
+    """Return advice that changes one operation."""
+    # Without earlier runs, nothing shows what the batch needs after this operation.
     measured = values.batch_growth is not None or not values.batch_size
     return Advice(kind, text, saved, enough=values.covered_by(saved) if measured else None)
 

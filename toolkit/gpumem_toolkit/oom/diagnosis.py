@@ -20,8 +20,9 @@ from gpumem_client.phases.measured import phase_at_error
 from gpumem_client.torch_access import DeviceState, rank_and_size
 from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_client.wire.units import ShownAsText, human_bytes
-from gpumem_toolkit.leaks.detector import descriptions, frequent, known_leak
+from gpumem_toolkit.leaks.detector import known_leak
 from gpumem_toolkit.leaks.live_tensors import walk
+from gpumem_toolkit.leaks.suspects import frequent
 from gpumem_toolkit.measure.tensor_bytes import Storages, tensors_in
 from gpumem_toolkit.oom.advice import Advice, advise
 from gpumem_toolkit.oom.growth import BlockHistory
@@ -33,10 +34,10 @@ _log = GuestLog(logging.getLogger("gpumem_toolkit"), None)
 
 NOTE_PREFIX = "gpumem: "
 _ADVICE_SHOWN = 5
+# An observed error that is older is another error of the same size, as in a search for a batch size.
 _OBSERVED_SECONDS = 5.0
-"""An observed error that is older is another error of the same size, as in a search for a batch size."""
+# The allocator requests at least this from the driver for a large block.
 _SEGMENT_BYTES = 20 << 20
-"""The allocator requests at least this from the driver for a large block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +118,7 @@ def _if_possible(values: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _memory(message: OomMessage, device: int | None) -> dict[str, Any]:
     """Return the memory of the device at the error.
 
-    The values of the text are rounded. If the reporter has observed the error, its values are exact. If the text has no
-    values, a library has raised the error, not the allocator. Then the current statistics describe the error, and the
-    cache is still full.
+    If the reporter has observed the error, its values are exact; the values of the text are rounded.
     """
     allocator = attached() if device is not None else None
     allocated, reserved = message.allocated_bytes, message.reserved_bytes
@@ -129,6 +128,8 @@ def _memory(message: OomMessage, device: int | None) -> dict[str, Any]:
     if allocator is not None and device is not None:
         settings = allocator.settings
         if allocated is None or reserved is None:
+            # A library has raised the error, not the allocator, which writes these values. The current statistics
+            # describe the error, and the cache is still full.
             state = allocator.state(device)
             allocated, reserved = known(state, "allocated_bytes"), known(state, "reserved_bytes")
             reclaimable = _reclaimable(state)
@@ -187,10 +188,10 @@ def _leak(device: int | None, run: Run | None) -> dict[str, Any]:
         found = run.history.leaked() if run is not None else None
         if run is None or found is None:
             return {}
-        leaked, rate = found[0], found[1].slope
+        leaked, rate = found
         least = max(8, run.history.runs // 2)
         live = walk(sys.modules["torch"], referrers=True)
-        suspects = descriptions(frequent(live, least=least))
+        suspects = frequent(live, least=least)
     return {"leaked": leaked, "leak_per_step": round(rate), "leak_suspects": suspects}
 
 
@@ -218,8 +219,8 @@ def _model(phase: str, traceback: TracebackType | None, device: int | None) -> d
     }
 
 
+# Tensors of a parameter's size in the state of an optimizer. Adam and most others have two.
 _STATES = {"SGD": 1, "RMSprop": 1, "Adagrad": 1, "Lion": 1, "Adadelta": 2}
-"""Tensors of a parameter's size in the state of an optimizer. Adam and most others have two."""
 
 
 def _full_state(optimizer: str, groups: list[dict[str, Any]], states: Any) -> int:

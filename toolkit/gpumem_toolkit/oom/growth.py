@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
-from gpumem_toolkit.leaks.trend import Slope, Trend
+from gpumem_toolkit.leaks.trend import POINTS_MAX, POINTS_MIN, slope_of
 
 _SIZES_MAX = 32
 _WARM_UP_RUNS = 3
@@ -19,17 +19,15 @@ class BlockHistory:
         self.runs = 0
         self._growths: OrderedDict[int | None, int] = OrderedDict()
         self._per_item_at_most = math.inf
-        self._trend = Trend(warm_up_steps=_WARM_UP_RUNS, least_growth=_LEAST_LEAK)
-        self._first_start: int | None = None
-        self._last_start = 0
+        self._starts: deque[int] = deque(maxlen=POINTS_MAX)
+        self._first_start = 0
 
     def started(self, allocated_bytes: int) -> None:
         """Record the allocated bytes at the start of a run."""
         self.runs += 1
-        if self.runs > _WARM_UP_RUNS and self._first_start is None:
-            self._first_start = allocated_bytes
-        self._last_start = allocated_bytes
-        self._trend.add(allocated_bytes)
+        if self.runs > _WARM_UP_RUNS:
+            self._first_start = self._first_start if self._starts else allocated_bytes
+            self._starts.append(allocated_bytes)
 
     def measured(self, batch_size: int | None, growth_bytes: int) -> None:
         """Record the exact peak of a run without an error, relative to its start."""
@@ -59,12 +57,10 @@ class BlockHistory:
         line = self._line()
         return None if line is None else max(1, round(line[0]))
 
-    def leaked(self) -> tuple[int, Slope] | None:
-        """Return the growth since the first runs and its slope, if memory surely grows from run to run."""
-        slope = self._trend.judge_now()
-        if slope is None or self._first_start is None:
-            return None
-        return max(0, self._last_start - self._first_start), slope
+    def leaked(self) -> tuple[int, float] | None:
+        """Return the growth since the first runs, and per run, if memory surely grows from run to run."""
+        slope = slope_of(self._starts, _LEAST_LEAK) if len(self._starts) >= POINTS_MIN else None
+        return None if slope is None else (max(0, self._starts[-1] - self._first_start), slope)
 
     def _line(self) -> tuple[float, float] | None:
         """Return bytes per item and fixed bytes; with one batch size, or with distant bounds only, no fixed bytes."""

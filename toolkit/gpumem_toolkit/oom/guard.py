@@ -86,7 +86,8 @@ class OomGuard:
                 add_note(error, str(self.diagnosis))
                 if self._on_oom is not None:
                     self._on_oom(self.diagnosis)
-        finally:  # also if the diagnosis fails: the user's next try needs the memory
+        finally:
+            # Also if the diagnosis fails: the user's next try needs the memory.
             # The frames of an error keep its tensors as long as the error exists (pytorch/pytorch#18853).
             if self._free_frames:
                 for each in chain(error):
@@ -99,7 +100,8 @@ class OomGuard:
                     allocator.empty_cache()
 
     def _for_one_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OomGuard:
-        """Return a guard for one call: calls of coroutines may end in any order."""
+        """Return a guard for one call."""
+        # Calls of coroutines may end in any order, and the running blocks of one guard are a stack.
         one = copy.copy(self)
         one._running = RunningBlocks()
         if self._batch_of is not None:
@@ -221,13 +223,10 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def clear_frames(traceback: TracebackType | None) -> None:
-    """Clear the frames that the error has ended.
-
-    Running frames stay. Frames of suspended generators also stay: before Python 3.13, clearing such a frame would end
-    its generator.
-    """
+    """Clear the frames that the error has ended. Running frames and frames of suspended generators stay."""
     while traceback is not None:
         frame: FrameType = traceback.tb_frame
+        # Before Python 3.13, clearing the frame of a suspended generator would end its generator.
         if sys.version_info >= (3, 13) or not frame.f_code.co_flags & _SUSPENDABLE:
             with contextlib.suppress(RuntimeError):
                 frame.clear()

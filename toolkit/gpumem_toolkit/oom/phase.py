@@ -1,9 +1,4 @@
-"""Finds the phase of a training step in which an error happened, and its objects, from the frames of its traceback.
-
-PyTorch's frames show it: `Optimizer.step` is wrapped in `torch.optim.optimizer`, a backward pass enters the engine
-through `torch.autograd.graph`, a forward pass goes through `Module._call_impl`, a model moves through `Module._apply`.
-`.to()` and `.cuda()` of a tensor leave no frame; there the source line shows the call.
-"""
+"""Finds the phase of a training step in which an error happened, and its objects, from the frames of its traceback."""
 
 from __future__ import annotations
 
@@ -73,12 +68,16 @@ def phase_of(places: Sequence[Place], source_line: str = "") -> tuple[str, bool]
             recomputed = True  # activation checkpointing runs the forward pass again
         elif event:
             phase, recomputed = event, False
+    # `.to()` and `.cuda()` of a tensor leave no frame; there the source line shows the call.
     if not phase and _TRANSFER.search(source_line):
         phase = "data transfer"
     return phase, recomputed
 
 
 def _event(place: Place) -> str:
+    # PyTorch's frames show it: a forward pass goes through `Module._call_impl`, a model moves through `Module._apply`,
+    # `Optimizer.step` is wrapped in `torch.optim.optimizer`, a backward pass enters the engine through
+    # `torch.autograd.graph`.
     module, function = place.module, place.function
     if module == "torch.nn.modules.module":
         return "forward" if function == "_call_impl" else "model transfer" if function == "_apply" else ""

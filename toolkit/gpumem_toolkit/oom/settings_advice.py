@@ -20,8 +20,8 @@ _FRAGMENTED_SHARE = 0.1
 _FRAGMENTED_LEAST = 256 << 20
 _ROUNDED_SHARE = 0.1
 _RETRIES_MANY = 3
+# A setting and its value, both empty if none helps; what was observed; the effect of the setting, or other advice.
 _Cause = tuple[str, str, str, str]
-"""A setting and its value, both empty if none helps; what was observed; the effect of the setting, or other advice."""
 _NO_OPTION = "expandable segments are no option, because {}: use fewer tensor sizes or less memory"
 
 
@@ -145,13 +145,14 @@ _FROZEN_SECONDS, _FROZEN_MAX = 1.0, 5_000_000
 def expandable_segments_conflict() -> str:
     """Return why expandable segments are no option in this process, such as `vLLM is loaded`; empty if they are one.
 
-    A `torch.cuda.MemPool` is found among the objects of the garbage collector, because the allocator's state does not
-    distinguish it from the pool of CUDA graphs. The search keeps the GIL for about 0.05 s per million objects.
+    Keeps the GIL for about 0.05 s per million objects.
     """
     for module, name in _LIBRARIES.items():
         if module in sys.modules and not (module == "vllm" and _version_of(sys.modules[module]) >= (0, 33)):
             return f"{name} is loaded"
-    pool_class = getattr(sys.modules.get("torch.cuda.memory"), "MemPool", None)  # torch 2.5 and later
+    # Among the objects of the garbage collector, because the allocator's state does not distinguish a
+    # `torch.cuda.MemPool` (torch 2.5 and later) from the pool of CUDA graphs.
+    pool_class = getattr(sys.modules.get("torch.cuda.memory"), "MemPool", None)
     if pool_class is not None and (
         any(tracked_of_types(generation, (pool_class,)) for generation in GENERATIONS)
         or any(

@@ -42,12 +42,12 @@ Examples:
   gpumem-run --plan plan.json -- python train.py    # exports the error of the plan
 """
 
+# The values of a plan that `--map` assigns to keys.
 _PLANNED = ("batch", "accumulation", "effective_batch")
-"""The values of a plan that `--map` assigns to keys."""
 
 _PROFILED_BATCH = 8
+# Ended by Ctrl-C: 128 plus the number of the signal, as in a shell.
 _INTERRUPTED = 130
-"""Ended by Ctrl-C: 128 plus the number of the signal, as in a shell."""
 
 
 def main(words: Sequence[str] | None = None, program: str = "gpumem-plan") -> int:

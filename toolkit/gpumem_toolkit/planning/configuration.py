@@ -85,7 +85,9 @@ def backup_of(path: Path) -> Path:
 
 
 def _replace(path: Path, text: str, like: Path) -> None:
-    path = path.resolve()  # replaces the target of a link, not the link
+    # The target of a link is replaced, not the link. The new file is in the same folder, because a rename is atomic
+    # only within a file system.
+    path = path.resolve()
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -105,6 +107,7 @@ def _edit_yaml(text: str, values: Mapping[str, Value], path: Path) -> str:
         root = yaml.YAML(typ="rt", pure=True).compose(text)
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path} is not valid YAML: {_first_line(error)}") from error
+    # Only the text of the values is replaced: a dump of the document would change quotes, indents and long lines.
     places = []
     for key, value in values.items():
         name, node = None, root

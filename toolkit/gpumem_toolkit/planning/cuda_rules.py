@@ -1,13 +1,7 @@
 """Makes fake CPU tensors run the operators that CUDA tensors would run.
 
-The planner's tensors are on the CPU, because fake CUDA tensors fail in backward on a machine without a GPU. Above the
-dispatch mode the two devices differ in two ways: the operators that autocast runs in float32
-(`ATen/autocast_mode.h`), and the fused operators: attention, dropout, RMS norm, and the recurrent networks of
-`recurrent`. The registrations apply to all CPU tensors of the process.
-
-Attention follows `ATen/native/transformers/cuda/sdp_utils.cpp` and `attention.cpp`. Flash and cuDNN attention take
-half-precision heads of up to 256 without a mask. Memory-efficient attention also takes float32 and masks. Both take
-grouped queries. `math` takes all other inputs, and keeps the square matrix of scores.
+The planner's tensors are on the CPU, because fake CUDA tensors fail in backward on a machine without a GPU. The
+registrations apply to all CPU tensors of the process.
 """
 
 from __future__ import annotations
@@ -22,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from gpumem_toolkit.planning import recurrent
 
+# CUDA's autocast casts the inputs of these to float32 (`ATen/autocast_mode.h`).
 _FLOAT32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
     *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "group_norm"),
@@ -30,12 +25,11 @@ _FLOAT32 = (
     *("multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "dist", "pdist"),
     *("binary_cross_entropy_with_logits", "cdist", "renorm", "logsumexp", "rms_norm"),
 )
-"""CUDA's autocast casts the inputs of these to float32."""
 
+# CUDA's autocast sets the argument `dtype` of these to float32.
 _FLOAT32_DTYPE = (
     *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList"),
 )
-"""CUDA's autocast sets the argument `dtype` of these to float32."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_FLASH_HEAD = 256
@@ -44,6 +38,8 @@ _LARGEST_FLASH_HEAD = 256
 @contextmanager
 def cuda_rules(attention_kernel: str, convolution: str) -> Iterator[None]:
     """Make CPU tensors follow CUDA's rules within the context. `convolution` is `cudnn`, or `native` without cuDNN."""
+    # Above the dispatch mode the two devices differ in two ways: the operators that autocast runs in float32, and the
+    # fused operators. Below it, `kernels` has the temporary memory of CUDA's kernels.
     library = torch.library.Library("aten", "IMPL")
     try:
         for name in _rules_of("AutocastCPU") - _rules_of("AutocastCUDA"):
@@ -94,6 +90,7 @@ def _cast(operator: Any, target: Callable[[], torch.dtype], sources: tuple[torch
         return value.to(target()) if isinstance(value, Tensor) and value.dtype in sources else value
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Without autocast, as in its own kernels: the operator would otherwise come here again.
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
             return operator(*tree_map(cast, args), **tree_map(cast, kwargs))
 
@@ -134,6 +131,7 @@ def _attention(kernel: str) -> Callable[..., Tensor]:
         if chosen == "efficient":
             training = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
             if mask is not None:
+                # As `convert_boolean_attn_mask` of `attention.cpp`: the new mask takes memory.
                 if mask.dtype == torch.bool:
                     mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
                 mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -146,10 +144,11 @@ def _attention(kernel: str) -> Callable[..., Tensor]:
 
 
 def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-    """Prefer flash, then memory-efficient attention, unless the job has disabled them.
-
-    Some releases prefer cuDNN's on Hopper, which saves the same tensors as flash.
-    """
+    """Prefer flash, then memory-efficient attention, unless the job has disabled them."""
+    # As `ATen/native/transformers/cuda/sdp_utils.cpp` and `attention.cpp`. Flash and cuDNN attention take heads of up
+    # to 256 in half precision, without a mask; some releases prefer cuDNN's on Hopper, which saves the same tensors as
+    # flash. Memory-efficient attention also takes float32 and masks. `math` takes all other inputs, and keeps the
+    # square matrix of scores.
     backends = torch.backends.cuda
     four = query.dim() == key.dim() == value.dim() == 4
     same_head = query.shape[-1] == key.shape[-1] == value.shape[-1]

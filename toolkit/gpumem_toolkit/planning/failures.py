@@ -20,13 +20,13 @@ _SPARSE = "SparseTensorImpl"  # in the error of every access to the memory of a 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 _DEVICE = re.compile(r"\bcuda\b|nvidia driver", re.IGNORECASE)
+# Code that runs only on a device, by the start of its module's name.
 _ONLY_ON_DEVICES = {
     "triton": "a Triton kernel",
     "torch.nn.attention.flex_attention": "FlexAttention",
     "bitsandbytes": "bitsandbytes",
     "transformers.quantizers.quantizer_bnb": "bitsandbytes",
 }
-"""Code that runs only on a device, by the start of its module's name."""
 
 
 def explain(error: Exception, *, factory: bool = False) -> str:

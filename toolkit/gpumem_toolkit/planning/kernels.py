@@ -22,18 +22,18 @@ MAX_THREADS = 512
 WARP = 32
 MIN_VALUES, MAX_VALUES = 16, 256
 """The number of values that one thread of a reduction adds up."""
+# Two allocations of zero bytes, so that every batch size has the same number of events.
 _ONE_BLOCK = ((0, 0),)
-"""Two allocations of zero bytes, so that every batch size has the same number of events."""
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward)
+# CUDA's kernels of these copy inputs that are not contiguous.
 _CONTIGUOUS = (
     *(_aten.native_layer_norm, _aten.native_layer_norm_backward),
     *(_aten._softmax, _aten._softmax_backward_data, _aten._log_softmax, _aten._log_softmax_backward_data),
 )
-"""CUDA's kernels of these copy inputs that are not contiguous."""
+# These compute a tensor as large as the first input: gradient times output, or the losses before their mean.
 _ONE_MORE = (_aten._softmax_backward_data, _aten.mse_loss, _aten.smooth_l1_loss)
-"""These compute a tensor as large as the first input: gradient times output, or the losses before their mean."""
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.baddbmm, _aten.addbmm)
 
 
@@ -94,11 +94,7 @@ def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -
 
 
 def _attention_backward(query: torch.Tensor, value: torch.Tensor) -> Sequence[tuple[int, ...]]:
-    """The buffers of memory-efficient attention (`mem_eff_attention/kernel_backward.h`, the kernels for sm80).
-
-    Kernels for float32 compute the sums of output times gradient before they start. Kernels for half precision keep the
-    gradients of keys and values in float32 if the head is larger than a block.
-    """
+    """The buffers of memory-efficient attention (`mem_eff_attention/kernel_backward.h`, the kernels for sm80)."""
     batch, heads, queries, head = query.shape
     keys, value_head = value.shape[2:]
     half, largest = query.element_size() == 2, max(head, value_head)
@@ -106,8 +102,10 @@ def _attention_backward(query: torch.Tensor, value: torch.Tensor) -> Sequence[tu
     columns = rows if largest <= 64 or (half and largest <= 128) else 64
     elements = _divide_up(queries, rows) * _divide_up(head, columns) * (rows * columns + 4)
     if half and largest > 128:
+        # The head is larger than a block: the gradients of keys and values are kept in float32.
         elements += _divide_up(keys, 64) * 64 * rows * (_divide_up(head, rows) + _divide_up(value_head, rows))
     sums = 4 * batch * heads * queries
+    # Kernels for float32 compute the sums of output times gradient before they start.
     before = () if half else ((sums * value_head, sums, sums),)
     return (*before, (sums, 4 * batch * heads * elements))
 

@@ -17,8 +17,8 @@ from gpumem_toolkit.planning.model import DTYPES, checkpoint_blocks
 from gpumem_toolkit.planning.plan import Plan, Target, accumulate
 from gpumem_toolkit.planning.stepping import Event, train
 
+# The steps of a measurement. The first one creates the optimizer state, which the second one has from its start.
 STEPS = 2
-"""The number of steps in a measurement. The first one creates the optimizer state."""
 
 
 class _Measured(NamedTuple):

@@ -36,16 +36,12 @@ def make_fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Let PyTorch's code for modules run on tensors without values within the context.
-
-    `Module.to`, `half` and `bfloat16` swap fake parameters with `swap_tensors`, which refuses tensors with weak
-    references. The fake mode has one to each parameter. The context assigns the data instead, so that tied parameters
-    stay tied.
-
-    `nn.init.trunc_normal_` samples until all values are in its range. It reads values, and in memory that is not
-    initialized it never ends. The context skips it, as PyTorch does for meta tensors.
-    """
+    """Let PyTorch's code for modules run on tensors without values within the context."""
+    # `Module.to`, `half` and `bfloat16` swap fake parameters with `swap_tensors`, which refuses tensors with weak
+    # references. The fake mode has one to each parameter. So the data is assigned, and tied parameters stay tied.
     swap = torch.utils.swap_tensors
+    # `nn.init.trunc_normal_` samples until all values are in its range. It reads values, and in memory that is not
+    # initialized it never ends. It is skipped, as PyTorch does for meta tensors.
     sample = nn.init._no_grad_trunc_normal_
 
     def assign(parameter: Tensor, converted: Tensor) -> None:
@@ -128,8 +124,7 @@ def eager() -> Iterator[None]:
 class _Uninitialized(TorchDispatchMode):
     """Skips operators that fill large tensors: initial weights take most of the time, and hardly any code reads them.
 
-    Reading a value that depends on a skipped operator raises DataDependentOutputException, because a loop that waits
-    for such a value may never end.
+    Reading a value that depends on a skipped operator raises DataDependentOutputException.
     """
 
     def __init__(self) -> None:
@@ -139,6 +134,7 @@ class _Uninitialized(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         skipped = func._schema.name.endswith("_") and isinstance(args[0], Tensor) and args[0].numel() > _FEW_VALUES
         unknown = skipped or any(storage in self._unknown for storage in _storages((args, kwargs)))
+        # A loop that waits for such a value may never end.
         if unknown and func is torch.ops.aten._local_scalar_dense.default:
             raise DataDependentOutputException(func)
         result = args[0] if skipped else func(*args, **(kwargs or {}))
@@ -158,7 +154,8 @@ def in_moving_order(module: nn.Module) -> list[nn.Module]:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a model. `Module.to(dtype)` refuses to swap fake parameters with other references."""
+    """Cast a model."""
+    # `Module.to(dtype)` refuses to swap fake parameters with other references.
     _replace(model, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 

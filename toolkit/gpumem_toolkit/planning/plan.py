@@ -149,16 +149,13 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def accumulate(largest_batch: int, target: Target) -> tuple[int, int]:
-    """Return the batch size and the accumulation that reach a target effective batch.
-
-    The result reaches the target exactly if that takes less than twice the minimum number of passes. Otherwise it has
-    the minimum number of passes and slightly exceeds the target.
-    """
+    """Return the batch size and the accumulation that reach a target effective batch, or slightly exceed it."""
     if target.batch is not None:
         return target.batch, 1
     if target.effective_batch is None or largest_batch < 1:
         return max(1, largest_batch), 1
     share = -(-target.effective_batch // target.devices)
+    # The target is reached exactly, if that takes less than twice the minimum number of passes.
     for even in range(min(largest_batch, share), min(largest_batch, share) // 2, -1):
         if share % even == 0:
             return even, share // even

@@ -106,6 +106,8 @@ def plan_job(
     limit_bytes = int(gpu.free_bytes * target.margin)
     sizing, largest = _largest(job, limit_bytes, target, progress)
     batch, accumulation = accumulate(largest, target)
+    # A size that fits may need flushes of the cache. A size that does not is computed without a limit, so that the plan
+    # shows what it would need.
     peaks, trace = sizing.peaks(batch, gpu.free_bytes if batch <= largest else None), sizing.trace(batch)
     at_peak = trace.peak()
     return Plan(

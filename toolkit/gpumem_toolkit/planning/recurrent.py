@@ -1,8 +1,4 @@
-"""Recurrent networks as CUDA runs them without cuDNN (`ATen/native/RNN.cpp`).
-
-The CPU multiplies the inputs of all steps at once, and computes gates with operators of their own. CUDA multiplies at
-each step, and computes the gates of LSTM and GRU in one kernel, for which autograd keeps its inputs.
-"""
+"""Recurrent networks as CUDA runs them without cuDNN (`ATen/native/RNN.cpp`)."""
 
 from __future__ import annotations
 
@@ -53,11 +49,14 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 
 def _transposed(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply as the networks do. Autocast does not cache the cast of a view, and so keeps one for each step."""
+    """Multiply as the networks do."""
+    # Not `linear`: autocast does not cache the cast of a view, and so keeps one for each step.
     return torch.matmul(x, weight.t())
 
 
 def _lstm_step(product: _Product) -> _Step:
+    # The CPU multiplies the inputs of all steps at once, and computes gates with operators of their own. CUDA
+    # multiplies at each step, and computes the gates in one kernel, for which autograd keeps its inputs.
     def step(x: Tensor, hidden: _Hidden, weights: Sequence[Any]) -> _Hidden:
         (hx, cx), (w_ih, w_hh, b_ih, b_hh, w_hr) = hidden, weights
         hy, cy, _ = _aten._thnn_fused_lstm_cell(product(x, w_ih), product(hx, w_hh), cx, b_ih, b_hh)

@@ -51,6 +51,8 @@ class Sizing:
         A size fits even if the allocator has to flush its cache. Unless `recorded` is false, a trace at the found size
         confirms it. If two traces have different events, the search records a trace for each size that it tries.
         """
+        # Tracing takes most of the time: two traces give a line on which all other sizes are tried. The second one is
+        # where the first, extrapolated, reaches the limit, so that the line is exact where it counts.
         near = _NEAR * multiple_of
         guess = _reach(proportional(self.trace(near), near), limit_bytes, multiple_of, _NEAR)
         far = guess * multiple_of if guess != _NEAR else 2 * near
@@ -98,7 +100,8 @@ def _largest(line: Line, limit_bytes: int, multiple_of: int, start: int) -> int:
         else:
             tried = min(most, fits + step) if fits else max(1, fails - step)
             step *= 2
-    # A larger size may fit although a smaller one does not, because its blocks fill the cache better.
+    # A larger size may fit although a smaller one does not: its blocks may fill the cache better, so that the reserved
+    # bytes fall.
     for units in range(min(most, fits + fits // 8), fits, -max(1, fits // 64)):
         if _fits(line.at(units * multiple_of), limit_bytes):
             return units
@@ -110,10 +113,7 @@ def _fits(trace: Trace, limit_bytes: int) -> bool:
 
 
 class _Sharded(Sizing):
-    """The traces of another sizing, with parameters, gradients and optimizer state divided.
-
-    The parameters that are whole at the same time, and the buffers of the collectives, are allocated first.
-    """
+    """The traces of another sizing, with parameters, gradients and optimizer state divided."""
 
     def __init__(self, whole: Sizing, shards: int) -> None:
         super().__init__(whole.job)
@@ -126,6 +126,7 @@ class _Sharded(Sizing):
             -(-size // self._shards) if kind in _SPREAD else size
             for size, kind in zip(whole.sizes, whole.kinds, strict=True)
         ]
+        # What is whole at the same time, and the buffers of the collectives, are allocated first, and stay.
         return Trace([len(sizes), *whole.events], [*sizes, self._whole.gathered_bytes], [*whole.kinds, "parameters"])
 
 

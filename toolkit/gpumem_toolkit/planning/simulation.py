@@ -1,8 +1,7 @@
 """Records the allocations of a job's first training steps by running its code on fake tensors.
 
 A dispatch mode receives the results of each operator below autograd. A new storage is an allocation; the end of the
-storage's life is a free. PyTorch's `MemTracker` works the same way but keeps only sums. The caching allocator depends
-on the order of events.
+storage's life is a free.
 """
 
 from __future__ import annotations
@@ -45,6 +44,8 @@ _aten: Any = torch.ops.aten
 _OPERATORS = frozenset({_aten.add.Tensor, _aten.index_put.default, _aten.scatter_add.default})
 
 
+# Not PyTorch's `MemTracker`, which works the same way but keeps only sums: what the caching allocator reserves depends
+# on the order of events.
 class Tracer(TorchDispatchMode):
     """Records into `trace` while it is active. Not thread-safe; autograd runs CPU graphs in the calling thread."""
 
@@ -119,6 +120,7 @@ def trace_job(job: Job, batch: int) -> Trace:
     CUDA's rules during the call. Raises ConfigurationError if the job's own code fails.
     """
     trace, starts, notes = _run(job, batch, STEPS - 1)
+    # Tracing takes most of the time of a plan, and a steady step repeats the one before it.
     repeated = trace.repeated(starts[-2], starts[-1])
     if repeated is None:
         repeated, _, _ = _run(job, batch, STEPS)
@@ -126,11 +128,7 @@ def trace_job(job: Job, batch: int) -> Trace:
 
 
 def gathered(job: Job) -> int:
-    """Return the bytes that `fully_shard` of each repeated block, then of the model, needs for whole parameters.
-
-    The parameters outside of the blocks stay whole. Of the blocks, one is in use while the next one is gathered. The
-    buffers of all-gather and reduce-scatter are on streams of their own, so that they share no memory with the rest.
-    """
+    """Return the bytes that `fully_shard` of each repeated block, then of the model, needs for whole parameters."""
     with quiet("the job's model"), without_values():
         model = make_model(job, make_fake_mode())
     try:
@@ -140,6 +138,8 @@ def gathered(job: Job) -> int:
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     largest = max((_bytes(block.parameters()) for block in blocks), default=0)
     outside = _bytes(parameter for parameter in model.parameters() if id(parameter) not in inside)
+    # The parameters outside of the blocks stay whole. Of the blocks, one is in use while the next one is gathered. The
+    # buffers of all-gather and reduce-scatter are on streams of their own, so that they share no memory with the rest.
     return outside + 2 * largest + 2 * max(outside, largest)
 
 
@@ -221,14 +221,13 @@ def move(model: nn.Module, tracer: Tracer) -> None:
 class _InPlace:
     """Recognizes operators that PyTorch runs in place on a device, but not under a dispatch mode.
 
-    Autograd adds gradients of the same tensor in place if nothing else refers to the first one (`input_buffer.cpp`).
-    The backward passes of indexing and `gather` fill new tensors in place. Under a dispatch mode they call the
-    operators that return a new tensor (`TensorSubclassLikeUtils.h`).
-
     Create it outside of dispatch modes, because it runs a backward pass.
     """
 
     def __init__(self) -> None:
+        # Autograd adds gradients of the same tensor in place if nothing else refers to the first one
+        # (`input_buffer.cpp`). The backward passes of indexing and `gather` fill new tensors in place. Under a dispatch
+        # mode they call the operators that return a new tensor (`TensorSubclassLikeUtils.h`).
         with torch.enable_grad(), FakeTensorMode(), _Counter() as counter:
             shared = torch.empty(2, requires_grad=True).exp()
             index = torch.zeros(2, dtype=torch.int64)

@@ -15,8 +15,8 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.job import Job, TensorSpec
 from gpumem_toolkit.planning.model import DTYPES
 
+# The values that share a scale in bitsandbytes' 8-bit states. Smaller parameters than `_LEAST_8BIT` keep fp32.
 _BLOCK = 256
-"""The values that share a scale in bitsandbytes' 8-bit states. Smaller parameters than `_LEAST_8BIT` keep fp32."""
 _LEAST_8BIT = 4096
 
 
@@ -79,7 +79,8 @@ def _described(parameters: Any, **options: Any) -> _Described:
 
 
 def _lbfgs(parameters: Any, **options: Any) -> _Described:
-    """The states of L-BFGS after `history_size` steps. It keeps vectors by their values, which a plan does not have."""
+    """The states of L-BFGS after `history_size` steps."""
+    # L-BFGS keeps a vector or not by its values, which a plan does not have: so the plan has all of them.
     history = torch.optim.LBFGS(parameters, **options).param_groups[0]["history_size"]
     vectors = 2 * history + 3  # directions, steps, the current direction, the previous gradient, the flat gradient
     return _Described(parameters, lambda p: [torch.zeros_like(p) for _ in range(vectors)])

@@ -58,13 +58,13 @@ class Trace:
     def repeated(self, start: Mark, end: Mark) -> Trace | None:
         """Return the trace with the events between two marks once more; the trace ends at the second one.
 
-        The repetition frees what the original left, as the original freed what was there before. Returns None if these
-        differ, because the job has not reached a steady state.
+        Returns None if the job has not reached a steady state.
         """
         events = self.events[start.event : end.event]
         freed = {-event for event in events if event < 0}
         before = sorted(number for number in freed if number < start.number)
         left = [number for number in range(start.number, end.number) if number not in freed]
+        # In a steady state, the repetition frees what the original left, as the original freed what was there before.
         if [self.sizes[number] for number in before] != [self.sizes[number] for number in left]:
             return None
         more = end.number - start.number
@@ -74,10 +74,8 @@ class Trace:
         return Trace(self.events + events, self.sizes + self.sizes[repeated], self.kinds + self.kinds[repeated])
 
     def ordered(self) -> Trace:
-        """Return the trace with consecutive frees in a fixed order, so that two traces can be compared.
-
-        Autocast, for example, drops its cached casts in the order of their addresses, which differs from run to run.
-        """
+        """Return the trace with consecutive frees in a fixed order, so that two traces can be compared."""
+        # Autocast, for example, drops its cached casts in the order of their addresses, which differs from run to run.
         events: list[int] = []
         frees: list[int] = []
         for event in self.events:

@@ -1,8 +1,7 @@
 """Runs the planner in a fresh interpreter.
 
-The planner replaces CPU kernels of PyTorch and stops the garbage collector. A process of its own keeps both away from
-the caller. The worker reads a function with its arguments from standard input, and writes the outcome to standard
-output. What the job's code prints goes to standard error.
+The worker reads a function with its arguments from standard input, and writes the outcome to standard output. What the
+job's code prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ from gpumem_client.wire.errors import ConfigurationError
 TIMEOUT_SECONDS = 600.0
 """The default time limit of a plan. Plans of models with billions of parameters take about a minute."""
 _LONGEST_SECONDS = 1_000_000
+# The time that the worker has to start, and to end itself after the time limit, before it is killed. The error of a
+# worker that ends itself names the step and the line of the job's code.
 _GRACE_SECONDS = 30.0
-"""The time that the worker has to start, and to end itself after the time limit, before it is killed."""
 
 _Result = TypeVar("_Result")
 _START = (
@@ -42,8 +42,8 @@ _START = (
 )
 _CLEAR = "\r\033[K"
 _FIRST_LINE_SECONDS = 30.0
+# The name under which the worker imports the caller's script. Code under a `__main__` guard does not run then.
 _SCRIPT = "__gpumem_script__"
-"""The name under which the worker imports the caller's script. Code under a `__main__` guard does not run then."""
 
 _in_worker = False
 
@@ -114,6 +114,8 @@ def run_in_worker(
         raise ConfigurationError(
             f"invalid timeout {timeout_seconds:g}: it must be above 0 s and at most {_LONGEST_SECONDS} s"
         )
+    # The planner replaces CPU kernels of PyTorch and stops the garbage collector. A process of its own keeps both away
+    # from the caller.
     setup = _Setup.of_this_process()
     call = _dump((function, arguments, options), setup)
     environment = {**os.environ, "GPUMEM_DISABLED": "1"}  # the worker is no job: it must not report
@@ -177,6 +179,7 @@ def _load(text: str) -> Callable[..., Any]:
 
 def _dump(call: Any, setup: _Setup) -> bytes:
     """Pickle a call. Raises ConfigurationError if it refers to something that the worker cannot import."""
+    # pickle names functions, which the worker then imports. cloudpickle copies those that it cannot import.
     try:
         data = pickle.dumps(call)
         if setup.main or setup.script or b"__main__" not in data:
@@ -295,9 +298,7 @@ class _Unpickler(pickle.Unpickler):
 class Progress:
     """The current step of a plan. A thread shows it on standard error while the context is active.
 
-    On a terminal one line is rewritten each second and cleared at the end. Elsewhere there is a line after 30 s, and
-    whenever the time has doubled, so that a log shows a plan that takes long. After the time limit the thread calls
-    `expire` with the current step, which ends the process.
+    After the time limit the thread calls `expire` with the current step, which ends the process.
     """
 
     def __init__(self, limit_seconds: float = math.inf, expire: Callable[[str], None] = lambda _: None) -> None:
@@ -342,6 +343,8 @@ class Progress:
             if self._elapsed() >= self._limit_seconds:
                 self._expire(self.current)
                 return
+            # On a terminal one line is rewritten each second. In a log, which keeps every line, there is a line after
+            # 30 s, and whenever the time has doubled.
             if self._terminal or self._elapsed() >= self._next_line_seconds:
                 self._next_line_seconds *= 2
                 self._show()

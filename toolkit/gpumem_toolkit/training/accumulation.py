@@ -101,8 +101,9 @@ class GradientAccumulator:
         self._exhausted = False  # the loader has returned its last batch
         self._sizes: list[float] = []  # samples of the micro batches in this window
         self._warned_of_size = False
+        # Whether the current micro batch is the last one of its window; None outside of `forward` to `backward`. It is
+        # decided before the forward pass, because DDP prepares the averaging of gradients there.
         self._is_last: bool | None = None
-        """Whether the current micro batch is the last one of its window; None outside of `forward` to `backward`."""
         self._complete = self._averaged = False
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
@@ -110,6 +111,7 @@ class GradientAccumulator:
 
         Drops all gradients at the start, including an unfinished window of an earlier loop.
         """
+        # Only the batch after it shows that a batch is not the last one, and the last one ends its window.
         if self._sizes:
             _log.warning("an unfinished window of %d micro batches is dropped", len(self._sizes))
         self._drop_window(unfinished=bool(self._sizes))
@@ -207,6 +209,7 @@ class GradientAccumulator:
             self._prepare(parameters)
             self._optimizer.step()
             return True
+        # The gradients are unscaled before they are clipped, by the norm of the real gradients.
         scale = self.scaler.get_scale()
         self.scaler.unscale_(self._optimizer)
         try:

@@ -134,10 +134,12 @@ class _SizeFinder:
 
     def run(self) -> BatchSizeSearch:
         """Find a size with few runs of each. If it does not fit in many runs, find a smaller one with many runs."""
-        torch.cuda.synchronize()  # creates the context, so that the first try is measured like the others
+        # Creates the context, so that the first try is measured like the others.
+        torch.cuda.synchronize()
         limits, unit = self._limits, self._limits.multiple_of
         largest = self._largest(Bisection(limits.start // unit, limits.maximum // unit), limits.runs)
         found = self._less_margin(largest)
+        # A few runs do not show a buffer that fills over many steps, or a cache that fragments.
         if not self._fits(found, limits.max_runs):
             largest = self._largest(Bisection(max(1, found // 2), found - 1), limits.max_runs)
             found = self._less_margin(largest)

@@ -22,8 +22,8 @@ from gpumem_toolkit.oom.guard import oom_guard
 from gpumem_toolkit.training.ranks import Ranks
 
 _log = logging.getLogger("gpumem_toolkit")
+# The memory of a size has stopped growing if this number of runs reaches no new maximum on any rank.
 _SETTLING_RUNS = 8
-"""The memory of a size has stopped growing if this number of runs reaches no new maximum on any rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,9 @@ class Trial:
                 torch.cuda.synchronize()  # raises asynchronous errors in this try
         except Exception as raised:
             if out_of_memory_in(raised) is None:
-                with contextlib.suppress(Exception):  # the error of the step is more important
+                # The other ranks wait for this outcome, until the group's timeout. The error of the step is more
+                # important than an error of the exchange.
+                with contextlib.suppress(Exception):
                     self._ranks.gather(_Outcome.FAILED)
                 raise
             self.error, outcome = raised, _Outcome.OUT_OF_MEMORY

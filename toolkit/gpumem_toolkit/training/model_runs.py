@@ -1,9 +1,4 @@
-"""Calls a model, and measures a run: its time, its results, and its peak from the history of its allocations.
-
-The history has the requested sizes. The allocator may allocate more: it does not split a block that is only a little
-larger than the request. Its counters of allocated and freed bytes show how much more it allocated. If that is zero,
-the peak is exact.
-"""
+"""Calls a model, and measures a run: its time, its results, and its peak from the history of its allocations."""
 
 from __future__ import annotations
 
@@ -45,7 +40,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_autocast(dtype: torch.dtype | None) -> None:
-    """Reject dtypes that autocast does not support; torch only warns and disables autocast."""
+    """Reject dtypes that autocast does not support."""
+    # Torch only warns and disables autocast.
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise ConfigurationError(f"invalid autocast {dtype}: use torch.bfloat16, torch.float16 or None")
 
@@ -81,8 +77,8 @@ def distance_ratio(kept: Tensor, tensor: Tensor) -> float:
     return distance / size if size else math.inf
 
 
+# A run with a longer history, of about 60,000 allocations, is not measured by it.
 _ENTRIES_MAX = 200_000
-"""A run with a longer history, of about 60,000 allocations, is not measured by it."""
 _ROUNDING = 512
 
 
@@ -136,6 +132,9 @@ def _bounds(
     """
     if not 0 < len(entries) < _ENTRIES_MAX or allocated_bytes is None or freed_bytes is None:
         return None
+    # The history has the requested sizes. The allocator may allocate more: it does not split a block that is only a
+    # little larger than the request. Its counters of allocated and freed bytes show how much more it allocated. If that
+    # is zero, the peak is exact.
     live: set[int] = set()
     now = peak = 0
     frees_older = False

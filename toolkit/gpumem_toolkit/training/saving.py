@@ -1,8 +1,4 @@
-"""Writes a checkpoint completely or not at all, in a file that loads into host memory on any machine.
-
-`torch.save` overwrites the previous checkpoint, so that a full disk or a killed job destroys both. Its files load CUDA
-tensors onto the device, and a machine without a GPU cannot load them.
-"""
+"""Writes a checkpoint completely or not at all, in a file that loads into host memory on any machine."""
 
 from __future__ import annotations
 
@@ -26,11 +22,11 @@ from gpumem_client.wire.errors import ConfigurationError, StorageError
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
 _log = logging.getLogger("gpumem_toolkit")
+# Lower than the priorities of torch's taggers (10 and up). Must be unique: torch cannot sort equal priorities.
 _PRIORITY = -9844
-"""Lower than the priorities of torch's taggers (10 and up). Must be unique: torch cannot sort equal priorities."""
 
+# The bytes of the saved storages, by type of device and address.
 _Sizes = dict[tuple[str, int], int]
-"""The bytes of the saved storages, by type of device and address."""
 _GATHER = (
     "gather the state on all ranks"
     " (torch.distributed.checkpoint.state_dict.get_model_state_dict, get_optimizer_state_dict,"
@@ -92,6 +88,8 @@ def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Size
     """Write a checkpoint and return its size in bytes. After an error no part of it remains."""
     import torch
 
+    # Under another name first: `torch.save` overwrites the previous checkpoint, so that a full disk or a killed job
+    # destroys both.
     handled = sys.exc_info()[1]
     part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.part")
     file: _File | None = None
@@ -102,6 +100,7 @@ def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Size
             if mode is not None:
                 with contextlib.suppress(OSError):  # a file system without permissions
                     part.chmod(mode)
+            # Otherwise the file would load CUDA tensors onto the device, and a machine without a GPU could not load it.
             with _tagger.saving(sizes):
                 torch.save(tree, cast(IO[bytes], file))
             _refuse_unloadable(part)
@@ -138,7 +137,8 @@ def _has_state(value: Any) -> bool:
 
 
 def _refuse_collective(parts: Mapping[str, Any]) -> None:
-    """Refuse a `FullyShardedDataParallel`, whose `state_dict` waits for all ranks: only one process saves."""
+    """Refuse a `FullyShardedDataParallel`."""
+    # Its `state_dict` waits for all ranks, and only one process saves.
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is None:
         return

@@ -10,7 +10,7 @@ from typing import Any
 from gpumem_client.profile.aggregate import Naming, Rows
 from gpumem_client.profile.blocks import DeviceBlocks, Stacks
 from gpumem_client.profile.heap_reader import HeapReader
-from gpumem_client.profile.history import BEFORE, History, Lifetime, between_snapshots, living, read_history
+from gpumem_client.profile.lifetimes import BEFORE, History, Lifetime, between_snapshots, living, read_history
 from gpumem_client.profile.model import Profile
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.errors import CommandRefusedError
@@ -18,8 +18,8 @@ from gpumem_client.wire.reason_codes import ReasonCode
 
 ENTRIES_ENOUGH = 60_000
 """A recording ends early with this number of entries, so that its history is complete."""
+# An index after the last entry.
 _AT_END = 1 << 62
-"""An index after the last entry."""
 
 
 def live_profile(heap: HeapReader, profile_id: str, cause: str) -> Profile:
@@ -88,6 +88,7 @@ class Recording:
         heap = self._heap
         taken: list[tuple[float, dict[int, DeviceBlocks], list[list[dict[str, Any]]]]] = []
 
+        # Once the addresses are read: the longer search for names runs without a recording, which slows allocations.
         def take() -> None:
             taken.append((self._clock(), *heap.history(self._stacks)))
             self._recorder.end()

@@ -32,8 +32,8 @@ class Settling:
 
     def __init__(self) -> None:
         self._cleared: deque[tuple[CommandResult, float | None]] = deque()
+        # By device.
         self._waiting: dict[str, _Clear] = {}
-        """By device."""
         self._ended: list[StillFree] = []
 
     def cleared(self, result: CommandResult, due_seconds: float | None) -> None:
@@ -70,7 +70,8 @@ class Settling:
     def _start(self, command_id: str, device: DeviceResult, due_seconds: float | None) -> None:
         """Start a settling time, and end the settling time of an earlier clear on the device."""
         reserved, freed = device.reserved_before_bytes, device.freed_bytes
-        self._end(device.uuid, reserved)  # later, both clears would count the same memory
+        # First, because later both clears would count the same memory.
+        self._end(device.uuid, reserved)
         if due_seconds is not None and reserved is not None and freed is not None:
             self._waiting[device.uuid] = _Clear(command_id, freed, reserved - freed, due_seconds)
 

@@ -17,8 +17,8 @@ from gpumem_client.profile.blocks import Block, DeviceBlocks, Stacks, consumed, 
 BEFORE = -1
 """The index of what happened before the first entry."""
 _ROUNDING_BYTES = 512
+# The largest request in the small pool.
 _SMALL_BYTES = 1 << 20
-"""The largest request in the small pool."""
 REST_BYTES_MAX = 1 << 20
 """The largest rest of a free block in a classic segment that is not split off."""
 _FAR_FUTURE = 1 << 62
@@ -152,8 +152,8 @@ class _Reader:
         self._size_when_freed: dict[int, int] = {}
         self._starts: list[int] = []
         self._ends: dict[int, int] = {}
+        # For each classic segment, the addresses of its large blocks in use.
         self._large: dict[int, set[int]] = {}
-        """For each classic segment, the addresses of its large blocks in use."""
         for address, size in end.classic_segments.items():
             self._add_segment(address, size)
         for blocks in (end.allocated, end.pending):

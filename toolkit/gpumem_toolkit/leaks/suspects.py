@@ -1,0 +1,101 @@
+"""Finds the suspects of a leak: the kinds of live tensors that grow in number, and what refers to them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from gpumem_client.objects.referrers import NO_REFERRER
+from gpumem_client.torch_access import initialized_torch
+from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup, walk
+
+# For each recount, in steps after the first count: the number of new tensors that makes a kind a suspect. A leak need
+# not keep a tensor at each step, so the later recounts accept fewer.
+_RECOUNTS = {16: 3, 32: 2, 48: 1}
+_SUSPECTS_MAX = 3
+# A kind without its shape, of which only the number of dimensions counts.
+_Alike = tuple[int, str, int, bool]
+_NONE = TensorGroup((), "", 0, 0, 0)
+_OF_MODELS = ("attribute _parameters of", "attribute state of")
+
+
+class SuspectSearch:
+    """Counts the live tensors when it is created, and again some steps later."""
+
+    def __init__(self) -> None:
+        self._before = _count()
+        self._steps = 0
+
+    def step(self) -> tuple[str, ...] | None:
+        """Return the suspects after a further step, the likeliest cause first; None while the search goes on."""
+        self._steps += 1
+        least = _RECOUNTS.get(self._steps)
+        if least is None:
+            return None
+        # The search for referrers takes 2 s per million objects, a count 0.1 s: search only if there is a suspect.
+        found = grown(self._before, _count(), least=least)
+        if found:
+            found = grown(self._before, _count(referrers=True), least=least)
+        return found or (() if self._steps == max(_RECOUNTS) else None)
+
+
+def _count(*, referrers: bool = False) -> LingeringTensors:
+    torch = initialized_torch()
+    return LingeringTensors() if torch is None else walk(torch, referrers=referrers)
+
+
+class _Growth(NamedTuple):
+    group: TensorGroup
+    more: int
+    more_bytes: int
+    more_nodes: int
+    """Nodes of the autograd graphs that these tensors keep."""
+
+    def __str__(self) -> str:
+        more = f"{self.more} more: " if 0 < self.more < self.group.count else ""
+        nodes = f", with {self.more_nodes} more nodes in their autograd graph" if self.more_nodes else ""
+        return f"{more}{self.group}{nodes}"
+
+    @property
+    def most(self) -> int:
+        """The number of new tensors, or of new nodes if there are more of these."""
+        return max(self.more, self.more_nodes)
+
+    @property
+    def only_in_graph(self) -> bool:
+        """Whether only an autograd graph keeps the tensors."""
+        return bool(self.group.referrers) and all(each == NO_REFERRER for each in self.group.referrers)
+
+
+def grown(before: LingeringTensors, after: LingeringTensors, *, least: int) -> tuple[str, ...]:
+    """Describe the kinds that grew, the likeliest cause first, if there are `least` more tensors or graph nodes."""
+    # Shapes with the same number of dimensions are counted together: each batch may have another length.
+    more: Counter[_Alike] = Counter()
+    more_nodes: Counter[_Alike] = Counter()
+    for sign, count in ((1, after), (-1, before)):
+        for group in count.groups:
+            more[_alike(group)] += sign * group.count
+            more_nodes[_alike(group)] += sign * group.graph_nodes
+    counted = {group.kind: group for group in before.groups}
+    found = []
+    for group in after.groups:
+        was = counted.get(group.kind, _NONE)
+        nodes = max(0, group.graph_nodes - was.graph_nodes)
+        growth = _Growth(group, group.count - was.count, group.bytes - was.bytes, nodes)
+        if max(more[_alike(group)], more_nodes[_alike(group)]) >= least and growth.most > 0:
+            found.append(growth)
+    # Tensors that only an autograd graph keeps are no cause: the tensors that keep the graph are.
+    found.sort(key=lambda each: (each.only_in_graph, -each.more_nodes, each.most < least, -each.more_bytes))
+    return tuple(map(str, found[:_SUSPECTS_MAX]))
+
+
+def _alike(group: TensorGroup) -> _Alike:
+    return (len(group.shape), *group.kind[1:])
+
+
+def frequent(counted: LingeringTensors, *, least: int) -> tuple[str, ...]:
+    """Describe the kinds with `least` tensors or graph nodes, except for models and optimizers. Needs one count."""
+    others = [
+        group for group in counted.groups if not any(part in each for each in group.referrers for part in _OF_MODELS)
+    ]
+    return grown(LingeringTensors(), LingeringTensors(tuple(others)), least=least)
