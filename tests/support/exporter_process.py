@@ -212,14 +212,6 @@ class Metrics:
         (value,) = self.values(name, **labels)
         return value
 
-    def states_of(self, pid: int) -> list[str]:
-        """Return the lines of a process, except those of its last out-of-memory error, which outlive the process."""
-        return [
-            line
-            for line in self.text.splitlines()
-            if f'pid="{pid}"' in line and not line.startswith("gpumem_last_oom_")
-        ]
-
     def ledgers(self) -> dict[str, dict[str, int]]:
         """Return the categories of each ledger by UUID, as exact integers."""
         ledgers: dict[str, dict[str, int]] = {}

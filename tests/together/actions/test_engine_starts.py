@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,83 +134,3 @@ def test_a_refused_clear_names_the_engine_and_a_forced_one_ends_its_start(
     engine.go()
     assert engine.finish() == 1
     assert "Error in memory profiling" in engine.stderr()
-
-
-def test_a_policy_holds_back(
-    node: EmulatedNode,
-    start_exporter: StartExporter,
-    hoard: Callable[..., TorchProcess],
-    engine: Program,
-    tmp_path: Path,
-) -> None:
-    when = {"reclaimable_bytes": {"over": "1GiB"}}
-    rule = {"name": "tidy", "workloads": ["hoard"], "when": when, "do": {"action": "empty_cache"}, "dry_run": False}
-    policy = tmp_path / "policy.yml"
-    policy.write_text(json.dumps({"rules": [{**rule, "max_per_hour": 1}]}))
-    exporter = start_exporter(node, *QUICK, "--policy.file", str(policy))
-    begun(engine, exporter)  # before the hoard: the rule would clear it at once
-    process = hoard(exporter)
-    before = node.books().used_by(process.pid)
-
-    def evaluations(result: str) -> Any:
-        return exporter.metrics().value("gpumem_policy_evaluations_total", rule="tidy", result=result)
-
-    wait_for(lambda: evaluations("held_back") >= 2, "the rule to hold back")
-    assert (evaluations("acted"), node.books().used_by(process.pid)) == (0, before)
-    serves(engine)
-    engine.go()
-    assert engine.finish() == 0
-    wait_for(lambda: node.books().used_by(process.pid) == before - CACHE, "the clear, for which the budget suffices")
-
-
-def test_a_reporting_engine_says_when_it_has_started(
-    node: EmulatedNode, exporter: ExporterProcess, hoard: Callable[..., TorchProcess], start_torch: StartTorch
-) -> None:
-    process = hoard(exporter)
-    before = node.books().used_by(process.pid)
-    engine = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    engine.call("start_client", workload="engine")
-    number = engine.send(
-        "exec",
-        code="""
-import os, time
-from tests.programs import starting_engine
-def wait(reached):
-    while not os.path.exists(go_on):
-        time.sleep(0.05)
-starting_engine.start(wait)
-result = True
-""",
-        go_on=str(node.path / "go on"),
-    )
-    exporter.wait_for_processes(engine.pid)
-    wait_for(lambda: asked(exporter, process, dry_run=True)["results"][0]["reason_code"] == "engine_starting", "it")
-    document = asked(exporter, process, deadline_seconds=patient(120))
-    assert [wait["pid"] for wait in document["waits_for"]] == [engine.pid]
-    own = asked(exporter, engine, dry_run=True)
-    assert own["results"][0]["reason_code"] == "engine_starting", "a clear of the engine itself"
-    (node.path / "go on").touch()
-    assert engine.receive(number) is True
-    wait_for(lambda: action(exporter, document)["state"] == "done", "the clear beside the engine that serves")
-    assert node.books().used_by(process.pid) == before - CACHE
-
-
-def test_a_termination_beside_an_engine_waits_and_that_of_the_engine_does_not(
-    node: EmulatedNode, start_exporter: StartExporter, engine: Program
-) -> None:
-    exporter = start_exporter(node, *QUICK, "--action.allow", "default,terminate")
-    begun(engine, exporter)
-    with Program(node, "malloc(1 << 30)\nsay(0)\nwait()") as bystander:
-        bystander.heard()
-        target: dict[str, Any] = {"target": {"pid": bystander.pid}, "wait_seconds": 0, "deadline_seconds": patient(120)}
-        listed = "/api/v1/processes"
-        wait_for(lambda: bystander.pid in [each["pid"] for each in exporter.get(listed)["processes"]], "the bystander")
-        (dry,) = exporter.act("terminate", **target, dry_run=True)["results"]
-        assert (dry["outcome"], dry["reason_code"]) == ("refused", "engine_starting")
-        document = exporter.act("terminate", expect=202, **target)
-        assert [wait["pid"] for wait in document["waits_for"]] == [engine.pid]
-        assert bystander.returncode is None
-        (ended,) = exporter.act("terminate", target={"pid": engine.pid}, wait_seconds=30)["results"]
-        assert (ended["outcome"], ended["reason_code"]) == ("done", "ended_by_sigterm")
-        wait_for(lambda: action(exporter, document)["state"] == "done", "the other termination")
-        assert bystander.finish() != 0

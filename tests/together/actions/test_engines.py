@@ -141,26 +141,6 @@ def test_an_engine_with_requests_is_left_alone_until_it_has_none(
     assert act("release_memory", force=True)["freed_bytes"] == CACHE + WEIGHTS
 
 
-def test_another_process_is_no_engine_and_a_cancelled_wait_does_nothing(
-    node: EmulatedNode, engine: Engine, exporter: ExporterProcess
-) -> None:
-    with Program(node, "malloc(1 << 20)\nsay(1)\nwait()") as other:
-        other.heard()
-        wait_for(lambda: str(other.pid) in json.dumps(exporter.get("/api/v1/processes")), "the process")
-        (result,) = exporter.act("release_memory", target={"pid": other.pid}, wait_seconds=30)["results"]
-        assert (result["outcome"], result["reason_code"]) == ("unsupported", "no_engine")
-        every = exporter.act("release_memory", target={"all": True}, dry_run=True, wait_seconds=30)
-        assert [row["pid"] for row in every["results"]] == [engine.pid]
-    engine.set_requests(1)
-    before = node.books().used_by(engine.pid)
-    request: dict[str, Any] = {"target": {"pid": engine.pid}, "wait_idle_seconds": 120, "wait_seconds": 0}
-    waiting = exporter.act("release_memory", expect=202, **request)
-    path = f"/api/v1/actions/{waiting['id']}"
-    exporter.request("DELETE", path)
-    wait_for(lambda: exporter.get(path)["state"] == "cancelled", "the end of the wait")
-    assert node.books().used_by(engine.pid) == before
-
-
 @needs_root
 def test_another_user_reaches_no_engine_of_root(
     node: EmulatedNode, engine: Engine, start_exporter: StartExporter, exporter: ExporterProcess
@@ -176,3 +156,14 @@ def test_another_user_reaches_no_engine_of_root(
     assert node.books().used_by(engine.pid) == before
     cautious = start_exporter(node, *QUICK)  # by default, neither is allowed
     assert "--action.allow" in str(cautious.act("release_memory", target={"all": True}, expect=403))
+
+
+def test_a_cancelled_wait_does_nothing(node: EmulatedNode, engine: Engine, exporter: ExporterProcess) -> None:
+    engine.set_requests(1)
+    before = node.books().used_by(engine.pid)
+    request: dict[str, Any] = {"target": {"pid": engine.pid}, "wait_idle_seconds": 120, "wait_seconds": 0}
+    waiting = exporter.act("release_memory", expect=202, **request)
+    path = f"/api/v1/actions/{waiting['id']}"
+    exporter.request("DELETE", path)
+    wait_for(lambda: exporter.get(path)["state"] == "cancelled", "the end of the wait")
+    assert node.books().used_by(engine.pid) == before

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.http import Connection
 from tests.conftest import StartExporter
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.programs import CUDA
 from tests.support.adopter import Adopter, idle_soon
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.other_user import OTHER_UID, acting_as, needs_root
 from tests.support.running_command import clean_environment, run_command
 from tests.support.terminal_program import TerminalProgram
-from tests.support.waiting import patient, wait_for
+from tests.support.waiting import wait_for
 
 TITLE = "VLLM::EngineCore"
 JOB = f"""{CUDA}
@@ -111,23 +109,3 @@ def orphan_finding(exporter: ExporterProcess) -> tuple[dict[str, Any], dict[str,
     live = exporter.get("/api/v1/live")
     findings = [each for each in live["findings"] if each["kind"] == "orphan"]
     return (live, findings[0]) if findings else None
-
-
-@needs_root
-def test_a_user_without_all_rights_terminates_no_orphan(
-    exporter: ExporterProcess, adopter: Adopter, tmp_path: Path
-) -> None:
-    server = adopter.run("exec $PYTHON server.py")
-    engine = pid_in(tmp_path / "engine")
-    wait_for(lambda: engine in {each["pid"] for each in exporter.get("/api/v1/processes")["processes"]}, "the engine")
-    adopter.kill(server)
-    wait_for(lambda: orphans(exporter) == {engine: "launcher_ended"}, "the orphan")
-    body = {"action": "terminate", "target": {"orphans": True}}
-    with acting_as(OTHER_UID):
-        connection = Connection(exporter.tcp_url, timeout_seconds=patient(30))
-        answer = connection.request(
-            "POST", "/api/v1/actions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        connection.close()
-    assert answer.status == 403
-    assert engine in adopter.pids

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.builders import UUIDS, report, sample
-from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.exporter_process import QUICK
 from tests.support.running_exporter import RunningExporter, problem, running_exporter
 from tests.support.waiting import eventually, patient, wait_for
 
@@ -94,25 +93,6 @@ def test_a_rule_clears_an_idle_process_and_a_dry_run_does_not(
         "policy:acts"
     ]
     assert "requested_by=policy:would" in exporter.log()
-
-
-def test_sighup_reloads_the_file_and_an_invalid_one_changes_nothing(
-    policy: Path, start_exporter: StartExporter
-) -> None:
-    exporter: ExporterProcess = start_exporter(None, "--policy.file", str(policy))
-
-    def rules() -> set[str]:
-        return {dict(labels)["rule"] for labels in exporter.metrics().samples.get(EVALUATIONS, {})}
-
-    assert rules() == {"tidy"}
-    policy.write_text("rules: [{}]\n")
-    exporter.signal(signal.SIGHUP)
-    wait_for(lambda: "policy.yml:1: rules.0: the key 'name'" in exporter.log(), "the complaint")
-    assert rules() == {"tidy"}
-    written(policy, rule("other"))
-    exporter.signal(signal.SIGHUP)
-    wait_for(lambda: rules() == {"other"}, "the new rule")
-    assert exporter.stop() == 0
 
 
 EARLY_AND_LATE = """
@@ -228,19 +208,3 @@ def test_a_rule_that_does_not_help_stops_with_an_event(tmp_path: Path) -> None:
         eventually(evaluated_as_stopped)
         assert len(process.ran) == 2
         assert json.loads(exporter.request("POST", RELOAD).body)["rules"][0]["stopped"] == 1
-
-
-def test_a_refused_action_of_a_rule_is_counted_and_has_a_cooldown(tmp_path: Path) -> None:
-    group = {"action": "empty_cache", "group": True}
-    policy = written(tmp_path / "policy.yml", rule(do=group))
-    with running_exporter(policy_file=str(policy)) as exporter:
-        process = Process(exporter)  # makes no steps: no step can be chosen for its group
-
-        def cooling() -> float | None:
-            process.report()
-            return exporter.sample(EVALUATIONS, rule="tidy", result="cooling")
-
-        eventually(cooling)
-        assert exporter.sample(EVALUATIONS, rule="tidy", result="refused") == 1
-        assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") == 0
-        assert process.ran == []

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pty
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +14,7 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.waiting import patient, wait_for
+from tests.support.waiting import wait_for
 
 SETTLE_SECONDS = 0.5
 TRAINING = """
@@ -102,33 +97,3 @@ def test_a_second_clear_ends_the_settling_time_of_the_first(exporter: ExporterPr
     second = exporter.act("empty_cache", target={"pid": process.pid}, settle_seconds=SETTLE_SECONDS)
     assert settled(exporter, first)["still_free_bytes"] == 0
     assert settled(exporter, second)["still_free_bytes"] == 400 * MIB
-
-
-def test_clear_on_a_terminal_waits_and_says_what_stayed_free(
-    exporter: ExporterProcess, process: TorchProcess, tmp_path: Path
-) -> None:
-    command = (sys.executable, "-m", "gpumem_exporter", "clear", "--pid", str(process.pid), "--url", exporter.url)
-    with training(process, tmp_path):
-        wait_for(lambda: exporter.processes()[process.pid]["step"], "a step")
-        shown = on_terminal(*command, "--settle", str(SETTLE_SECONDS))
-    assert "Stays free 0 B" in shown
-    assert f"400 MiB more was reserved again within {SETTLE_SECONDS:g} s." in shown
-    piped = subprocess.run((*command, "--json"), capture_output=True, text=True, check=True, timeout=patient(60))
-    assert json.loads(piped.stdout)["settle_seconds"] == 0
-
-
-def on_terminal(*command: str) -> str:
-    """Run a command on a terminal of 120 columns and return what it prints."""
-    terminal, its_end = pty.openpty()
-    with subprocess.Popen(command, stdout=its_end, env={**os.environ, "COLUMNS": "120", "TERM": "xterm"}) as running:
-        os.close(its_end)
-        pieces = []
-        while True:
-            try:
-                piece = os.read(terminal, 65536)
-            except OSError:  # EIO: the command has ended
-                break
-            pieces.append(piece)
-        assert running.wait(patient(30)) == 0
-    os.close(terminal)
-    return b"".join(pieces).decode()

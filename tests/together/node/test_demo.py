@@ -4,7 +4,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,35 +52,6 @@ def test_soon_after_the_start_every_process_reports_and_has_a_history(tmp_path: 
     started = metrics.value("process_start_time_seconds")
     assert sorted(event["unix_seconds"] - started for event in events)[REPORTING - 1] < patient(5)
     assert len(metrics.values("gpumem_device_memory_used_bytes")) == 8
-
-
-def test_an_out_of_memory_error_from_before_the_start_is_an_event(exporter: ExporterProcess) -> None:
-    event = eventually(lambda: exporter.get("/api/v1/events?type=oom")["events"], bool)[0]
-    assert event["workload"] == "demo-asr-varlen"
-    assert event["detail"]["number"] == 1
-    assert event["detail"]["requested_bytes"] == 4 << 30
-    assert event["detail"]["allocator"]["reserved_bytes"] + (4 << 30) > event["detail"]["limit_bytes"]
-    assert 110 < time.time() - event["unix_seconds"] < 1200
-    assert len(exporter.metrics().values("gpumem_last_oom_timestamp_seconds", workload="demo-asr-varlen")) == 1
-
-
-def test_engines_show_the_same_components_and_caches_on_every_surface(exporter: ExporterProcess) -> None:
-    peak = "gpumem_engine_kv_cache_used_peak_bytes"
-    metrics = eventually(exporter.metrics, lambda page: bool(page.values(peak, workload="demo-llm-server")))
-    who = {"workload": "demo-llm-server"}
-    components = metrics.by("component", "gpumem_torch_component_bytes", **who)
-    assert sum(components.values()) == metrics.value("gpumem_torch_allocated_bytes", **who)
-    states = metrics.by("state", "gpumem_engine_kv_cache_bytes", **who)
-    assert sum(states.values()) == components["kv_cache"]
-    assert metrics.value(peak, window="24h", **who) >= states["used"]
-    assert 0 < metrics.value("gpumem_engine_kv_cache_observed_seconds", window="1h", **who) <= 3600
-    jobs = {job["workload"]: job for job in exporter.get("/api/v1/live")["jobs"]}
-    assert jobs["demo-llm-server"]["component_bytes"] == components
-    assert jobs["demo-llm-server"]["engine"]["kv_cache"]["size"] == components["kv_cache"]
-    sleeping = jobs["demo-sleeping-engine"]
-    assert sleeping["engine"]["state"] in ("asleep", "serving", "idle")
-    sizes = (*sleeping["component_bytes"].values(), *sleeping["component_unmapped_bytes"].values())
-    assert sum(sizes) == sleeping["allocated_bytes"] + sleeping["unmapped_bytes"]
 
 
 def test_its_reports_have_the_token_that_the_exporter_requires_and_it_stops_without_a_warning(tmp_path: Path) -> None:

@@ -152,10 +152,8 @@ def evaluated(prometheus: Prometheus, first: float, end: float) -> str:
     return "\n".join([*lines, "# EOF", ""])
 
 
-@pytest.fixture(scope="module", params=[0.0, 7.0], ids=["at whole scrapes", "between scrapes"])
-def recorded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Prometheus, Scrapes, float]]:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Scrapes, float]]:
     """A Prometheus with the scrapes and the series of the rules, the scrapes, and the time of the last one."""
     folder = tmp_path_factory.mktemp("prometheus")
     start = time.time() // 7200 * 7200 - 86_400
@@ -164,7 +162,7 @@ def recorded(
     write_blocks(folder, scrapes.text())
     lookback = (f"--query.lookback-delta={SCRAPE_SECONDS + 1:.0f}s",)
     with RunningPrometheus(folder, {}, flags=lookback) as prometheus:
-        samples = evaluated(Prometheus(prometheus.url), start + request.param, end + 120)
+        samples = evaluated(Prometheus(prometheus.url), start + 7, end + 120)
     write_blocks(folder, samples)
     with RunningPrometheus(folder, {}, flags=lookback) as prometheus:
         yield Prometheus(prometheus.url), scrapes, end + 120
@@ -189,14 +187,6 @@ def test_the_memory_hours_of_each_owner_are_the_integral_of_the_scrapes(
     assert found == pytest.approx(dict(getattr(scrapes, kind)), rel=0.01)
     assert ("west", "bob", "", "", "") in scrapes.held
     assert ("west", "bob", "", "", "") not in scrapes.reported, "unknown is not 0"
-
-
-def test_a_node_that_goes_away_holds_nothing_from_then_on(recorded: tuple[Prometheus, Scrapes, float]) -> None:
-    prometheus, _, end = recorded
-    gone = end - 120 - DURATION_SECONDS + GONE["west/b"]
-    query = 'count_over_time(owner:gpumem_process_memory_used_bytes:mean1m{user="bob"}[30m])'
-    assert prometheus.instant(query, gone - 60)
-    assert prometheus.instant(query, gone + 1860) == []
 
 
 def test_the_dashboard_shows_the_same_hours(recorded: tuple[Prometheus, Scrapes, float]) -> None:

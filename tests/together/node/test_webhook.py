@@ -19,7 +19,7 @@ import trustme
 
 from tests.support.certificates import issue, trust
 from tests.support.pod_shapes import SHAPES, review_of
-from tests.support.running_command import clean_environment, run_command
+from tests.support.running_command import clean_environment
 from tests.support.waiting import patient, wait_for
 
 REVIEW = review_of(SHAPES["indexed job"].pod)
@@ -128,9 +128,3 @@ def test_a_replaced_certificate_is_used_without_a_restart(webhook: Webhook) -> N
     with pytest.raises(ssl.SSLCertVerificationError):
         webhook.connect().connect()
     assert post(kept, json.dumps(REVIEW).encode())[0] == 200
-
-
-def test_an_invalid_certificate_is_one_line(tmp_path: Path) -> None:
-    missing = str(tmp_path / "tls.crt")
-    ended = run_command("webhook", "--web.tls-cert-file", missing, "--web.tls-key-file", "k")
-    assert (ended.returncode, ended.stderr.count("\n"), missing in ended.stderr) == (2, 1, True)

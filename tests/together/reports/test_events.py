@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,20 +14,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
-from gpumem_exporter.events.log import MAX_WAITING, OWNER_SHARE
 from gpumem_exporter.events.storage import FILE_NAME
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.builders import UUIDS, identity, report, sample
+from tests.support.builders import UUIDS, identity
 from tests.support.exporter_process import ExporterProcess
-from tests.support.paths import REPOSITORY
-from tests.support.running_exporter import RunningExporter, running_exporter
+from tests.support.running_exporter import RunningExporter
 from tests.support.waiting import patient, wait_for
 
 EVENTS = "/api/v1/events"
@@ -172,100 +165,7 @@ def test_health_shows_a_folder_that_cannot_be_created_until_it_can(
     assert (in_the_way / "events" / FILE_NAME).exists()
 
 
-def test_events_beyond_the_queue_are_counted_as_dropped(start_exporter: StartExporter) -> None:
-    exporter = start_exporter(None, "--storage.path", "/proc/gpumem", "--log.level", "error")
-    wait_for(lambda: not stores(exporter), "the error")
-    connection = Connection(exporter.url, timeout_seconds=patient(30.0))
-    ooms = tuple(OutOfMemory(UUIDS[0], 1 + number) for number in range(50))
-    reports = 1 + MAX_WAITING // OWNER_SHARE // len(ooms)
-    for pid in range(1, 1 + reports):
-        who = identity(pid, pid_namespace=7, session=f"session-{pid}")
-        post(connection, json.dumps(to_wire(Report(who, sequence=1, ooms=ooms))).encode())
-    connection.close()
-    dropped = exporter.metrics().value("gpumem_events_dropped_total")
-    assert 0 < dropped <= 3 * len(ooms)
-    assert re.search(rf"\b{dropped:.0f}\b", health(exporter)["checks"]["events"]["detail"])
-
-
 # --- real processes on the emulated node
-
-RUN_OUT = "torch.empty(1 << 40, dtype=torch.uint8, device='cuda:1')"
-
-
-def test_an_error_of_a_real_process_has_the_values_of_the_node_and_of_torch(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
-) -> None:
-    exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "events"))
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    process.call("start_client", workload="greedy", rank=2)
-    process.call("random_heap", device=1, seed=5)
-    exporter.wait_for_processes(process.pid)
-    for _ in range(2):
-        process.exec(f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError: pass")
-    stats, book = process.call("stats", device=1), node.books()[1]
-    wait_for(lambda: len(exporter.events(type="oom")) == 2, "both errors")
-    for number, event in enumerate(exporter.events(type="oom", pid=process.pid), 1):
-        assert (event["gpu"], event["uuid"], event["pid"]) == ("1", book.uuid, process.pid)
-        assert (event["workload"], event["rank"]) == ("greedy", "2")
-        detail, allocator = event["detail"], event["detail"]["allocator"]
-        assert detail["number"] == number
-        assert detail["requested_bytes"] == 1 << 40
-        assert detail["device_free_bytes"] == book.free_bytes
-        assert detail["limit_bytes"] == book.total_bytes - book.reserved_bytes
-        assert allocator["allocated_bytes"] == stats["allocated_bytes.all.current"]
-        assert allocator["reserved_bytes"] == stats["reserved_bytes.all.current"]
-        assert allocator["requested_bytes"] == stats["requested_bytes.all.current"]
-        assert allocator["ooms"] == number
-    lines = [line for line in exporter.log().splitlines() if f"requested_bytes={1 << 40}" in line]
-    assert len(lines) == 2
-    assert f"workload=greedy rank=2 pid={process.pid} gpu=1" in lines[0]
-    assert f"requested_bytes={1 << 40} device_free_bytes={book.free_bytes}" in lines[0]
-    exporter.metrics().assert_ledgers_add_up()
-
-
-PROGRAM = f"""
-import sys, torch
-import gpumem_client as client
-client.start(workload="doomed")
-ballast = torch.empty(1 << 28, dtype=torch.uint8, device='cuda:1')
-sys.stdin.readline()
-{RUN_OUT}
-"""
-
-
-def test_a_process_that_dies_of_its_error_has_events_of_the_error_and_of_its_end(
-    node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        env=node.environment(GPUMEM_EXPORTER_URL=exporter.url, PYTHONPATH=str(REPOSITORY)),
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        wait_for(lambda: exporter.metrics().values("gpumem_torch_allocated_bytes") == [1 << 28], "its reports", 90.0)
-        used = node.books()[1].processes[process.pid]
-        wait_for(lambda: exporter.metrics().values("gpumem_process_memory_used_bytes", gpu="1") == [used], "a poll")
-        _, stderr = process.communicate("now\n", timeout=patient(60))
-    finally:
-        process.kill()
-        process.communicate()
-    assert "OutOfMemoryError" in stderr
-    wait_for(lambda: exporter.events(type="process_ended"), "its end")
-    started, oom, ended = exporter.events(pid=process.pid)
-    assert [started["type"], oom["type"], ended["type"]] == ["process_started", "oom", "process_ended"]
-    assert {event["workload"] for event in (started, oom, ended)} == {"doomed"}
-    assert oom["detail"]["requested_bytes"] == 1 << 40
-    assert oom["detail"]["allocator"]["allocated_bytes"] == 1 << 28
-    (row,) = [row for row in ended["detail"]["devices"] if row["gpu"] == "1"]
-    assert row["uuid"] == node.books()[1].uuid
-    assert row["used_bytes"] == used
-    assert row["allocated_bytes"] == 1 << 28
-    assert row["non_torch_bytes"] == used - row["reserved_bytes"]
-    wait_for(lambda: not exporter.metrics().states_of(process.pid), "its series to go")
-    exporter.metrics().assert_ledgers_add_up()
 
 
 def test_a_process_that_survives_a_killed_exporter_has_started_once(
@@ -296,66 +196,6 @@ def test_a_process_that_survives_a_killed_exporter_has_started_once(
     assert last["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
 
 
-def test_a_lost_device_is_recorded_once_and_its_return_also_after_a_restart(
-    node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
-) -> None:
-    exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "events"))
-
-    def changes() -> list[tuple[str, str]]:
-        return [(event["type"], event["uuid"]) for event in exporter.events(type="device_lost,device_returned")]
-
-    assert changes() == []
-    lost, uuid = ("device_lost", node.uuid(1)), node.uuid(1)
-    node.lose_device(1)
-    wait_for(lambda: changes() == [lost], "the loss")
-    (event,) = exporter.events(type="device_lost")
-    assert event["gpu"] == "1"
-    assert event["detail"]["error"]
-    exporter.metrics().assert_ledgers_add_up()
-    assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
-    exporter.start()  # the device is still lost, so there is no new event
-    send(exporter, 1)
-    assert changes() == [lost]
-    assert exporter.stop() == 0
-    node.heal_device(1)
-    exporter.start()
-    wait_for(lambda: changes() == [lost, ("device_returned", uuid)], "the return")
-    exporter.metrics().assert_ledgers_add_up()
-
-
-# --- the route
-
-
-@pytest.fixture
-def served() -> Any:
-    with running_exporter() as exporter:
-        yield exporter
-
-
 def numbers(exporter: RunningExporter, query: str = "") -> list[int]:
     found = exporter.document(f"{EVENTS}?type=oom{query}")["events"]
     return [event["detail"]["number"] for event in found]
-
-
-def test_the_route_pages_by_a_cursor_and_filters(served: RunningExporter) -> None:
-    for pid in (1, 2):
-        ooms = tuple(OutOfMemory(UUIDS[0], number) for number in range(1, 6))
-        served.report(report(pid, devices=(sample(),), session=str(pid), ooms=ooms))
-    assert numbers(served) == [1, 2, 3, 4, 5] * 2
-    assert numbers(served, "&pid=2") == [1, 2, 3, 4, 5]
-    page = served.document(f"{EVENTS}?type=oom&pid=1&limit=3&after=0")
-    assert (len(page["events"]), page["more"]) == (3, True)
-    rest = served.document(f"{EVENTS}?type=oom&pid=1&limit=3&after={page['next_after']}")
-    assert [event["detail"]["number"] for event in rest["events"]] == [4, 5]
-    assert not rest["more"]
-    assert numbers(served, "&limit=2") == [4, 5]
-    first = page["events"][0]
-    assert len(numbers(served, f"&since={first['time']}&limit=1000")) == 10
-    assert numbers(served, "&since=2999-01-01T00:00:00Z") == []
-    assert served.request("HEAD", EVENTS).status == 200
-
-
-def test_an_error_can_be_read_when_its_report_is_acknowledged(served: RunningExporter) -> None:
-    for number in range(1, 51):
-        served.report(report(1, devices=(sample(),), sequence=number, ooms=(OutOfMemory(UUIDS[0], number),)))
-        assert numbers(served, "&limit=1") == [number]

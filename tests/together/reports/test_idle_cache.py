@@ -11,7 +11,7 @@ import pytest
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import ExporterProcess
-from tests.support.waiting import wait_for, wait_until_equal
+from tests.support.waiting import wait_for
 
 SEGMENT = 64 * MIB
 WINDOW_SECONDS = 3.0
@@ -77,18 +77,6 @@ def job(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[J
         finally:
             process.close()
             exporter.close()
-
-
-def test_a_notebook_that_freed_a_model_has_its_whole_cache_idle(job: Job) -> None:
-    job.run("model = tensors(6); del model")
-    wait_until_equal(job.cache, (6 * SEGMENT, 6 * SEGMENT), "reclaimable bytes and idle cache")
-    (process,) = job.exporter.get("/api/v1/processes")["processes"]
-    (value,) = job.exporter.metrics().values("gpumem_torch_idle_cache_bytes", pid=str(process["pid"]))
-    assert value == 6 * SEGMENT
-    assert job.exporter.get("/api/v1/devices")["devices"][0]["idle_cache_bytes"] == 6 * SEGMENT
-    # After a clear, nothing is left to release.
-    job.exporter.act("empty_cache", target={"pid": process["pid"]})
-    wait_until_equal(job.cache, (0, 0), "reclaimable bytes and idle cache")
 
 
 def test_the_idle_cache_of_a_server_is_what_its_bursts_leave(job: Job) -> None:

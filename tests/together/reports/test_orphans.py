@@ -123,15 +123,3 @@ def test_what_killed_launchers_leave_behind_is_named_and_no_background_job_is(fo
         assert {(each.reason, each.ended_seconds) for each in found.values()} == {("launcher_ended", 1001.0)}
         assert lost(LinuxHost(clock=clock), adopter).keys() == {pids[name] for name in CERTAIN}
         assert set(pids.values()) <= set(adopter.pids), "the jobs go on"
-
-
-@pytest.mark.skipif(not Path("/run/systemd/system").exists(), reason="systemd does not run here")
-def test_a_service_of_systemd_is_none(folder: Path) -> None:
-    with Adopter(folder) as adopter:
-        command = f"systemd-run --scope --working-directory {folder} $PYTHON job.py service & wait"
-        shell = adopter.run(command)
-        wait_for(lambda: (folder / "service.pid").exists(), "the service")
-        host = LinuxHost()
-        assert lost(host, adopter) == {}
-        adopter.kill(shell)
-        assert lost(host, adopter) == {}

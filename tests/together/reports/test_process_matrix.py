@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from gpumem_client.wire.procfs import start_time_ticks
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK, ExporterProcess, Metrics
-from tests.support.namespaces import CONTAINER, needs_namespaces
-from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient, wait_for
+from tests.support.waiting import wait_for
 
 
 def client(exporter: ExporterProcess, start_torch: StartTorch, on: EmulatedNode, **environment: str) -> TorchProcess:
@@ -61,20 +53,12 @@ def wait_for_true_values(exporter: ExporterProcess, node: EmulatedNode, *process
     exporter.metrics().assert_ledgers_add_up()
 
 
-def wait_for_no_series(exporter: ExporterProcess, *pids: int) -> None:
-    for pid in pids:
-        wait_for(lambda pid=pid: not exporter.metrics().states_of(pid), f"no series of {pid}")  # type: ignore[misc]
-    exporter.metrics().assert_ledgers_add_up()
-
-
 # Devices and processes
 
 
 @pytest.mark.parametrize(
     ("visible", "order"),
     [
-        ("3,1", "FASTEST_FIRST"),
-        ("uuid 2", "FASTEST_FIRST"),
         ("uuid 3,uuid 0", "PCI_BUS_ID"),
         ("1,7,0", "FASTEST_FIRST"),
     ],
@@ -110,79 +94,4 @@ def test_values_are_on_the_right_device_whatever_its_cuda_index(
 # Reporters
 
 
-FORK = """
-import os
-reading, writing = os.pipe()
-result = os.fork()
-if result == 0:
-    os.close(writing)
-    kept = torch.empty(24 << 20, dtype=torch.uint8, device='cuda:1')
-    os.read(reading, 1)
-    os._exit(0)
-os.close(reading)
-"""
-
-
-def test_a_child_that_is_forked_before_cuda_is_initialized_reports_for_itself(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    parent = client(exporter, start_torch, node)
-    child = parent.exec(FORK)
-    parent.call("alloc", nbytes=8 * MIB)
-    wait_for(lambda: allocated(exporter.metrics(), child) == {node.uuid(1): 24 * MIB}, "the child")
-    wait_for(lambda: used(exporter.metrics(), child) == booked(node, child), "a poll")
-    wait_for_true_values(exporter, node, parent)
-    assert parent.exec("os.close(writing)\nresult = os.waitpid(child, 0)[1]", child=child) == 0
-    wait_for_no_series(exporter, child)
-    wait_for_true_values(exporter, node, parent)
-
-
 # Ends of processes
-
-
-def test_after_an_exec_the_earlier_program_has_no_series(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
-    process = client(exporter, start_torch, node)
-    process.call("alloc", nbytes=32 * MIB)
-    wait_for_true_values(exporter, node, process)
-    pid, started = process.pid, start_time_ticks(f"/proc/{process.pid}")
-    process.send(
-        "exec",
-        code=(
-            "import os, sys\n"
-            "for fd in os.listdir('/proc/self/fd'):\n"
-            "    if os.path.exists(f'/proc/self/fd/{fd}') and os.stat(f'/proc/self/fd/{fd}').st_ino == inode:\n"
-            "        os.dup2(int(fd), 1)\n"
-            "os.execv(sys.executable, [sys.executable, '-m', 'tests.emulation.torch_worker', 'again'])"
-        ),
-        inode=os.fstat(process._answers).st_ino,
-    )
-    wait_for(lambda: b"again" in Path(f"/proc/{pid}/cmdline").read_bytes(), "the exec")
-    wait_for_no_series(exporter, pid)
-    process._hello = {}
-    assert process.pid == pid
-    assert start_time_ticks(f"/proc/{pid}") == started, "it is the same process"
-    process.call("start_client", workload="after")
-    process.call("alloc", nbytes=5 * MIB, device=1)
-    wait_for_true_values(exporter, node, process)
-    (labels,) = [dict(labels) for labels in exporter.metrics().samples["gpumem_torch_allocated_bytes"]]
-    assert (labels["workload"], labels["uuid"]) == ("after", node.uuid(1))
-
-
-@needs_namespaces
-def test_a_process_with_a_reused_pid_has_no_values_of_the_earlier_one() -> None:
-    """The program runs in its own PID namespace, where it can choose the next pid."""
-    ended = subprocess.run(
-        [*CONTAINER, sys.executable, "-m", "tests.programs.pid_reuse"],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=patient(110),
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.splitlines()[-1] == "done"

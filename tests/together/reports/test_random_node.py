@@ -2,7 +2,7 @@
 
     GPUMEM_RANDOM_STEPS=10000 python -m pytest -s tests/together/reports/test_random_node.py
 
-The default is 300 steps. The run prints its seed. `GPUMEM_RANDOM_SEED` repeats its choices, but not the times at which
+The default is 200 steps. The run prints its seed. `GPUMEM_RANDOM_SEED` repeats its choices, but not the times at which
 reports and polls arrive.
 """
 
@@ -27,7 +27,7 @@ from tests.support.device_truth import scrape, shown, truth
 from tests.support.exporter_process import UNLIMITED, ExporterProcess, Metrics
 from tests.support.waiting import wait_until_equal
 
-STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "300"))
+STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "200"))
 QUIET_EVERY = 25
 DEVICES = (0, 1)
 TORCH_PROCESSES, PROGRAMS = 3, 6

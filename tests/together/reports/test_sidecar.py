@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.procfs import pid_namespace
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
@@ -76,9 +75,7 @@ def assert_others_are_unknown(exporter: ExporterProcess, node: EmulatedNode, res
 @pytest.mark.parametrize(
     ("way", "place", "listed"),
     [
-        ("unix", "own container", "host pids"),
         ("unix", "own container", "none"),
-        ("tcp", "host", "none"),
         ("tcp", "same namespace", "host pids"),
     ],
 )
@@ -100,7 +97,7 @@ def test_a_sidecar_shows_its_reporters_and_leaves_the_rest_unattributed(
     wait_for_polls(exporter)
     assert_others_are_unknown(exporter, node, 0)
 
-    launchers = {"own container": CONTAINER, "host": (), "same namespace": inside(exporter)}
+    launchers = {"own container": CONTAINER, "same namespace": inside(exporter)}
     trainer = start_trainer(start_torch, launchers[place], exporter.url if way == "unix" else exporter.tcp_url)
     if listed == "host pids":
         node.show_pid_as(trainer.pid, main_pid(trainer._popen.pid))
@@ -129,22 +126,3 @@ def test_a_sidecar_shows_its_reporters_and_leaves_the_rest_unattributed(
     wait_for_polls(exporter)
     assert_others_are_unknown(exporter, node, 0)
     assert exporter.log().count("PID namespace") == 1
-
-
-def test_pids_of_its_own_namespace_are_matched_and_stay_matched(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK, launcher=CONTAINER)
-    trainer = start_trainer(start_torch, inside(exporter), exporter.tcp_url)
-    wait_for(lambda: exporter.metrics().values("gpumem_torch_non_torch_bytes"), "a poll")
-    ((host_pid, used),) = node.books()[0].processes.items()
-    metrics = exporter.metrics()
-    assert metrics.values("gpumem_torch_non_torch_bytes") == [used - 40 * MIB]
-    assert metrics.ledgers()[node.uuid(0)]["other_processes"] == 0
-    assert exporter.processes()[trainer.pid]["pid_namespace"] == pid_namespace(f"/proc/{host_pid}")
-    assert doctor(exporter)["verdict"] == "PASS"
-    trainer.kill()
-    wait_for(lambda: exporter.processes() == {}, "its end")
-    wait_for_polls(exporter)
-    assert exporter.metrics().ledgers()[node.uuid(0)]["other_processes"] == 0
-    assert exporter.get("/health")["mode"] == "node"

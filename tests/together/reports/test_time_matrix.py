@@ -14,7 +14,6 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.builders import UUIDS, report, sample
 from tests.support.device_truth import QUICK, scrape, series_of, shown, truth, wait_until_right
-from tests.support.exporter_process import ExporterProcess, Metrics
 from tests.support.running_exporter import RunningExporter, running_exporter
 from tests.support.waiting import wait_for
 
@@ -77,52 +76,6 @@ def test_a_stopped_process_expires_and_its_bytes_move_in_the_same_scrape(
         process.signal(signal.SIGCONT)
     metrics = wait_until_right(exporter, node, (0, 1), {0: [process, sibling]})
     assert metrics.value("gpumem_reporter_up", pid=pid) == 1
-
-
-def peaks(metrics: Metrics, pid: int) -> tuple[float, float, float]:
-    names = ("torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "torch_peak_resets_total")
-    allocated, reserved, resets = (metrics.value(f"gpumem_{name}", pid=str(pid), gpu="0") for name in names)
-    return allocated, reserved, resets
-
-
-def wait_for_peaks(exporter: ExporterProcess, pid: int, wanted: tuple[float, float, float]) -> None:
-    wait_for(lambda: peaks(scrape(exporter), pid) == wanted, f"{wanted}; it is {peaks(scrape(exporter), pid)}")
-
-
-def test_peaks_equal_torch_s_and_every_reset_is_counted(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
-    process.call("start_client")
-
-    def as_torch_has_them(resets: int) -> tuple[float, float, float]:
-        stats = process.call("stats")
-        return stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"], resets
-
-    def make_a_peak() -> None:
-        process.call("free", numbers=[process.call("alloc", nbytes=64 * MIB)])
-
-    make_a_peak()
-    exporter.wait_for_processes(process.pid)
-    assert as_torch_has_them(0)[:2] == (64 * MIB, 64 * MIB)
-    wait_for_peaks(exporter, process.pid, as_torch_has_them(0))
-    process.call("reset_peak")  # by the user's code
-    assert as_torch_has_them(1)[:2] == (0, 64 * MIB)
-    wait_for_peaks(exporter, process.pid, as_torch_has_them(1))
-    make_a_peak()
-    wait_for_peaks(exporter, process.pid, as_torch_has_them(1))
-    exporter.act("reset_peak", target={"pid": process.pid})
-    wait_for_peaks(exporter, process.pid, as_torch_has_them(2))
-    exporter.act("reset_peak", target={"pid": process.pid})  # no peak falls, but the reset counts
-    wait_for_peaks(exporter, process.pid, as_torch_has_them(3))
-    process.call("empty_cache")
-    process.call("random_heap", seed=3, blocks=30)
-    wait_for_peaks(exporter, process.pid, as_torch_has_them(3))
-    exporter.stop(signal.SIGKILL)
-    exporter.start()
-    exporter.wait_for_processes(process.pid)
-    wait_for_peaks(exporter, process.pid, as_torch_has_them(3))
 
 
 def test_after_an_action_the_driver_is_read_immediately(

@@ -10,7 +10,6 @@ from gpumem_client.wire.procfs import describe_command, split_cmdline
 from tests.claims import actions, device, heaps
 from tests.claims.place import EXPANDABLE, Place
 from tests.claims.values import require
-from tests.emulation.node import EmulatedNode
 
 
 def test_every_torch_series_equals_the_value_of_the_process(place: Place) -> None:
@@ -24,13 +23,6 @@ def test_every_torch_series_equals_the_value_of_the_process(place: Place) -> Non
     assert info["reporting"] == "true"
     assert info["command"] == describe_command(split_cmdline(Path(f"/proc/{bench.pid}/cmdline").read_bytes())) != ""
     assert info["torch_version"].startswith("2.")
-
-
-@pytest.mark.slow
-def test_ledgers_add_up_in_every_scrape_while_processes_allocate_and_free(tmp_path: Path, emulation: Path) -> None:
-    with EmulatedNode(tmp_path / "node", devices=4) as node, Place(tmp_path, node) as place:
-        node.set_process(pid=1, device=2, nbytes=123_456_789)
-        require(device.ledgers_add_up(place, devices=range(4)))
 
 
 def test_a_garbage_collection_frees_tensors_in_cycles_and_a_clear_releases_them(place: Place) -> None:

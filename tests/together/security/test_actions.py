@@ -82,14 +82,6 @@ def test_what_concerns_all_users_is_refused_to_users_and_to_a_containers_root(
         assert user.request(url, "POST", path, document).status == 403
 
 
-def test_root_of_a_container_reaches_no_process_of_the_host(
-    container: LocalUser, root: LocalUser, ada: LocalUser, url: str
-) -> None:
-    assert targets(act(container, url, target={"all": True})) == {container.pid}
-    for pid in (root.pid, ada.pid):
-        assert act(container, url, target={"pid": pid}, dry_run=False).status == 403
-
-
 def test_root_of_a_user_namespace_is_the_user_outside_and_reaches_nothing_there(
     node: SharedNode, ada: LocalUser, root: LocalUser
 ) -> None:

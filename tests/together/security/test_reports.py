@@ -26,7 +26,7 @@ from gpumem_client.wire.protocol import (
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.builders import sample
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser
+from tests.support.local_users import NEW_USER_NAMESPACE, LocalUser
 from tests.support.namespaces import needs_namespaces
 from tests.support.other_user import OTHER_UID, needs_root
 from tests.support.waiting import wait_for
@@ -132,39 +132,6 @@ def test_root_reports_for_every_process(place: Place, way: str) -> None:
 
 
 @WAYS
-def test_a_squatter_of_a_process_that_cannot_be_seen_neither_hides_nor_ends_it(place: Place, way: str) -> None:
-    """Reports of two users name a pid in a namespace that the exporter cannot see."""
-    unseen = {"pid": 77, "pid_namespace": 4242, "start_time_ticks": 5}
-    squatter = place.eve.report(**unseen, workload="eve's", session_started_seconds=1e12)
-    assert place.eve.send(place.url(way), squatter)[0] == 200
-    assert place.ada.send(place.url(way), ada_report(place, **unseen, session="unseen"))[0] == 200
-    place.eve.send(place.url(way), place.eve.report(**unseen, workload="eve's"))
-    shown = {entry["pid"]: entry["workload"] for entry in place.processes() if entry["host_pid"] is None}
-    assert shown == {f"77@4242:{ADA}": "ada", f"77@4242:{EVE}": "eve's"}
-    place.eve.send(place.url(way), place.eve.report(**unseen, final=True))
-    shown = {entry["pid"]: entry["workload"] for entry in place.processes() if entry["host_pid"] is None}
-    assert shown == {f"77@4242:{ADA}": "ada"}
-    place.ada.send(place.url(way), ada_report(place, **unseen, session="unseen", final=True))
-
-
-@WAYS
-def test_root_of_a_container_reports_itself_but_no_process_of_the_node(place: Place, way: str) -> None:
-    with closing(LocalUser(0, NEW_PID_NAMESPACE)) as inside, closing(LocalUser(0, NEW_PID_NAMESPACE)) as other:
-        url = place.url(way)
-        for process in (inside, other):
-            assert process.send(place.exporter.url, process.report(workload="true"))[0] == 200
-        assert inside.send(url, inside.report(workload="inside"))[0] == 200
-        assert [entry["workload"] for entry in place.of(inside)] == ["inside"]
-        for victim in (place.root, place.ada, other):
-            reply = inside.send(url, victim.report(workload="stolen"))
-            assert reply.status == 403, reply
-        assert [entry["workload"] for entry in place.of(place.ada)] == ["ada"]
-        assert [entry["workload"] for entry in place.of(other)] == ["true"]
-        for process in (inside, other):
-            assert process.send(url, process.report(final=True))[0] == 200
-
-
-@WAYS
 def test_root_of_a_user_namespace_reports_itself_but_no_process_of_the_node(place: Place, way: str) -> None:
     with closing(LocalUser(0, NEW_USER_NAMESPACE)) as inside:
         assert inside.send(place.url(way), inside.report(workload="inside"))[0] == 200
@@ -252,22 +219,6 @@ def largest_report(process: LocalUser, number: int) -> Report:
         rank=text,
         actions=tuple(f"{text}{text}"[:200] for _ in range(64)),
     )
-
-
-def test_one_user_cannot_take_the_place_of_others(folder: Path, place: Place) -> None:
-    own = folder / "small"
-    own.mkdir(mode=0o755)
-    flags = ("--report.max-processes", "4")
-    with closing(ExporterProcess(own, *QUICK, *flags, environment=place.node.environment())) as exporter:
-        made_up = [place.eve.report(pid=pid, pid_namespace=4242) for pid in range(1, 10)]
-        statuses = [place.eve.send(exporter.url, one)[0] for one in made_up]
-        assert statuses == [200] * 4 + [503] * 5
-        assert place.ada.send(exporter.url, ada_report(place))[0] == 200
-        assert place.root.send(exporter.url, place.root.report(workload="root"))[0] == 200
-        shown = [entry["workload"] for entry in exporter.get("/api/v1/processes")["processes"]]
-        assert sorted(shown) == ["ada", "root", "train", "train"]
-        assert place.eve.send(exporter.url, place.eve.report(pid=10, pid_namespace=4242))[0] == 503
-        assert place.ada.send(exporter.url, ada_report(place, step=2))[0] == 200
 
 
 def test_a_reporter_with_only_a_token_is_unattested_and_replaces_no_attested_one(folder: Path, place: Place) -> None:

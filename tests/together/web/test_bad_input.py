@@ -21,7 +21,6 @@ from tests.emulation.node import MIB, EmulatedNode
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
-ACTIONS = "/api/v1/actions"
 QUIET = ("--collect.interval", "3600", "--report.interval", "3600", "--report.expiry", "36000")
 
 Change = Callable[[dict[str, Any]], Any]
@@ -71,7 +70,7 @@ class QuietExporter:
         processes = self.exporter.get("/api/v1/processes")["processes"]
         for process in processes:
             del process["sample_age_seconds"]
-        return processes, self.exporter.get("/api/v1/devices"), self.exporter.get(ACTIONS)
+        return processes, self.exporter.get("/api/v1/devices")
 
 
 @pytest.fixture(scope="module")
@@ -163,29 +162,3 @@ def test_an_invalid_report_changes_only_the_count_of_refusals(quiet: QuietExport
     changes.pop(f'gpumem_reports_created{{outcome="{outcome}"}}', None)  # comes with the first of its kind
     assert changes == {}
     assert quiet.state() == state
-
-
-BAD_ACTIONS: dict[str, tuple[int, Any]] = {
-    "no target": (422, {"action": "empty_cache"}),
-    "a target with an unknown key": (422, {"action": "empty_cache", "target": {"all": True, "host": "x"}}),
-    "an unknown action": (422, {"action": "explode", "target": {"all": True}}),
-    "a pid that does not report": (404, {"action": "empty_cache", "target": {"pid": 2**31 - 1}}),
-    "keys that match nothing together": (
-        404,
-        {"action": "empty_cache", "target": {"pid": os.getpid(), "workload": "elsewhere"}},
-    ),
-    "a dry run that matches nothing": (404, {"action": "empty_cache", "target": {"gpu": "9"}, "dry_run": True}),
-}
-
-
-@pytest.mark.parametrize("name", BAD_ACTIONS)
-def test_an_invalid_request_for_an_action_changes_nothing(quiet: QuietExporter, name: str) -> None:
-    status, request = BAD_ACTIONS[name]
-    before, state = quiet.page(), quiet.state()
-    assert_refused(quiet.exporter.request("POST", ACTIONS, request), status)
-    assert quiet.page() == before
-    assert quiet.state() == state
-    # the process gets no command
-    reply = quiet.post(quiet.good_report())
-    assert reply.status == 200
-    assert "commands" not in json.loads(reply.body)

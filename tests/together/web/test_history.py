@@ -46,30 +46,13 @@ def test_devices_are_shown_without_parameters_and_jobs_by_their_id(exporter: Run
 @pytest.mark.parametrize(
     "query",
     [
-        *("points=0", "points=2001", "points=x", "from=-1", "from=nan", "from=inf", "from=1e300", "to=1e12", "to=x"),
-        *("from=20&to=10", "from=20&to=20", "device=", f"device={97 * 'x'}", f"job={2049 * 'x'}", "jobs=x"),
-        "&".join(["device=GPU-1"] * 129),
-        "&".join(["job=a~1"] * 65),
+        *("points=2001", "points=x", "from=-1", "from=nan", "from=1e300", "to=1e12", "from=20&to=20"),
+        *(f"device={97 * 'x'}", f"job={2049 * 'x'}", "jobs=x", "&".join(["device=GPU-1"] * 129)),
     ],
 )
 def test_invalid_parameters_are_a_problem(exporter: RunningExporter, query: str) -> None:
     errors = problem(exporter.get(f"{HISTORY}?{query}"), 422)["errors"]
     assert errors[0]["field"].partition(".")[0] in query
-
-
-def test_any_range_has_at_most_the_requested_points(exporter: RunningExporter) -> None:
-    eventually(lambda: exporter.document(HISTORY), known)
-    for query in (
-        "from=0&to=253402300799&points=2000",
-        "from=0&points=7",
-        "from=253402300000&to=253402300799",
-        "to=1",
-        "points=1",
-    ):
-        document = exporter.document(f"{HISTORY}?{query}")
-        assert len(document["unix_seconds"]) <= 2000
-        assert document["from_unix_seconds"] <= document["to_unix_seconds"]
-        assert all(len(series["used"]["max"]) == len(document["unix_seconds"]) for series in document["series"])
 
 
 def test_hidden_commands_are_shown_with_the_token_only(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import http.client
 import json
 import re
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -23,7 +22,6 @@ import trustme
 from gpumem_client.wire.errors import ExporterUnreachableError, ExporterUntrustedError
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
-from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import bind
 from gpumem_exporter.server.serve import demo_url
 from tests.conftest import StartExporter
@@ -32,7 +30,6 @@ from tests.emulation.node import EmulatedNode
 from tests.support.certificates import authority, client_context, folder, handshake, issue, trust
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.running_command import run_command
-from tests.support.running_exporter import running_exporter
 from tests.support.running_prometheus import RunningPrometheus
 from tests.support.waiting import patient, wait_for
 
@@ -42,10 +39,7 @@ TLS = {"cert_file": "tls.crt", "key_file": "tls.key"}
 USERS = {"ada": bcrypt.hashpw(b"s:ecr@t", bcrypt.gensalt(4)).decode()}
 PASSWORD = "ada:s:ecr@t"
 IN_URL = "ada:s%3Aecr%40t@"
-GONE = r"(?i)alert|reset|eof|closed connection"
-"""The possible errors of a refused client: they depend on when it reads the refusal."""
 REPORT = "/api/v1/reports"
-ACTIONS = "/api/v1/actions"
 
 
 @pytest.fixture
@@ -101,10 +95,6 @@ def start_https(trusted: Path, start_exporter: StartExporter) -> StartHttps:
 
 def basic(credentials: str) -> dict[str, Any]:
     return {"Authorization": "Basic " + base64.b64encode(credentials.encode()).decode()}
-
-
-def bearer(token: str) -> dict[str, Any]:
-    return {"Authorization": f"Bearer {token}"}
 
 
 def test_tcp_requires_tls_and_the_unix_socket_does_not(start_https: StartHttps, folder: Path) -> None:
@@ -173,29 +163,6 @@ def test_every_route_over_tcp_requires_the_password_and_the_unix_socket_does_not
     assert reports in exporter.request("/metrics", user=IN_URL).body.decode()
 
 
-def test_a_token_replaces_the_password_and_a_password_replaces_no_token(start_https: StartHttps, folder: Path) -> None:
-    for name in ("action", "report"):
-        (folder / name).touch(0o600)
-        (folder / name).write_text(f"{name}-token\n")
-    flags = [word for name in ("action", "report") for word in (f"--{name}.token-file", str(folder / name))]
-    exporter = start_https(*flags, users=USERS)
-    acting, reporting = bearer("action-token"), bearer("report-token")
-    assert [exporter.request(path, **acting).status for path in (ACTIONS, "/metrics", "/health")] == [200] * 3
-    assert [exporter.request(path, **reporting).status for path in (ACTIONS, "/metrics")] == [401] * 2
-    assert exporter.request(REPORT, "POST", body=b"{}", **reporting).status == 422
-    refused = exporter.request(REPORT, "POST", body=b"{}", **bearer("other"))
-    assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
-    refused = exporter.request(ACTIONS, user=IN_URL)
-    assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
-
-
-def test_loopback_with_a_password_may_act_without_a_token(start_https: StartHttps) -> None:
-    exporter = start_https(users=USERS)
-    body = json.dumps({"action": "empty_cache", "target": {"all": True}, "dry_run": True}).encode()
-    assert exporter.request(ACTIONS, "POST", body=body).status == 401
-    assert exporter.request(ACTIONS, "POST", body=body, user=IN_URL).status == 404  # no process reports
-
-
 def test_sighup_loads_users_and_certificate_and_refuses_other_changes(
     start_https: StartHttps, folder: Path, authority: trustme.CA
 ) -> None:
@@ -229,30 +196,6 @@ def test_sighup_loads_users_and_certificate_and_refuses_other_changes(
     exporter.config.write_text(json.dumps({"tls_server_config": TLS}))
     exporter.reload()
     assert exporter.request("/metrics").status == 200
-
-
-def with_certificate(exporter: Https, folder: Path, client: trustme.CA | None) -> int:
-    """The status of a request with a client certificate of this authority."""
-    context = client_context(folder, client.issue_cert("client") if client else None)
-    with urlopen(f"{exporter.url()}/-/ready", timeout=patient(30), context=context) as answer:
-        return int(answer.status)
-
-
-@pytest.mark.parametrize("auth_type", ["VerifyClientCertIfGiven", "RequireAndVerifyClientCert"])
-def test_client_certificates_are_verified(start_https: StartHttps, folder: Path, auth_type: str) -> None:
-    known, stranger = trustme.CA(), trustme.CA()
-    trust(known, folder, "clients.crt")
-    exporter = start_https(tls={**TLS, "client_auth_type": auth_type, "client_ca_file": "clients.crt"})
-    assert with_certificate(exporter, folder, known) == 200
-    with pytest.raises(OSError, match=GONE):
-        with_certificate(exporter, folder, stranger)
-    if auth_type == "VerifyClientCertIfGiven":
-        assert with_certificate(exporter, folder, None) == 200
-        return
-    with pytest.raises(OSError, match=GONE):
-        with_certificate(exporter, folder, None)
-    with pytest.raises(ExporterUnreachableError, match=exporter.url()):
-        exporter.request("/-/ready")
 
 
 def test_commands_over_https_show_no_password(start_https: StartHttps) -> None:
@@ -291,16 +234,6 @@ def test_a_server_without_tls_has_its_own_error(start_https: StartHttps) -> None
     exporter = start_https(tls=None)
     with pytest.raises(ExporterUnreachableError, match=rf"{exporter.url()}\b.*\bTLS\b"):
         exporter.request("/metrics")
-
-
-def test_a_client_without_a_handshake_is_disconnected(folder: Path) -> None:
-    (folder / "web.yml").write_text(json.dumps({"tls_server_config": TLS}))
-    limits = Limits(max_connections=8, request_seconds=0.4)
-    with (
-        running_exporter(web_config_file=str(folder / "web.yml"), limits=limits, ready=False) as exporter,
-        socket.create_connection(("127.0.0.1", exporter.port), patient(30)) as connection,
-    ):
-        assert connection.recv(1) == b""
 
 
 def test_a_training_process_reports_over_https_and_clears(

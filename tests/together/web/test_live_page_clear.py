@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from playwright.sync_api import Request
 
 from gpumem_client.wire.protocol import MODES, REPORTS_PATH, to_wire
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import ExporterProcess
 from tests.support.live_page import LivePage, OpenPage, browser, open_page, serving
-from tests.support.still_demo import StillDemo, still_demo
 
 __all__ = ["browser", "open_page"]
 
 TOKEN = "a-token-that-is-long-enough-to-be-one"
-JOB = "demo-pipeline-finetune"
 RANKS = 4
 GIB = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StillDemo]:
-    """A demo that requires a token for actions."""
-    token = tmp_path_factory.mktemp("guarded") / "token"
-    token.touch(0o600)
-    token.write_text(TOKEN + "\n")
-    with still_demo(action_token_file=str(token)) as demo:
-        yield demo
 
 
 def focused(live: LivePage, element: str) -> None:
@@ -96,65 +82,42 @@ def test_a_training_job_clears_with_all_ranks_after_the_same_step_unless_it_is_c
         ]
 
 
-def test_a_clear_frees_memory_at_the_end_of_a_step(still: StillDemo, open_page: OpenPage) -> None:
-    live = open_page(still)
-    open_dialog(live, JOB)
-    focused(live, "dialog-confirm")
-    with still.time_passes():
-        live.page.locator("#dialog-confirm").click()
-        focused(live, "dialog-cancel")
-    assert set(outcomes(live)) == {"done"}
-
-
-def test_a_token_is_requested_and_a_wrong_one_loses_nothing(guarded: StillDemo, open_page: OpenPage) -> None:
-    live = open_page(guarded, path="?q=demo-pipeline&sort=-allocated", expects=("status of 401",))
-    sent = sent_actions(live)
-    open_dialog(live, JOB)
-    focused(live, "token")
-    title = live.text("#dialog-title")
-    assert not live.page.locator("#dialog-error").is_visible()
-    live.page.keyboard.type("wrong")
-    live.page.keyboard.press("Enter")
-    live.page.locator("#dialog-error").wait_for()
-    assert "wrong token" in live.text("#dialog-error")
-    refused = live.text("#dialog-error")
-    live.page.locator("#token").fill("Schlüssel mit Umlaut")
-    live.page.keyboard.press("Enter")
-    live.until("document.querySelector('#dialog-error').innerText.replaceAll('\\u00a0', ' ') !== it", refused)
-    focused(live, "token")
-    live.page.locator("#token").fill(TOKEN)
-    live.page.keyboard.press("Enter")
-    focused(live, "dialog-confirm")
-    assert live.text("#dialog-title") == title
-    assert set(outcomes(live)) == {"would clear"}
-    assert len({str(body) for body in sent}) == 1  # each attempt was for the same clear
-    live.page.keyboard.press("Escape")
-    assert live.page.url.endswith("?q=demo-pipeline&sort=-allocated")
-    live.until("document.querySelectorAll('#events li time').length > 0")  # the token also shows the events
-    kept = live.page.evaluate(
-        "[location.href, document.cookie, ...Object.values(localStorage), ...Object.values(sessionStorage),"
-        " document.querySelector('#token').value].join(' ')"
-    )
-    assert TOKEN not in kept
-    assert not any(TOKEN in url for url in live.requested)
-
-
-def test_a_refused_viewer_sees_the_reason_and_the_numbers(still: StillDemo, open_page: OpenPage) -> None:
-    live = open_page(still, expects=("status of 403",), extra_http_headers={"X-Forwarded-For": "10.1.2.3"})
-    live.until("document.querySelector('#rights').textContent.includes('--action.token-file')")
-    assert "GiB" in live.text("#jobs")
-    open_dialog(live, "demo-notebook")
-    live.page.locator("#dialog-error").wait_for()
-    assert "--action.token-file" in live.text("#dialog-error")
-    assert not live.page.locator("#dialog-confirm").is_visible()
-    assert not live.page.locator("#token-form").is_visible()
-
-
-def test_disabled_clears_are_shown_as_disabled(open_page: OpenPage) -> None:
-    with still_demo(action_allow="reset_peak") as demo:
-        live = open_page(demo)
-        live.until("document.querySelector('#rights').textContent.includes('--action.allow')")
-        assert live.page.locator("#jobs .act:visible").count() == 0
+def test_a_token_is_requested_and_a_wrong_one_loses_nothing(tmp_path: Path, open_page: OpenPage) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN + "\n")
+    with serving(tmp_path, "--report.expiry", "3600", "--action.token-file", str(token)) as exporter:
+        train(exporter)
+        live = open_page(exporter, path="?q=llm&sort=-allocated", expects=("status of 401",))
+        sent = sent_actions(live)
+        open_dialog(live, "llm")
+        focused(live, "token")
+        title = live.text("#dialog-title")
+        assert not live.page.locator("#dialog-error").is_visible()
+        live.page.keyboard.type("wrong")
+        live.page.keyboard.press("Enter")
+        live.page.locator("#dialog-error").wait_for()
+        assert "wrong token" in live.text("#dialog-error")
+        refused = live.text("#dialog-error")
+        live.page.locator("#token").fill("Schlüssel mit Umlaut")
+        live.page.keyboard.press("Enter")
+        live.until("document.querySelector('#dialog-error').innerText.replaceAll('\\u00a0', ' ') !== it", refused)
+        focused(live, "token")
+        live.page.locator("#token").fill(TOKEN)
+        live.page.keyboard.press("Enter")
+        focused(live, "dialog-confirm")
+        assert live.text("#dialog-title") == title
+        assert set(outcomes(live)) == {"would clear"}
+        assert len({str(body) for body in sent}) == 1  # each attempt was for the same clear
+        live.page.keyboard.press("Escape")
+        assert live.page.url.endswith("?q=llm&sort=-allocated")
+        live.until("document.querySelectorAll('#events li time').length > 0")  # the token also shows the events
+        kept = live.page.evaluate(
+            "[location.href, document.cookie, ...Object.values(localStorage), ...Object.values(sessionStorage),"
+            " document.querySelector('#token').value].join(' ')"
+        )
+        assert TOKEN not in kept
+        assert not any(TOKEN in url for url in live.requested)
 
 
 def test_an_engine_sleeps_and_wakes_from_its_jobs_page_where_that_is_allowed(

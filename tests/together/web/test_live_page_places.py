@@ -1,21 +1,21 @@
-"""The live page below a path prefix, on a node without a driver, and with many processes."""
+"""The live page of exporters that run: hostile names, no driver, many processes, and a lost connection."""
 
 from __future__ import annotations
 
+import re
+import signal
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
 from tests.support.builders import MIB
 from tests.support.live_page import OpenPage, browser, open_page, send, serving
-from tests.support.prefix_proxy import prefix_proxy
-from tests.support.still_demo import StillDemo
 from tests.support.waiting import wait_for
 
 __all__ = ["browser", "open_page"]
 
-PROCESSES = 256
+PROCESSES = 128
+LOST = ("ERR_", "Failed to load resource")
 REFRESHES = """
 window.refreshes = 0;
 new PerformanceObserver((list) => { refreshes += list.getEntriesByName('refresh').length; }).observe({type: 'measure'});
@@ -38,26 +38,6 @@ PLACE = """({
 })"""
 
 
-def test_the_page_works_below_a_path_prefix(still: StillDemo, open_page: OpenPage) -> None:
-    with prefix_proxy(still.tcp_url, "/gpumem") as proxy:
-        live = open_page(proxy, expects=("status of 403",))  # of events and of the clear
-        live.page.locator("#jobs a.name:has-text('demo-pipeline-finetune')").click()
-        live.until("document.querySelector('.plot canvas')")
-        live.page.reload()
-        live.until("document.querySelector('#detail-title')?.textContent === 'demo-pipeline-finetune'")
-        live.page.locator("#detail .act", has_text="Clear").click()
-        live.until("document.querySelector('#dialog-error').textContent.includes('--action.token-file')")
-        live.page.keyboard.press("Escape")
-        live.page.locator("#host").click()
-        live.until("!document.querySelector('#node').hidden")
-        assert live.page.url == f"{proxy.tcp_url}/"
-        for link in live.page.locator("footer nav a").all():
-            address = link.evaluate("(it) => it.href")
-            assert live.page.request.get(address).status in (200, 403), address
-        outside = [url for url in live.requested if not urlsplit(url).path.startswith("/gpumem/")]
-        assert [url for url in outside if not url.startswith("data:")] == []
-
-
 def test_a_node_without_a_driver_has_a_next_step_and_its_jobs(tmp_path: Path, open_page: OpenPage) -> None:
     with serving(
         tmp_path, "--report.expiry", "3600", environment={"PATH": "/usr/bin:/bin"}, ready="/-/healthy"
@@ -78,8 +58,8 @@ def test_many_processes_are_shown_and_a_refresh_leaves_the_viewer_where_they_are
 ) -> None:
     with serving(tmp_path, "--demo", "--demo.processes", str(PROCESSES)) as exporter:
         wait_for(lambda: len(exporter.processes()) >= 0.9 * PROCESSES, "the demo's processes")
-        live = open_page(exporter, viewport={"width": 1440, "height": 900}, script=REFRESHES)
-        live.until("document.querySelectorAll('#jobs .job').length > 100")
+        live = open_page(exporter, viewport={"width": 1440, "height": 500}, script=REFRESHES)
+        live.until("document.querySelectorAll('#jobs .job').length > 50")
         jobs = exporter.get("/api/v1/live")["jobs"]
         assert sum(job["process_count"] for job in jobs) == pytest.approx(PROCESSES, abs=20)  # some are restarting
         assert live.page.locator("#jobs .job").count() == pytest.approx(len(jobs), abs=20)
@@ -90,7 +70,7 @@ def test_many_processes_are_shown_and_a_refresh_leaves_the_viewer_where_they_are
 
         row.locator("a.name").evaluate("(it) => it.focus({focusVisible: true})")
         row.locator(".owner").evaluate("(it) => getSelection().selectAllChildren(it)")
-        assert live.page.evaluate("scrollY") > 900
+        assert live.page.evaluate("scrollY") > 200
         live.page.evaluate(WATCH)
         before = live.page.evaluate(PLACE)
         live.until("refreshes >= 4")
@@ -99,3 +79,27 @@ def test_many_processes_are_shown_and_a_refresh_leaves_the_viewer_where_they_are
         assert before["open"] == folded["process_count"]
         assert live.page.evaluate("moved") == 0
         assert live.page.evaluate("written") > 0
+
+
+def test_names_are_inserted_as_text(tmp_path: Path, open_page: OpenPage) -> None:
+    with serving(tmp_path, "--report.expiry", "3600") as exporter:
+        send(exporter, 502, MIB, workload="<img src=x onerror=alert(1)>\u202e")
+        live = open_page(exporter)
+        live.until("document.querySelector('#jobs').textContent.includes('onerror')")
+        assert live.page.evaluate("document.querySelectorAll('body img').length") == 0
+        assert live.page.evaluate("document.body.textContent.includes('\\u202e')") is False
+
+
+def test_a_lost_exporter_leaves_its_last_values_with_their_time(tmp_path: Path, open_page: OpenPage) -> None:
+    with serving(tmp_path, "--demo") as own:
+        live = open_page(own, expects=LOST)
+        live.until("document.querySelectorAll('#jobs .job').length >= 10")
+        own.stop(signal.SIGKILL)
+        live.until("document.body.dataset.mode === 'lost'")
+        assert re.search(r"as of \d\d:\d\d:\d\d", live.text("#mode"))
+        assert "GiB" in live.text("#jobs")
+        assert live.page.evaluate("document.querySelector('#main').hasAttribute('data-stale')")
+        assert live.page.locator("#jobs .act:enabled").count() == 0
+        assert live.violations_of_access() == []
+        own.start()
+        live.until("document.body.dataset.mode === 'live'")

@@ -86,15 +86,6 @@ def test_an_error_has_its_cause_the_memory_of_the_device_and_what_came_before(ex
     assert {each["type"] for each in found["before"]} == {"oom", "process_started"}
 
 
-def test_the_jobs_beside_an_error_that_was_reported_late_are_not_known(exporter: OnTcp) -> None:
-    found = fail(exporter, age_seconds=30.0)
-    assert found["event"]["detail"]["device"] == {"total_bytes": 1000 * MIB}
-    assert found["explanation"]["cause"] == "others"
-    assert [part["key"] for part in found["explanation"]["parts"]] == [
-        *("torch_allocated", "torch_fragmented", "rest", "free"),
-    ]
-
-
 def test_another_event_has_no_explanation_and_an_unknown_one_is_not_found(exporter: OnTcp) -> None:
     (started, *_) = exporter.document(f"{EVENTS}?type=process_started")["events"]
     found = exporter.document(f"{EVENTS}/{started['id']}")

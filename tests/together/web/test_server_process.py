@@ -18,7 +18,6 @@ from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.server.http.listeners import BindError, bind
 from tests.support.builders import report
-from tests.support.ports import free_port
 from tests.support.waiting import eventually, patient
 
 SERVE = [sys.executable, "-m", "gpumem_exporter", "serve"]
@@ -105,38 +104,11 @@ def test_an_address_in_use_is_a_one_line_error_with_exit_code_1() -> None:
     assert "--web.listen-address" in line
 
 
-def test_an_invalid_configuration_is_a_one_line_error_with_exit_code_2(tmp_path: Path) -> None:
-    file = tmp_path / "exporter.yaml"
-    file.write_text("web:\n  listen-adress: ':9844'\n")
-    ended = run_to_the_end("--config.file", str(file))
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    (line,) = ended.stderr.splitlines()
-    assert "'web.listen-adress'" in line
-    assert str(file) in line
-
-
 def test_every_address_of_the_machine_is_ipv4_and_ipv6() -> None:
     with bind([":0"]) as listeners:
         port = listeners.sockets[0].getsockname()[1]
         for host in ("127.0.0.1", *(["::1"] if _has_ipv6() else [])):
             socket.create_connection((host, port), timeout=patient(30)).close()
-
-
-def test_the_exporter_listens_on_several_addresses() -> None:
-    addresses = ["127.0.0.1:0", "localhost:0", *(["[::1]:0"] if _has_ipv6() else [])]
-    with bind(addresses) as listeners:
-        assert len(listeners.sockets) >= len(addresses)
-        assert all(name.startswith("http://") for name in listeners.names())
-
-
-def test_if_one_address_fails_the_others_are_closed() -> None:
-    port = free_port()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        wrong = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(BindError, match=re.escape(wrong)):
-            bind([f"127.0.0.1:{port}", wrong])
-    socket.create_server(("127.0.0.1", port)).close()
 
 
 def _has_ipv6() -> bool:
@@ -213,19 +185,3 @@ def test_a_socket_that_another_process_replaced_is_kept(tmp_path: Path) -> None:
         path.unlink()
         leave_a_socket_file(path)
     assert path.exists()
-
-
-def test_the_exporter_starts_without_modules_that_it_does_not_need() -> None:
-    script = """
-import sys
-from gpumem_exporter.server import settings
-from gpumem_exporter.server import serve
-from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
-serve.create_app(serve.Runtime(settings.load_settings({}, {}), provider=PynvmlProvider(), host=serve.LinuxHost()))
-needless = ("rich", "yaml", "pydantic.v1", "httpx", "gpumem_exporter.demo")
-print([name for name in needless if name in sys.modules])
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=patient(60), check=True
-    )
-    assert ended.stdout == "[]\n"

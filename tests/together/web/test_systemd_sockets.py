@@ -97,17 +97,6 @@ def test_a_passed_tcp_and_a_passed_unix_socket_serve_scrapes_and_reports(tmp_pat
                 assert waiting.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_unix_socket_alone_is_enough(tmp_path: Path) -> None:
-    with unix_socket(tmp_path / "exporter.sock") as unix, activated([unix]):
-        assert request(url_of(unix), "/-/healthy").status == 200
-
-
-def test_the_rules_for_loopback_addresses_apply_to_a_passed_socket() -> None:
-    with tcp_socket() as tcp, activated([tcp]), closing(Connection(url_of(tcp), timeout_seconds=patient(30))) as client:
-        assert client.request("GET", "/metrics", headers={"Host": "other.example"}).status == 403
-        assert client.request("GET", "/metrics", headers={"Host": "localhost"}).status == 200
-
-
 def taken(process: subprocess.Popen[str]) -> dict[str, object]:
     output, errors = process.communicate(timeout=patient(60))
     assert errors == ""

@@ -46,15 +46,6 @@ def serving(folder: Path, tls: Mapping[str, Any], **sections: Any) -> Iterator[i
         yield exporter.port
 
 
-def test_older_versions_are_refused(folder: Path) -> None:
-    with serving(folder, {**FILES, "min_version": "TLS13"}) as port:
-        assert get(port, client_context(folder))[0] == 200
-        older = client_context(folder)
-        older.maximum_version = ssl.TLSVersion.TLSv1_2
-        with pytest.raises(REFUSED):
-            handshake(port, older)
-
-
 def test_configured_headers_replace_those_of_the_exporter_on_every_reply(folder: Path) -> None:
     headers = {
         "Content-Security-Policy": "default-src 'self'",
