@@ -89,31 +89,23 @@ def test_a_minimal_rule_is_a_dry_run_with_default_limits(tmp_path: Path) -> None
     assert rule.request.settle_seconds == 10.0
 
 
-def test_stop_after_may_be_never_and_applies_only_to_actions_that_free_memory(tmp_path: Path) -> None:
-    (never,) = read(tmp_path, MINIMAL + "    stop_after: never\n")
-    (snapshot,) = read(tmp_path, MINIMAL.replace("empty_cache", "snapshot"))
-    assert never.stop_after is None
-    assert snapshot.stop_after is None
-
-
 def test_a_cooldown_may_be_as_short_as_the_settling_time(tmp_path: Path) -> None:
     (equal,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: {still_free_after: 2s}\n")
-    (off,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: {still_free_after: 0s}\n")
     (never,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: never\n")
-    assert [rule.request.settle_seconds for rule in (equal, off, never)] == [2.0, 0.0, 0.0]
+    (snapshot,) = read(tmp_path, MINIMAL.replace("empty_cache", "snapshot"))
+    assert [rule.request.settle_seconds for rule in (equal, never)] == [2.0, 0.0]
+    assert never.stop_after is snapshot.stop_after is None
 
 
-def test_the_example_is_valid_and_every_rule_in_it_is_a_dry_run() -> None:
-    rules = read_policy(EXAMPLE, allowed=DEFAULT_ACTIONS)
-    assert len(rules) >= 3
-    assert all(rule.dry_run for rule in rules)
-
-
-def test_the_example_has_every_field_and_key() -> None:
-    text = EXAMPLE.read_text()
-    assert [name for name in FIELDS if name not in text] == []
+def test_the_documented_rules_are_dry_runs_and_clear_only_what_stays_free(tmp_path: Path) -> None:
+    example, document = EXAMPLE.read_text(), (REPOSITORY / "docs" / "policies-and-alerts.md").read_text()
+    for text in (example, document.partition("```yaml\n")[2].partition("```")[0]):
+        for rule in read(tmp_path, text):
+            assert rule.dry_run
+            assert rule.request.action != "empty_cache" or "idle_cache_bytes" in [each.field for each in rule.when]
+    assert [name for name in FIELDS if name not in example] == []
     for key in ("for", "cooldown", "max_per_hour", "stop_after", "still_free_after", "dry_run", "group", "deadline"):
-        assert f"{key}:" in text
+        assert f"{key}:" in example
 
 
 def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
@@ -130,7 +122,6 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
     ("spoil", "line", "named"),
     [
         (lambda text: text + "    cooldwon: 5m\n", 6, ("'cooldwon'", "name, workloads, when")),
-        (lambda text: text + "    cooldown:\n", 6, ("cooldown",)),
         (lambda text: text + "    cooldown: 0\n", 6, ("cooldown: '0'", " 1 s")),
         (lambda text: text + "    cooldown: 2s\n", 6, ("cooldown: '2 s'", "still_free_after", "10 s")),
         (lambda text: text + "    stop_after: {still_free_after: 6m}\n", 2, ("cooldown: '300 s'", "360 s")),
@@ -141,13 +132,11 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
             ("still_free_after", "empty_cache"),
         ),
         (lambda text: text + "    cooldown: soon\n", 6, ("cooldown: 'soon'", "60s, 5m or 1h")),
-        (lambda text: text + "    for: 5GiB\n", 6, ("for: '5GiB'", "60s")),
         (lambda text: text + "    max_per_hour: 0\n", 6, ("max_per_hour: '0'", "equal to 1")),
         (lambda text: text + "    dry_run: yes\n", 6, ("dry_run: 'yes'", "true", "false")),
         (lambda text: text + "    stop_after: {clear: 3}\n", 6, ("'clear'", "clears, freed_under")),
         (lambda text: text.replace("slack_bytes", "slack"), 4, ("'slack'", ", ".join(FIELDS))),
         (lambda text: text.replace("{over: 1}", "{above: 1}"), 4, ("'above'", "over, under")),
-        (lambda text: text.replace("{over: 1}", "{}"), 4, ("slack_bytes:", "over, under")),
         (lambda text: text.replace("{over: 1}", "{over: -1}"), 4, ("4GiB",)),
         (lambda text: text.replace("{over: 1}", "{over: [1]}"), 4, ("slack_bytes", "string")),
         (lambda text: text.replace("{over: 1}", "{over: 2GiB, under: 1GiB}"), 4, ("2.0 GiB", "1.0 GiB")),
@@ -165,7 +154,6 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
         (lambda text: text.replace("empty_cache", "empty_cache, mode: now, group: true"), 5, ("mode", "group")),
         (lambda text: text.replace("empty_cache", "set_memory_fraction"), 5, ("fraction: is missing",)),
         (lambda text: text.replace("empty_cache", "empty_cache, deadline: 2h"), 5, ("deadline: 7200.0", "3600")),
-        (lambda text: text + text.removeprefix("rules:\n"), 6, ("'r'", "line 2")),
         (lambda _: "rules: [" + ", ".join([ONE_LINE] * 2) + "]\n", 1, ("'r'", "line 1")),
         (lambda text: text.replace("rules:", "rules: x #"), 2, ("YAML",)),
         (lambda text: "- 1\n", 1, ("keys", "rules")),
@@ -210,7 +198,6 @@ def test_a_missing_or_too_long_file_is_named(tmp_path: Path) -> None:
 def test_the_settings_check_the_file_and_its_actions(tmp_path: Path) -> None:
     path = tmp_path / "policy.yml"
     path.write_text(MINIMAL)
-    assert load_settings({"policy.file": str(path)}, {}).policy_file == str(path)
     with pytest.raises(ConfigurationError, match=r"policy\.yml:5: .*--action\.allow\b.*\bsnapshot\b"):
         load_settings({"policy.file": str(path), "action.allow": "snapshot"}, {})
 
@@ -238,11 +225,9 @@ def test_a_rule_concerns_the_workloads_that_match_its_patterns(
     ("text", "unit", "value"),
     [
         ("4GiB", "bytes", 4 << 30),
-        ("1.5 MiB", "bytes", 3 << 19),
         ("8e9", "bytes", 8e9),
         ("2GB", "bytes", 2e9),
         ("5%", "ratio", 0.05),
-        ("0.3", "ratio", 0.3),
         ("5m", "seconds", 300),
         ("1.5h", "seconds", 5400),
     ],
@@ -259,7 +244,6 @@ def test_a_quantity_is_read_with_its_unit(text: str, unit: str, value: float) ->
         ("-1", "bytes"),
         ("1e400", "bytes"),
         ("1.01", "ratio"),
-        ("5m", "ratio"),
         ("４", "seconds"),
     ],
 )

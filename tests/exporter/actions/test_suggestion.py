@@ -29,23 +29,17 @@ def idles(pid: int, **changes: Any) -> ReportingProcess:
     return reporting(pid, workload="notebook", modes=MODES, devices=(sample(UUIDS[0], MIB, MIB),), **changes)
 
 
-def suggested(*processes: ReportingProcess, target: Target = EVERYTHING, **changes: Any) -> Suggestion:
+def suggested(
+    *processes: ReportingProcess, target: Target = EVERYTHING, deadline_seconds: float | None = None
+) -> Suggestion:
     snapshot = Snapshot(0.0, node(device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1")), processes)
-    request = ActionRequest("empty_cache", target, dry_run=True, **changes)
+    request = ActionRequest("empty_cache", target, dry_run=True, deadline_seconds=deadline_seconds or 30.0)
     selected = select(request, OPERATOR, snapshot).reporting
-    return suggest_clears(request, selected, snapshot, 0.0, free_deadline=True)
+    return suggest_clears(request, selected, snapshot, 0.0, free_deadline=deadline_seconds is None)
 
 
 def parts(suggestion: Suggestion) -> list[tuple[tuple[str, ...], str, bool]]:
     return [(request.target.pid, request.mode, request.group) for request in suggestion.requests]
-
-
-def test_processes_that_do_not_train_clear_at_once_with_the_given_target() -> None:
-    stopped = trains(2, "done", step_seconds=None)
-    suggestion = suggested(idles(1), stopped)
-    (request,) = suggestion.requests
-    assert (request.target, request.mode, request.dry_run) == (EVERYTHING, "now", False)
-    assert suggestion.target == EVERYTHING
 
 
 def test_each_process_clears_when_it_harms_its_job_least() -> None:
@@ -70,6 +64,8 @@ def test_ranks_that_cannot_act_together_end_their_own_steps() -> None:
     old = trains(2, "llm", rank="0")
     stopped = trains(3, "llm", rank="1", step_seconds=None)
     assert parts(suggested(old, stopped)) == [(("3",), "now", False), (("2",), "step", False)]
+    without_the_mode = dataclasses.replace(old, report=dataclasses.replace(old.report, modes=("now",)))
+    assert [request.mode for request in suggested(without_the_mode).requests] == ["now"]
 
 
 def test_jobs_of_two_users_with_one_name_are_two_jobs() -> None:
@@ -78,24 +74,15 @@ def test_jobs_of_two_users_with_one_name_are_two_jobs() -> None:
     assert parts(suggested(*own, *others)) == [(("2", "3"), "step", True), (("4", "5"), "step", True)]
 
 
-def test_a_reporter_without_the_mode_clears_at_once() -> None:
-    older = dataclasses.replace(trains(2, "llm"))
-    older = dataclasses.replace(older, report=dataclasses.replace(older.report, modes=("now",)))
-    assert [request.mode for request in suggested(older).requests] == ["now"]
-
-
-@pytest.mark.parametrize(("step_seconds", "deadline_seconds"), [(0.5, 30.0), (20.0, 85.0), (2000.0, 3600.0)])
-def test_a_job_with_long_steps_has_time_to_end_one(step_seconds: float, deadline_seconds: float) -> None:
-    (request,) = suggested(trains(2, "llm", step_seconds=step_seconds)).requests
+@pytest.mark.parametrize(
+    ("step_seconds", "given", "deadline_seconds"),
+    [(0.5, None, 30.0), (20.0, None, 85.0), (2000.0, None, 3600.0), (20.0, 7.0, 7.0)],
+)
+def test_a_job_with_long_steps_has_time_to_end_one_unless_a_deadline_is_given(
+    step_seconds: float, given: float | None, deadline_seconds: float
+) -> None:
+    (request,) = suggested(trains(2, "llm", step_seconds=step_seconds), deadline_seconds=given).requests
     assert (request.mode, request.deadline_seconds) == ("step", deadline_seconds)
-
-
-def test_a_given_deadline_is_kept() -> None:
-    snapshot = Snapshot(0.0, node(device(UUIDS[0])), (trains(2, "llm", step_seconds=20.0),))
-    request = ActionRequest("empty_cache", EVERYTHING, deadline_seconds=7.0)
-    selected = select(request, OPERATOR, snapshot).reporting
-    (chosen,) = suggest_clears(request, selected, snapshot, 0.0, free_deadline=False).requests
-    assert chosen.deadline_seconds == 7.0
 
 
 @pytest.mark.parametrize(
@@ -108,6 +95,10 @@ def test_a_dry_run_expects_that_the_idle_cache_stays_free(
     snapshot = Snapshot(0.0, None, (reporting(1, devices=(of_device,)),))
     (selected,) = select_reporting(EVERYTHING, snapshot)
     (result,) = dry_run_results(selected, ActionRequest("empty_cache", EVERYTHING), NodeFacts())
+    (request,) = suggest_clears(
+        ActionRequest("empty_cache", EVERYTHING, dry_run=True), [selected], snapshot, 0.0, free_deadline=True
+    ).requests
+    assert (request.target, request.mode, request.dry_run) == (EVERYTHING, "now", False)
     assert (result.freed_bytes, result.still_free_bytes) == (reclaimable, stays_free)
 
 
