@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from gpumem_exporter.errors import (
     IdempotencyConflictError,
 )
 from tests.support.builders import MIB, UUIDS, device, node, sample
-from tests.support.dispatching import EVERYBODY, Bench, Ranks
+from tests.support.dispatching import Bench, Ranks
 
 ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0, pid=4)
 ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1001, pid=5)
@@ -35,11 +34,6 @@ class Shared(Bench):
         self.dispatcher = self.build(allowed=frozenset(ACTIONS))
         for pid, owner_uid in ((1, 0), (2, 1001), (3, 1002), (4, None)):
             self.put(pid, owner_uid=owner_uid, pid_namespace=pid_namespace(), devices=(sample(UUIDS[0], 0, MIB),))
-
-    def pids(self, caller: Caller, target: Target = EVERYBODY, **changes: Any) -> set[int | str]:
-        """Return the processes of an action."""
-        action = self.ask(target=target, caller=caller, dry_run=True, **changes)
-        return {result.pid for result in action.results}
 
 
 @pytest.fixture

@@ -42,6 +42,11 @@ def parts(suggestion: Suggestion) -> list[tuple[tuple[str, ...], str, bool]]:
     return [(request.target.pid, request.mode, request.group) for request in suggestion.requests]
 
 
+def test_processes_that_do_not_train_clear_at_once_with_the_given_target() -> None:
+    (request,) = suggested(idles(1), trains(2, "done", step_seconds=None)).requests
+    assert (request.target, request.mode, request.dry_run) == (EVERYTHING, "now", False)
+
+
 def test_each_process_clears_when_it_harms_its_job_least() -> None:
     ranks = [trains(pid, "llm", rank=str(pid)) for pid in (2, 3)]
     suggestion = suggested(idles(1), *ranks, trains(4, "finetune"))
@@ -95,10 +100,6 @@ def test_a_dry_run_expects_that_the_idle_cache_stays_free(
     snapshot = Snapshot(0.0, None, (reporting(1, devices=(of_device,)),))
     (selected,) = select_reporting(EVERYTHING, snapshot)
     (result,) = dry_run_results(selected, ActionRequest("empty_cache", EVERYTHING), NodeFacts())
-    (request,) = suggest_clears(
-        ActionRequest("empty_cache", EVERYTHING, dry_run=True), [selected], snapshot, 0.0, free_deadline=True
-    ).requests
-    assert (request.target, request.mode, request.dry_run) == (EVERYTHING, "now", False)
     assert (result.freed_bytes, result.still_free_bytes) == (reclaimable, stays_free)
 
 
