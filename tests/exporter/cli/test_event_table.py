@@ -18,14 +18,8 @@ _OOM = {
 }
 
 
-def test_a_long_event_is_cut_and_one_of_another_day_has_its_date() -> None:
-    line = event_line(event(1, "oom", _NOON, detail=_OOM), _NOON, 60).plain
-    assert len(line) == 60
-    assert line.endswith("…")
+def test_an_event_of_another_day_has_its_date_and_one_of_version_0_2_its_time_and_type() -> None:
     assert event_line(event(2, "b", _NOON - 86400), _NOON, 60).plain.split() == ["03-03", "12:00:00", "b"]
-
-
-def test_an_event_of_version_0_2_has_its_time_and_type() -> None:
     old = {"id": 1, "type": "device_lost", "unix_seconds": _NOON, "detail": {}}
     assert event_line(old, _NOON, 80).plain.split() == ["12:00:00", "device_lost"]
 
