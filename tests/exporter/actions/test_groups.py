@@ -67,7 +67,10 @@ def test_a_group_with_a_rank_that_cannot_take_part_does_not_start(
     assert ranks.dispatcher.recent() == ()
 
 
-async def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_names_it(ranks: Ranks) -> None:
+async def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_names_it(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
     ranks.rank(3, "2", 48)
     action = ranks.ask_group()
     ranks.dispatcher.commands(ranks.first)
@@ -82,6 +85,8 @@ async def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_nam
     assert ranks.dispatcher.cancelled(held) == (action.id,)
     ranks.answer(held, action, "refused")
     (finished,) = ranks.finished
+    states = ["delivered", "kept", "recalled and kept", "ended"]
+    assert [state for state in states if f"pid 1 (rank 0) is {state}" not in caplog.text] == []
     outcomes = [(row.rank, row.outcome) for row in finished.results]
     assert outcomes == [("1", "expired"), ("2", "refused"), ("0", "refused")]
     assert finished.results[0].reason_code == ReasonCode.GROUP_RANK_LATE

@@ -112,7 +112,7 @@ def test_the_output_of_each_action() -> None:
         still_free_bytes=1023 << 30,
     )
     cases = {
-        "clear": action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, rank="1")),
+        "clear": action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, rank="1"), when="At once."),
         "clear, settled": action(settled, {**settled, **unnamed, "pid": 4713}, settle_seconds=10.0),
         "clear, widest": action(widest, state="failed"),
         "clear, refused": action(refused, {**refused, "gpu": "1"}, _result(pid=4712), state="failed"),

@@ -65,6 +65,7 @@ def test_the_timeline_has_the_highest_use_the_times_and_one_column_for_each_part
 def test_a_part_without_a_reading_is_blank_and_its_neighbors_are_not() -> None:
     past = _flat(*[60 * GIB] * 200, *[None] * 200, *[60 * GIB] * 200)
     assert _plot(past)[0].split("┤")[1] == "█" * 20 + " " * 20 + "█" * 20
+    assert set("".join(_plot({**past, "series": []})[:6])) <= {" ", "│"}
 
 
 @pytest.mark.parametrize(("step", "width"), [(60, 188), (1, 30)])

@@ -10,13 +10,14 @@ from gpumem_client.profile.model import Profile
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.wire.protocol import Command, CommandResult, Reply, Report
 from gpumem_exporter.core.ledger import fragmented_bytes, node_ledgers
-from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.demo import DemoNode, workloads_of
 from gpumem_exporter.demo.heap import take_profiles
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.programs import MIB
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
+from gpumem_exporter.nvml.reader import NodeReader
 from gpumem_exporter.profiles.document import read_profile
 from gpumem_exporter.profiles.lines import by_owner, lines_of
 
@@ -66,19 +67,7 @@ def advance(node: DemoNode, seconds: float, since: float = START) -> Iterator[fl
 
 
 def reading(node: DemoNode) -> NodeReading:
-    provider = node.provider
-    devices = tuple(
-        DeviceReading(
-            gpu=identity.gpu,
-            uuid=identity.uuid,
-            name=identity.name,
-            memory=provider.read_memory(identity.uuid),
-            processes=provider.read_processes(identity.uuid),
-            utilization_ratio=provider.read_utilization_ratio(identity.uuid),
-        )
-        for identity in provider.devices()
-    )
-    return NodeReading(START, START, 0.0, up=True, devices=devices)
+    return NodeReader(node.provider, node.host, clock=lambda: START, wall_clock=lambda: START).read()
 
 
 def reports(node: DemoNode) -> dict[SimulatedProcess, Report]:

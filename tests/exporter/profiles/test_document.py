@@ -93,6 +93,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "a surrogate": lambda: gzip.compress(b'{"id": "\\ud800"}'),
     "NaN": lambda: gzip.compress(b'{"age_seconds": NaN}'),
     "nested": lambda: gzip.compress(b'{"rows":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "a list": lambda: gzip.compress(b"[]"),
     "a bomb": lambda: deflated(b" " * (7 * MAX_DOCUMENT_BYTES)),
     "long": lambda: deflated(b" " * MAX_DOCUMENT_BYTES + b"{}"),
     "many values": lambda: gzip.compress(b'{"rows": [' + b"1," * (MAX_VALUES + 1) + b"1]}"),
