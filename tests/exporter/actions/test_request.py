@@ -23,7 +23,6 @@ def request(**changes: Any) -> ActionRequest:
         {"action": "set_memory_fraction", "fraction": 1.0, "force": True},
         {"action": "terminate", "force": True},
         {"collect_garbage": True, "deadline_seconds": MAX_DEADLINE_SECONDS, "reason": "x" * 1000},
-        {"target": Target(gpu="0:1", uuid="MIG-1", pid=4711, workload="w", rank="0")},
         {"target": Target(workload="", rank="")},
         {"target": Target(gpu=(0, "1"), user=("alice", 1001))},
         {"target": Target(pid="1@4026532007")},
