@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import isinf
 from typing import Any
 
 import pytest
@@ -12,19 +13,36 @@ from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.policy.evaluation import MAX_DECISIONS, Decision, Evaluation, PolicyEvaluator, Stop
 from gpumem_exporter.actions.policy.rules import Condition, Rule
 from gpumem_exporter.actions.policy.values import FIELDS
-from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.request import ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
-from tests.support.policy_rules import policy_rule, stop_after
 
 SLACK = Condition("slack_bytes", over=100 * MIB)
 
 
+def stop_after(clears: int = 3, freed_under: float = 64 << 20, still_free_after: float = 0.0) -> dict[str, Any]:
+    return {"clears": clears, "freed_under": freed_under, "still_free_after": still_free_after}
+
+
 def rule(name: str = "r", *when: Condition, group: bool = False, **changes: Any) -> Rule:
-    mode = "step" if group else "now"
-    return policy_rule(
-        name, *(when or (SLACK,)), mode=mode, group=group, **{"cooldown": 10.0, "stop_after": stop_after(), **changes}
-    )
+    """Return a rule as a YAML file has it; by default, it clears where there is slack; `stop_after` None is never."""
+    do = {"action": "empty_cache", "mode": "step" if group else "now", "group": group}
+    do |= {key: changes.pop(key) for key in ("action", "force") if key in changes}
+    bounds = {each.field: {"over": each.over, "under": each.under} for each in when or (SLACK,)}
+    known = {name: {key: bound for key, bound in both.items() if not isinf(bound)} for name, both in bounds.items()}
+    stop = changes.pop("stop_after", stop_after()) or "never"
+    document = {"name": name, "workloads": ["*"], "when": known, "do": do, "cooldown": 10.0, "dry_run": False}
+    if do["action"] == "empty_cache":
+        document["stop_after"] = stop
+    return Rule.model_validate(as_texts({**document, **changes}), context=ACTIONS)
+
+
+def as_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: as_texts(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_texts(each) for each in value]
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def process(pid: int = 1, *samples: DeviceSample, at: float, **changes: Any) -> ReportingProcess:
