@@ -86,7 +86,7 @@ class Bench:
         still_free: int | None = None,
         code: ReasonCode | None = None,
     ) -> Stop | None:
-        sizes = {"freed_bytes": freed, "still_free_bytes": still_free}
+        sizes: dict[str, Any] = {"freed_bytes": freed, "still_free_bytes": still_free}
         row = ActionResult(1, "train", "", "0", UUIDS[0], outcome, "why", reason_code=code, **sizes)
         dry = decision.request.dry_run
         action = Action(f"a{self.now}", "empty_cache", "done", "policy:r", 0.0, Target(pid=1), dry_run=dry)
