@@ -149,15 +149,7 @@ def test_a_clear_of_the_starting_engine_itself_waits() -> None:
     assert bench.commands(engine)
 
 
-def test_force_does_not_wait() -> None:
-    bench = EngineBench()
-    asked = bench.ask(target=Target(pid=1), force=True)
-    assert not asked.waits_for
-    (command,) = bench.commands(bench.first)
-    assert not command.force, "only a fraction has a force that the process itself needs"
-
-
-def test_a_user_forces_beside_its_own_engine_only() -> None:
+def test_force_does_not_wait_and_a_user_forces_beside_its_own_engine_only() -> None:
     bench = EngineBench()
     of_ada = bench.put(3, owner_uid=ADA.uid, devices=(sample(UUIDS[1], 0, MIB),))
     with pytest.raises(ActionForbiddenError) as caught:
@@ -168,8 +160,9 @@ def test_a_user_forces_beside_its_own_engine_only() -> None:
         bench.ask(target=Target(pid=3), force=True, dry_run=True, caller=ADA)
     assert not bench.commands(of_ada)
     bench.engine(uid=ADA.uid)
-    bench.ask(target=Target(pid=3), force=True, caller=ADA)
-    assert bench.commands(of_ada)
+    assert not bench.ask(target=Target(pid=3), force=True, caller=ADA).waits_for
+    (command,) = bench.commands(of_ada)
+    assert not command.force, "only a fraction has a force that the process itself needs"
 
 
 def test_a_reporting_engine_belongs_to_the_user_that_the_kernel_names() -> None:

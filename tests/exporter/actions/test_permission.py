@@ -15,7 +15,6 @@ from gpumem_exporter.errors import (
     ActionForbiddenError,
     ActionRefusedError,
     GroupIncompleteError,
-    IdempotencyConflictError,
 )
 from tests.support.builders import MIB, UUIDS, device, node, sample
 from tests.support.dispatching import Bench, Ranks
@@ -84,16 +83,6 @@ def test_the_actions_of_a_user_are_those_that_concern_only_its_processes() -> No
     assert ROOT.permitted_actions(ACTIONS) == ACTIONS
     assert ADA.permitted_actions(ACTIONS) == tuple(each for each in ACTIONS if each != "terminate")
     assert dataclasses.replace(ADA, rights=Rights.NONE).permitted_actions(ACTIONS) == ()
-
-
-def test_an_idempotency_key_belongs_to_its_caller(bench: Shared) -> None:
-    first = bench.ask(target=Target(pid=2), caller=ADA, idempotency_key="k")
-    second = bench.ask("collect_garbage", target=Target(pid=3), caller=EVE, idempotency_key="k")
-    alert = bench.ask(target=Target(pid=2), caller=Caller.alert("Leak", ROOT), idempotency_key="k")
-    assert len({first.id, second.id, alert.id}) == 3
-    assert bench.ask(target=Target(pid=2), caller=ADA, idempotency_key="k").id == first.id
-    with pytest.raises(IdempotencyConflictError):
-        bench.ask("reset_peak", target=Target(pid=2), caller=ADA, idempotency_key="k")
 
 
 def test_a_rank_of_another_user_does_not_join_a_group() -> None:

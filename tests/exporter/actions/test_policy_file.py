@@ -140,6 +140,11 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
         (lambda text: text.replace("name: r", "name: 'a rule'"), 2, ("name: 'a rule'", "letters")),
         (lambda text: text.replace("empty_cache", "clear"), 5, ("action: 'clear'", ", ".join(ACTIONS))),
         (lambda text: text.replace("empty_cache", "terminate"), 5, ("terminate", "--action.allow", "empty_cache")),
+        (
+            lambda text: text.replace("empty_cache", "set_memory_fraction, mode: step, fraction: 0.5"),
+            5,
+            ("mode", "now"),
+        ),
         (lambda text: text.replace("empty_cache", "empty_cache, mode: now, group: true"), 5, ("mode", "group")),
         (lambda text: text.replace("empty_cache", "set_memory_fraction"), 5, ("fraction: is missing",)),
         (lambda text: text.replace("empty_cache", "empty_cache, deadline: 2h"), 5, ("deadline: 7200.0", "3600")),
@@ -157,13 +162,6 @@ def test_an_error_has_the_line_the_value_and_what_is_accepted(
     message = refusal(tmp_path, spoil(MINIMAL))  # type: ignore[operator]
     assert message.startswith(f":{line}: "), message
     assert [part for part in named if part not in message] == [], message
-
-
-def test_an_allowed_terminate_has_only_the_mode_now(tmp_path: Path) -> None:
-    terminate = MINIMAL.replace("empty_cache", "terminate")
-    (rule,) = read(tmp_path, terminate, ACTIONS)
-    assert rule.request.action == "terminate"
-    assert "now" in refusal(tmp_path, terminate.replace("terminate}", "terminate, mode: step}"), ACTIONS)
 
 
 @pytest.mark.parametrize(

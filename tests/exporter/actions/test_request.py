@@ -37,6 +37,7 @@ def test_a_valid_request_has_no_invalid_field(changes: dict[str, Any]) -> None:
     [
         ("action", f"'explode' is invalid: expected {', '.join(ACTIONS)}", {"action": "explode"}),
         ("mode", "'soon' is invalid: expected now, step, idle", {"mode": "soon"}),
+        ("mode", "'step' is invalid: expected now", {"action": "terminate", "mode": "step"}),
         ("mode", "'now' is invalid: expected step", {"group": True, "mode": "now"}),
         ("at_step", "5 is invalid: expected no value without group", {"at_step": 5}),
         ("at_step", "0 is invalid: expected an integer from 1", {"group": True, "mode": "step", "at_step": 0}),

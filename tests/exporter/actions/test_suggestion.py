@@ -10,7 +10,7 @@ from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.results import dry_run_results
 from gpumem_exporter.actions.selection import NodeFacts, select, select_reporting
-from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears, suggested_timing
+from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
@@ -115,19 +115,3 @@ def test_a_suggestion_takes_no_search_for_each_job(monkeypatch: pytest.MonkeyPat
     ranks = [trains(pid, f"llm{pid // 2}", rank=str(pid)) for pid in range(2, 82)]
     assert len(suggested(*ranks).requests) == 40
     assert len(searches) == 2
-
-
-@pytest.mark.parametrize(
-    ("job", "mode"),
-    [
-        ([idles(1)], ("now", False)),
-        ([trains(2, "llm")], ("step", False)),
-        ([trains(2, "llm"), trains(3, "llm")], ("step", True)),
-        ([trains(2, "llm"), trains(3, "llm", step_seconds=None)], ("step", False)),
-        ([trains(2, "llm", step_seconds=2000.0), trains(3, "llm", step_seconds=2000.0)], ("step", False)),
-    ],
-)
-def test_the_mode_of_a_job_is_the_mode_of_its_requests(job: list[ReportingProcess], mode: tuple[str, bool]) -> None:
-    timing = suggested_timing(job, 0.0)
-    assert (timing.mode, timing.group) == mode
-    assert timing in [(one.mode, one.group, one.deadline_seconds) for one in suggested(*job).requests]
