@@ -140,11 +140,6 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
         (lambda text: text.replace("name: r", "name: 'a rule'"), 2, ("name: 'a rule'", "letters")),
         (lambda text: text.replace("empty_cache", "clear"), 5, ("action: 'clear'", ", ".join(ACTIONS))),
         (lambda text: text.replace("empty_cache", "terminate"), 5, ("terminate", "--action.allow", "empty_cache")),
-        (
-            lambda text: text.replace("empty_cache", "set_memory_fraction, mode: step, fraction: 0.5"),
-            5,
-            ("mode", "now"),
-        ),
         (lambda text: text.replace("empty_cache", "empty_cache, mode: now, group: true"), 5, ("mode", "group")),
         (lambda text: text.replace("empty_cache", "set_memory_fraction"), 5, ("fraction: is missing",)),
         (lambda text: text.replace("empty_cache", "empty_cache, deadline: 2h"), 5, ("deadline: 7200.0", "3600")),
