@@ -12,7 +12,11 @@ from tests.support.live_documents import GIB, device, full_node, job, live, proc
 
 
 def _lines(document: dict[str, Any], width: int = 80, **options: Any) -> list[str]:
-    return printed(*node_tables([Node(document)], View(), width, **options), width=width)
+    return _of([Node(document)], width=width, **options)
+
+
+def _of(nodes: list[Node], view: View | None = None, width: int = 80, **options: Any) -> list[str]:
+    return printed(*node_tables(nodes, view or View(), width, **options), width=width)
 
 
 def test_an_ascii_terminal_gets_an_ascii_strip() -> None:
@@ -23,7 +27,7 @@ def test_an_ascii_terminal_gets_an_ascii_strip() -> None:
     assert line.split()[1].strip("#%.") == "chat-70b"
 
 
-def test_the_output_of_info() -> None:
+def test_the_output_of_info_and_of_top_once() -> None:
     unknown: dict[str, Any] = dict.fromkeys(
         ("memory", "ledger", "utilization_ratio", "idle_cache_bytes", "allocatable_bytes")
     )
@@ -39,6 +43,10 @@ def test_the_output_of_info() -> None:
         "120 columns, sleeping": _lines(live([device("0", busy)], [busy], source="demo"), 120),
         "80 columns, long names": _lines(live([device("0", long)], [long]), ledger=True),
         "nothing": _lines(live([], [])),
+        "no exporter": _of([]),
+        "driver alone": _of([Node(live([device("0", ledger=None, idle_cache_bytes=None)], []), "")]),
+        "no match": _of([Node(full_node())], View("unknown")),
+        "fleet": _of([Node(full_node(), "http://a", "a"), Node(None, "http://b", "b", "refused")]),
     }
     assert_golden("info.txt", "\n".join(f"== {name}\n" + "\n".join(lines) + "\n" for name, lines in cases.items()))
 

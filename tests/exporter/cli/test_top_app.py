@@ -7,10 +7,7 @@ import pytest
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.render.layout import Order
-from gpumem_exporter.cli.render.node_tables import node_tables
-from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.top.tables import RowTable
-from tests.support.golden import assert_golden, printed
 from tests.support.live_documents import device, finding, full_node, job, live, process
 from tests.support.top_screen import URL, TopScreen, until
 
@@ -219,22 +216,3 @@ async def test_a_fleet_has_a_column_for_the_node_and_says_why_a_node_has_no_rows
         await until(lambda: "Clear llm-pretrain (alice) on node1?" in world.text, "the question")
         await pilot.press("n", "enter")
         await until(lambda: world.text.startswith("node1  llm-pretrain"), "the job")
-
-
-def test_the_output_of_top_once() -> None:
-    node = full_node()
-    demo = {**node, "node": {**node["node"], "source": "demo"}}
-    driver_alone = [Node(live([device("0", ledger=None, idle_cache_bytes=None)], []), "")]
-    cases = {
-        "80 columns": ([Node(node, URL)], View(), 80),
-        "demo, by idle cache": ([Node(demo, URL)], View(order=Order("idle_cache")), 120),
-        "no match": ([Node(node, URL)], View("unknown"), 80),
-        "driver alone": (driver_alone, View(), 80),
-        "no exporter": ([], View(), 80),
-        "fleet": ([Node(node, "http://a", "a"), Node(None, "http://b", "b", "refused")], View(), 100),
-    }
-    shown = [
-        f"== {name}\n" + "\n".join(printed(*node_tables(nodes, view, width), width=width)) + "\n"
-        for name, (nodes, view, width) in cases.items()
-    ]
-    assert_golden("top.txt", "\n".join(shown))

@@ -119,7 +119,7 @@ def test_the_same_seed_creates_the_same_node_and_another_seed_another() -> None:
     def history(seed: int) -> list[object]:
         node = DemoNode(seed=seed, clock=lambda: START)
         seen: list[object] = [node.provider.devices()]
-        seen.extend(reading(node) for _ in advance(node, 5.0))
+        seen.extend(reading(node) for _ in advance(node, 2.0))
         seen.append([report(process) for process in node.simulation.processes()])
         return seen
 
