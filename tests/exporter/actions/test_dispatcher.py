@@ -221,6 +221,15 @@ def done(bench: Bench, caller: Caller | None = None, **changes: Any) -> Action:
     return action
 
 
+def test_dry_runs_displace_no_action() -> None:
+    bench = Bench()
+    bench.dispatcher = bench.build(kept_actions=4)
+    real = done(bench)
+    estimates = [bench.ask(dry_run=True).id for _ in range(9)]
+    assert bench.dispatcher.get(real.id) is not None
+    assert [bench.dispatcher.get(one) is not None for one in estimates[-2:]] == [False, True]
+
+
 def test_a_caller_with_many_actions_displaces_only_its_own() -> None:
     bench = Bench()
     bench.dispatcher = bench.build(kept_actions=4)

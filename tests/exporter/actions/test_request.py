@@ -53,6 +53,7 @@ def test_a_valid_request_has_no_invalid_field(changes: dict[str, Any]) -> None:
         ("deadline_seconds", "nan is invalid", {"deadline_seconds": float("nan")}),
         ("reason", "at most 1000 characters", {"reason": "x" * 1001}),
         ("target", "expected gpu, uuid, pid, workload, rank, user, orphans: true or all: true", {"target": Target()}),
+        ("target.gpu", "'' is invalid: expected 1 to 128 characters", {"target": Target(gpu="")}),
         ("target.workload", "expected 0 to 128 characters", {"target": Target(workload="x" * 257)}),
         ("target.pid", "'0' is invalid: expected an integer from 1", {"target": Target(pid=(7, 0))}),
         ("target.pid", "'٣' is invalid: expected an integer", {"target": Target(pid="٣")}),
