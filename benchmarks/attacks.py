@@ -1,11 +1,10 @@
 """What a hostile local user can cost the exporter: its memory, and the waits of other clients.
 
-    python -m benchmarks.attacks [--quick] [--json] [--only WORD] [--soak MINUTES] [--checkout DIR]
+    python -m benchmarks.attacks [--quick] [--json] [--only WORD] [--soak MINUTES]
 
 64 reporters on 8 devices report all the time. Each attack runs alone. Meanwhile root scrapes and requests dry runs of
 a clear, and another user sends the first reports of connections. With `--soak`, all attacks run at once for a sixth of
-the time instead, between a quiet third and a quiet half. `--checkout` attacks the exporter of another checkout. Needs
-root.
+the time instead, between a quiet third and a quiet half. Needs root.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import trustme
 
@@ -32,10 +30,10 @@ from benchmarks.place import Http, Place, resident_bytes
 from benchmarks.reporters import HELD_BYTES, Stand, report_body, report_for_ever
 from tests.support.certificates import issue
 from tests.support.exporter_process import ExporterProcess
-from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for
 
 REPORTERS, DEVICES = 64, 8
+MIB = 1 << 20
 ONE_ATTACK_MIB, ALL_ATTACKS_MIB = 160, 256
 """The limits of the exporter's resident memory. The manifests limit it to 256 MiB."""
 REMAINING_MIB = 24
@@ -85,7 +83,6 @@ def main() -> int:
     options.amount("--seconds", 20.0, 8.0, "seconds of each attack")
     options.parser.add_argument("--only", default="", help="only the attacks with this word in their names")
     options.parser.add_argument("--soak", type=float, default=0.0, help="minutes of a run with all attacks at once")
-    options.parser.add_argument("--checkout", type=Path, default=REPOSITORY, help="the checkout whose exporter runs")
     given = options.read()
     if os.geteuid() != 0:
         options.parser.error("root is needed, to act as several users")
@@ -103,7 +100,7 @@ def main() -> int:
 
 def alone(given: argparse.Namespace, progress: Progress, place: Place, name: str) -> list[Row]:
     """One attack."""
-    exporter, target = serve(given, place, tls=name == TLS_ATTACK)
+    exporter, target = serve(place, tls=name == TLS_ATTACK)
     clients = Clients()
     clients.start(target)
     progress.sleep(given.seconds / 2)
@@ -113,7 +110,9 @@ def alone(given: argparse.Namespace, progress: Progress, place: Place, name: str
         progress.sleep(given.seconds)
     ended = time.monotonic()
     requests = clients.stop()
-    rows = [Row(f"{name}: highest RSS", peak_mib(exporter), "MiB", f"before ({before} MiB)", limit=ONE_ATTACK_MIB)]
+    rows = [
+        Row(f"{name}: highest RSS", exporter.peak_bytes() / MIB, "MiB", f"before ({before} MiB)", limit=ONE_ATTACK_MIB)
+    ]
     for what, waits in requests.items():
         during = [wait for wait in waits if wait.started_seconds + wait.taken_seconds > started]
         during = [wait for wait in during if wait.started_seconds < ended]
@@ -127,7 +126,7 @@ def soak(given: argparse.Namespace, progress: Progress, names: Sequence[str]) ->
     """All attacks at once."""
     sixth = given.soak * 60 / 6
     with Place(real_gpu=False, devices=DEVICES) as place:
-        exporter, target = serve(given, place, tls=False)
+        exporter, target = serve(place, tls=False)
         recorded = record(exporter)
         clients = Clients()
         clients.start(target)
@@ -139,7 +138,7 @@ def soak(given: argparse.Namespace, progress: Progress, names: Sequence[str]) ->
         with attacked([name for name in names if name != TLS_ATTACK], target):
             progress.sleep(sixth)
         ended = time.monotonic()
-        highest = peak_mib(exporter)
+        highest = exporter.peak_bytes() / MIB
         progress.part("after the attacks")
         progress.sleep(3 * sixth)
         after = resident_bytes(exporter.pid) >> 20
@@ -174,7 +173,7 @@ def lost(what: str, waits: Sequence[Wait], limit: float | None = None) -> Row:
     return Row(what, len(problems), "", max(problems, key=problems.count, default="")[:60], limit=limit)
 
 
-def serve(given: argparse.Namespace, place: Place, *, tls: bool) -> tuple[ExporterProcess, Target]:
+def serve(place: Place, *, tls: bool) -> tuple[ExporterProcess, Target]:
     """Start the exporter and its reporters, and wait until all of them report."""
     stand = place.stack.enter_context(Stand(REPORTERS))
     assert place.node is not None
@@ -189,9 +188,7 @@ def serve(given: argparse.Namespace, place: Place, *, tls: bool) -> tuple[Export
         issue(trustme.CA(), folder)
         (folder / "web.yml").write_text("tls_server_config: {cert_file: tls.crt, key_file: tls.key}\n")
         flags += ["--web.config.file", str(folder / "web.yml")]
-    tree = given.checkout.resolve()
-    launcher = ("env", "-C", str(tree), f"PYTHONPATH={tree}")
-    exporter = ExporterProcess(folder, *flags, environment=place.environment(), launcher=launcher)
+    exporter = ExporterProcess(folder, *flags, environment=place.environment())
     place.stack.callback(exporter.close)
     uuids = [device["uuid"] for device in exporter.get("/api/v1/devices")["devices"]]
     place.start(report_for_ever, exporter.url, stand.pids, uuids, 1.0)
@@ -244,12 +241,6 @@ def attacked(names: Sequence[str], target: Target) -> Iterator[None]:
         for process in running:
             process.kill()
             process.join()
-
-
-def peak_mib(exporter: ExporterProcess) -> float:
-    """Return the highest resident memory of the exporter so far."""
-    status = Path(f"/proc/{exporter.pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) / 1024
 
 
 def record(exporter: ExporterProcess) -> set[str]:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 
-def sample_costs(devices: int, rounds: int, pause_seconds: float) -> dict[str, list[float]]:
+def sample_costs(devices: int, rounds: int) -> dict[str, list[float]]:
     """Return CPU times in µs of a sample of all devices and of `torch.cuda.memory_stats()` on each, taken in turns.
 
-    A pause before each one leaves the CPU caches cold, as in a program that is sampled once a second.
-    Without a pause each runs 20 times in a row.
+    Each runs 20 times in a row.
     """
     from gpumem_client.allocator.allocator import Allocator  # other versions have it elsewhere
 
@@ -37,12 +36,10 @@ def sample_costs(devices: int, rounds: int, pause_seconds: float) -> dict[str, l
     costs: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
-            times = 1 if pause_seconds else 20
-            time.sleep(pause_seconds)
             started = time.thread_time_ns()
-            for _ in range(times):
+            for _ in range(20):
                 work()
-            costs[name].append((time.thread_time_ns() - started) / times / 1e3)
+            costs[name].append((time.thread_time_ns() - started) / 20 / 1e3)
     allocator.detach()
     return costs
 
@@ -83,21 +80,6 @@ class PlainPosts:
             with connection.getresponse() as response:
                 response.read()
             self.count += 1
-
-
-def start_steps() -> None:
-    """Make a step every 0.1 s in a thread, and hold a tensor for half of each."""
-    import gpumem_client as client
-
-    def step() -> None:
-        while True:
-            activations = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
-            time.sleep(0.05)
-            del activations
-            client.step()
-            time.sleep(0.05)
-
-    threading.Thread(target=step, daemon=True).start()
 
 
 def serve_echo() -> int:

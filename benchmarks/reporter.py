@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ ENGINE_RATIO = 5.0
 TRAINING_RATIO = 1.5
 BUSY_RATIO = 2.0
 INJECTION_RATIO = 0.25
-COLD_PAUSE_SECONDS = 0.02
 TURN_SECONDS, REST_SECONDS = 0.9, 0.2
 
 
@@ -51,15 +49,14 @@ def main() -> int:
     options.amount("--interval", 1.0, 0.25, "seconds between two reports")
     given = options.read()
     counts = (1,) if given.real_gpu or given.quick else (1, 8)
-    progress = Progress("reporter", 3 * len(counts) + 4)
+    progress = Progress("reporter", 2 * len(counts) + 4)
     rows = []
     for devices in counts:
         with Place(real_gpu=given.real_gpu, devices=devices) as place:
             exporter = place.exporter("--report.interval", str(given.interval))
             process = _with_heaps(place, devices, GPUMEM_EXPORTER_URL=exporter.url)
-            rows += samples(given, progress, process, devices)
+            rows.append(samples(given, progress, process, devices))
             rows += reports(given, progress, place, exporter, process, devices)
-            rows.append(whole_reporter(given, progress, place, devices))
     rows.append(engine(given, progress))
     rows += with_and_without(given, progress)
     with tempfile.TemporaryDirectory(prefix="gpumem-benchmark-") as bytecode:
@@ -67,21 +64,18 @@ def main() -> int:
     return show("reporter", rows, as_json=given.json)
 
 
-def samples(given: argparse.Namespace, progress: Progress, process: TorchProcess, devices: int) -> list[Row]:
+def samples(given: argparse.Namespace, progress: Progress, process: TorchProcess, devices: int) -> Row:
     """One sample of the allocator."""
     progress.part(f"samples of {_count(devices)}")
-    rows = []
-    for pause, how, limit in ((0.0, "many in a row", SAMPLE_RATIO), (COLD_PAUSE_SECONDS, "cold caches", None)):
-        costs = process.exec(
-            "from benchmarks import inside; result = inside.sample_costs(devices, rounds, pause)",
-            devices=devices,
-            rounds=10 * given.turns,
-            pause=pause,
-        )
-        sample, stats = (statistics.median(costs[name]) / devices for name in ("sample", "memory_stats"))
-        what = f"CPU of a sample, {_count(devices)}, {how}, per device"
-        rows.append(compared(what, sample, "µs", "memory_stats()", stats, limit))
-    return rows
+    costs = process.exec(
+        "from benchmarks import inside; result = inside.sample_costs(devices, rounds)",
+        devices=devices,
+        rounds=10 * given.turns,
+    )
+    sample, stats = (statistics.median(costs[name]) / devices for name in ("sample", "memory_stats"))
+    return compared(
+        f"CPU of a sample, {_count(devices)}, per device", sample, "µs", "memory_stats()", stats, SAMPLE_RATIO
+    )
 
 
 def engine(given: argparse.Namespace, progress: Progress) -> Row:
@@ -128,19 +122,6 @@ def reports(
         compared(what, 1e6 * spent / sent, "µs", "http.client POST of the same body", base, REPORT_RATIO),
         Row(f"the same at one report per second, {_count(devices)}", 100 * spent / sent, "% of a core"),
     ]
-
-
-def whole_reporter(given: argparse.Namespace, progress: Progress, place: Place, devices: int) -> Row:
-    """All that the reporter's thread does at one report per second while steps run: reports and readings."""
-    progress.part(f"the reporter while steps run, {_count(devices)}")
-    process = _with_heaps(place, devices, GPUMEM_EXPORTER_URL=place.exporter("--report.interval", "1").url)
-    reporter = _start_client(process)
-    process.exec("from benchmarks import inside; inside.start_steps()")
-    progress.sleep(3.0)
-    before, started = thread_seconds(process.pid, reporter), time.monotonic()
-    progress.sleep(given.seconds)
-    used = (thread_seconds(process.pid, reporter) - before) / (time.monotonic() - started)
-    return Row(f"CPU of the reporter while steps run, {_count(devices)}", 100 * used, "% of a core")
 
 
 def _recorded_body(process: TorchProcess, path: Path) -> str:

@@ -7,14 +7,11 @@ import contextlib
 import itertools
 import json
 import os
-import random
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
 from urllib.parse import urlsplit
 
-from benchmarks.place import Http
 from benchmarks.snapshots import GIB, identity, report
 from gpumem_client.wire import procfs
 from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, to_wire
@@ -46,29 +43,6 @@ def report_for_ever(url: str, pids: Sequence[int], uuids: Sequence[str], interva
     A reporter whose connection ends, or that is asked to come back later, sends its next report on a new connection.
     """
     asyncio.run(_report_all(url, pids, uuids, interval_seconds))
-
-
-def probe(
-    urls: tuple[str, str], pid: int, uuids: Sequence[str], seconds: float, rate_hz: float, answer: Connection
-) -> None:
-    """Send reports that request an immediate reply to the exporter, and the same bodies to a constant route, in turns.
-
-    Sends to `answer` the seconds until each reply of the exporter, and those of the constant route.
-
-    Args:
-        urls: Of the exporter and of the constant server.
-        rate_hz: Reports per second.
-    """
-    exporter, constant = map(Http, urls)
-    process = _identity(pid)
-    times: tuple[list[float], list[float]] = [], []
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        body = _body(process, len(times[0]) + 1, uuids, 0.0)
-        for taken, client, path in zip(times, (exporter, constant), (REPORTS_PATH, "/metrics"), strict=True):
-            time.sleep(random.uniform(0.25, 0.75) / rate_hz)
-            taken.append(client.timed("POST", path, body)[0])
-    answer.send(times)
 
 
 async def _report_all(url: str, pids: Sequence[int], uuids: Sequence[str], interval_seconds: float) -> None:

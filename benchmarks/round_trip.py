@@ -2,7 +2,7 @@
 
     python -m benchmarks.round_trip [--quick] [--json] [--real-gpu]
 
-Reports and dry runs, which wait for nothing, are compared with the same POST to a constant route of the same kind of
+Reports, which wait for nothing, are compared with the same POST to a constant route of the same kind of
 server, in turns: the time until the reply, and CPU of the server. Over loopback the kernel names the sender by its
 socket, and on the unix socket by its process. The exporter is not scraped meanwhile: in the seconds before a scrape, a
 report also renders its lines of the page.
@@ -35,7 +35,6 @@ from benchmarks.constant import ConstantServer
 from benchmarks.place import Http, Place, cpu_seconds
 from benchmarks.reporters import Stand, report_bodies
 from gpumem_client.wire.protocol import REPORTS_PATH
-from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
 from tests.emulation.torch_process import TorchProcess
 from tests.support.waiting import wait_for
 
@@ -78,13 +77,12 @@ def main() -> int:
 
 
 def requests(given: argparse.Namespace, progress: Progress, place: Place) -> list[Row]:
-    """Reports that ask for an immediate reply, and dry runs of a clear of one process, which wait for no process."""
+    """Reports that ask for an immediate reply."""
     exporter = place.exporter()
     stand = place.stack.enter_context(Stand(1))
     constant = place.stack.enter_context(ConstantServer(place.folder, 64))
     uuids = [device["uuid"] for device in exporter.get("/api/v1/devices")["devices"]]
     reports = report_bodies(stand.pids[0], uuids[:1])
-    clear = json.dumps({"action": "empty_cache", "target": {"pid": stand.pids[0]}, "dry_run": True}).encode()
     user = "root" if os.geteuid() == 0 else f"uid {os.geteuid()}"
     transports = (
         (f"loopback as {user}", exporter.tcp_url, constant.tcp_url, LOOPBACK_RATIO),
@@ -92,31 +90,20 @@ def requests(given: argparse.Namespace, progress: Progress, place: Place) -> lis
     )
     rows = []
     for transport, url, constant_url, ratio in transports:
-        progress.part(f"reports and dry runs, {transport}")
+        progress.part(f"reports, {transport}")
         client, beside = Http(url), Http(constant_url)
-        kinds = {
-            "report": _Requests(exporter.pid, client, REPORTS_PATH, reports),
-            "the same POST": _Requests(constant.pid, beside, "/metrics", reports),
-            "dry run of a clear": _Requests(exporter.pid, client, ACTIONS_PATH, itertools.repeat(clear)),
-            "its POST": _Requests(constant.pid, beside, "/metrics", itertools.repeat(clear)),
-        }
+        kinds = (
+            _Requests(exporter.pid, client, REPORTS_PATH, reports),
+            _Requests(constant.pid, beside, "/metrics", reports),
+        )
         for turn in progress.turns(given.batches + 1):
-            for kind in kinds.values():
+            for kind in kinds:
                 kind.batch(warm=turn > 0)
-        for name, of in (("report", "the same POST"), ("dry run of a clear", "its POST")):
-            what, to, claims = f"{name}, {transport}", "the same POST to a constant route", name == "report"
-            measured, base = kinds[name], kinds[of]
-            rows += [
-                compared(what, typical(measured.wall), "µs", to, typical(base.wall), ratio if claims else None),
-                compared(
-                    f"{what}: CPU of the server",
-                    typical(measured.cpu),
-                    "µs",
-                    to,
-                    typical(base.cpu),
-                    REPORT_CPU_RATIO if claims else None,
-                ),
-            ]
+        what, to = f"report, {transport}", "the same POST to a constant route"
+        rows += [
+            compared(what, typical(kinds[0].wall), "µs", to, typical(kinds[1].wall), ratio),
+            compared(f"{what}: CPU", typical(kinds[0].cpu), "µs", to, typical(kinds[1].cpu), REPORT_CPU_RATIO),
+        ]
         client.close()
         beside.close()
     return rows
@@ -154,7 +141,7 @@ def round_trips(
     """Actions at random times, each after the result of the previous one."""
     client = Http(url)
     echo = _Echo(process) if busy else None
-    whole, own, dry, constant, echoes = [], [], [], [], []
+    whole, own, constant, echoes = [], [], [], []
     turns = progress.turns(given.actions)
     left = given.actions
     while left:
@@ -167,12 +154,11 @@ def round_trips(
             constant.append(1e3 * client.timed("GET", "/-/healthy")[0])
             if echo is not None:
                 echoes.append(1e3 * echo.seconds())
-            dry.append(1e3 * _act(client, process.pid, dry_run=True)[0])
             if computing is None:
                 process.exec("scratch = [torch.empty(30 << 20, dtype=torch.uint8, device='cuda') for _ in range(4)]")
                 process.exec("del scratch")
             time.sleep(random.uniform(0.03, 0.09))
-            took, action = _act(client, process.pid, dry_run=False)
+            took, action = _act(client, process.pid)
             (result,) = action["results"]
             if result["outcome"] != "done" or (computing is None and not result["freed_bytes"]):
                 raise RuntimeError(f"an action freed nothing: {action}")
@@ -186,7 +172,6 @@ def round_trips(
     rows = [
         compared(name, typical(whole), "ms", "GET /-/healthy", typical(constant), None if busy else IDLE_RATIO),
         Row(f"{name}: p99", percentile(whole, 0.99), "ms"),
-        Row(f"{name}: dry run, which reaches no process, median", statistics.median(dry), "ms"),
         Row(f"{name}: empty_cache() itself, median", statistics.median(own), "ms"),
     ]
     if echo is not None:
@@ -225,8 +210,8 @@ while time.monotonic() < end:
 """
 
 
-def _act(client: Http, pid: int, *, dry_run: bool) -> tuple[float, dict[str, Any]]:
-    body = {"action": "empty_cache", "target": {"pid": pid}, "wait_seconds": 10, "dry_run": dry_run}
+def _act(client: Http, pid: int) -> tuple[float, dict[str, Any]]:
+    body = {"action": "empty_cache", "target": {"pid": pid}, "wait_seconds": 10}
     took, answer = client.timed("POST", "/api/v1/actions", json.dumps(body).encode())
     return took, json.loads(answer)
 

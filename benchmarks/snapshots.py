@@ -1,19 +1,10 @@
-"""Nodes and reports for benchmarks: every value changes with each tick, as on a busy node."""
+"""Reports for benchmarks: every value changes with each tick, as on a busy node."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
-from gpumem_exporter.core.samples import (
-    DeviceMemory,
-    DeviceReading,
-    NodeReading,
-    ProcessFacts,
-    ProcessKey,
-    ProcessMemory,
-    ReportingProcess,
-)
 
 GIB = 2**30
 PHASES = (
@@ -22,35 +13,6 @@ PHASES = (
 )
 COMPONENTS = ("parameters", "gradients", "optimizer_state", "other")
 """With what the exporter derives, a process has about 40 series on each device."""
-
-
-def node(processes: int, devices: int, tick: int) -> NodeReading:
-    """Return one reading of the driver: every process is on every device."""
-    return NodeReading(
-        taken_seconds=float(tick),
-        taken_unix_seconds=1.7e9 + tick,
-        duration_seconds=0.0123,
-        up=True,
-        driver_version="570.86.15",
-        devices=tuple(
-            DeviceReading(
-                gpu=str(index),
-                uuid=uuid(index),
-                name="NVIDIA H100 80GB HBM3",
-                pci_bus_id=f"00000000:{index:02X}:00.0",
-                memory=DeviceMemory(80 * GIB, 60 * GIB + tick, 19 * GIB - tick, GIB),
-                processes=tuple(ProcessMemory(10_000 + pid, GIB // 2 + tick + pid) for pid in range(processes)),
-                utilization_ratio=0.97,
-            )
-            for index in range(devices)
-        ),
-        facts={10_000 + pid: ProcessFacts(10_000 + pid, 5, "python train.py", "alice") for pid in range(processes)},
-    )
-
-
-def uuid(index: int) -> str:
-    """Return the UUID of a device of `node`."""
-    return f"GPU-8f6d3c1a-52b7-4e0f-9d1c-{index:012x}"
 
 
 def identity(
@@ -104,9 +66,3 @@ def report(of: ProcessIdentity, uuids: Sequence[str], tick: int, *, hold_seconds
         actions=("empty_cache", "collect_garbage", "reset_peak"),
         hold_seconds=hold_seconds,
     )
-
-
-def reporting(pid: int, devices: int, tick: int) -> ReportingProcess:
-    """Return a process of `node` with its report."""
-    made = report(identity(pid), [uuid(index) for index in range(devices)], tick)
-    return ReportingProcess(ProcessKey(4026531836, pid), 10_000 + pid, made, float(tick), 1.7e9 + tick)

@@ -45,14 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marked = item.get_closest_marker("timeout")
         seconds = marked.args[0] if marked else TIMEOUT_SECONDS
         item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
-    items.sort(key=lambda item: item.location[0].startswith(OF_MODULES))
+    items.sort(key=lambda item: item.nodeid.startswith(OF_MODULES))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Measure the coverage of the tests of modules only: others simulate hours, which takes three times their CPU."""
     coverage = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
-    if coverage is None or (item.location[0].startswith(OF_MODULES) and item.get_closest_marker("tools") is None):
+    if coverage is None or (item.nodeid.startswith(OF_MODULES) and item.get_closest_marker("tools") is None):
         return (yield)
     coverage.stop()
     try:

@@ -219,7 +219,8 @@ class SubjectLines:
         for key, source, samples in subjects:
             last = self._rendered.get(key)
             if last is None or last.samples is not samples:
-                last = self._render(last, samples, source)
+                # In place of the last lines at once: the lines of a page are megabytes, of which one set is enough.
+                last = self._rendered[key] = self._render(last, samples, source)
             yield key, last
 
     def page(self, subjects: list[tuple[Hashable, Rendered]]) -> dict[Metric, tuple[bytes, ...]]:

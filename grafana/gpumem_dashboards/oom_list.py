@@ -10,7 +10,7 @@ from gpumem_dashboards.frame import post_mortem_times
 from gpumem_dashboards.tables import Column, table
 
 
-def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
+def listed(selector: str, *, node_shown: bool) -> Any:
     """Build a table of the last error of each process in the time range, including processes that have exited."""
 
     def value_of(name: str) -> str:
@@ -43,7 +43,7 @@ def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
         sort_by="Ago",
         descending=False,
         no_value="No out-of-memory errors in the time range.",
-        height=height,
+        height=8,
     )
 
 

@@ -148,14 +148,14 @@ def dashed(name: str, shade: str) -> tuple[str, list[DynamicConfigValue]]:
     ]
 
 
-def ledger(title: str, description: str, selector: str, only: str = "", *, span: int = 16, height: int = 10) -> Any:
+def ledger(title: str, description: str, selector: str, only: str = "", *, span: int = 16) -> Any:
     """Build a graph of the ledger of the selected devices, stacked to their total; `only` restricts them further."""
     categories = (
         (f'sum by (category) (gpumem_ledger_bytes{{{selector}, category="{category}"}}{only})', name, shade)
         for category, name, shade in LEDGER
     )
     total = (f"sum(gpumem_device_memory_total_bytes{{{selector}}}{only})", "total")
-    panel = graph(title, description, *categories, total, low=None, span=span, height=height)
+    panel = graph(title, description, *categories, total, low=None, span=span, height=10)
     return stacked(panel, 80).override_by_name(*dashed("total", "text"))
 
 

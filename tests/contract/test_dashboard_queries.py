@@ -95,10 +95,6 @@ VERDICTS = {
     ),
     "only the limit": (5, Oom(requested=8, free=30, limit=40, allocated=38)),
     "too large for the device": (6, Oom(requested=8, free=2, limit=80, allocated=75)),
-    "too large for the device, with unknown values": (
-        6,
-        Oom(requested=8, free=2, limit=80, allocated=75, reclaimable=None, fragmented=None),
-    ),
     "not enough values": (0, Oom(requested=8, free=2, limit=80, allocated=60, reclaimable=None, fragmented=None)),
 }
 
@@ -181,14 +177,6 @@ COVERED: dict[str, tuple[dict[str, str], float | None]] = {
         {'gpumem_device_memory_total_bytes{instance="a:9844", gpu="1", uuid="GPU-1"}': "9x200"},
         None,
     ),
-    "a process without a value": (
-        {'gpumem_process_info{instance="a:9844", pid="11", workload="", reporting="false"}': "1x200"},
-        None,
-    ),
-    "a reporter without a value": (
-        {f'gpumem_torch_reserved_bytes{{{ON}, pid="11", workload="", rank=""}}': "1x200"},
-        None,
-    ),
     "a silent reporter that has exited": (
         {
             'gpumem_process_info{instance="a:9844", pid="11", workload="", reporting="false"}': "1x200",
@@ -200,10 +188,7 @@ COVERED: dict[str, tuple[dict[str, str], float | None]] = {
 
 
 @pytest.mark.parametrize("case", COVERED)
-@pytest.mark.parametrize("dashboard", ["fleet", "node"])
-def test_coverage_is_the_share_of_reporting_processes_where_all_are_known(
-    dashboard: str, case: str, tmp_path: Path
-) -> None:
+def test_coverage_is_the_share_of_reporting_processes_where_all_are_known(case: str, tmp_path: Path) -> None:
     more, ratio = COVERED[case]
     series = {
         f"gpumem_device_memory_total_bytes{{{ON}}}": "100x200",
@@ -214,15 +199,14 @@ def test_coverage_is_the_share_of_reporting_processes_where_all_are_known(
         'gpumem_process_info{instance="a:9844", pid="8", workload="", reporting="false"}': "1x200",
         **more,
     }
-    query = expression(dashboard, "Coverage", node="a:9844")
-    check(tmp_path, series, query, {} if ratio is None else {"{}": ratio})
+    for dashboard in ("fleet", "node"):
+        query = expression(dashboard, "Coverage", node="a:9844")
+        check(tmp_path, series, query, {} if ratio is None else {"{}": ratio})
 
 
 PRESSED = {
     "for ten minutes and the minute of the rise": ("20x79 95x80", 660.0),
-    "never": ("20x200", 0.0),
     "no longer": ("95x79 20x80", 0.0),
-    "all the time": ("95x200", 1800.0),
 }
 
 
@@ -266,15 +250,6 @@ def test_time_to_full_uses_the_low_mark_and_the_reclaimable_cache(tmp_path: Path
     check(tmp_path, series, f"round({query})", {"{}": 5400})
     slope = expression("workload", "Leak slope", range_seconds=900, workload="train")
     check(tmp_path, series, f"round({slope}, 0.001)", {"{}": 1})
-
-
-def test_a_sawtooth_without_growth_has_no_time_to_full(tmp_path: Path) -> None:
-    series = {
-        f"gpumem_torch_allocated_bytes{{{PROCESS}}}": " ".join(["10", "900", "900", "900"] * 40),
-        f"gpumem_torch_reclaimable_bytes{{{PROCESS}}}": "1400x200",
-        f"gpumem_device_memory_free_bytes{{{ON}}}": "4000x200",
-    }
-    check(tmp_path, series, expression("workload", "Time to full", workload="train"), {})
 
 
 def test_a_low_mark_that_varies_more_than_it_grows_has_no_time_to_full(tmp_path: Path) -> None:
@@ -339,7 +314,3 @@ def test_only_exporters_that_cannot_be_scraped_count_as_down(tmp_path: Path) -> 
     }
     check(tmp_path, series, expression("exporter", "Exporters down"), {"{}": 1})
     check(tmp_path, series, expression("fleet", "Down", "C"), {"{}": 1})
-
-
-def test_without_data_there_is_no_count_of_full_devices(tmp_path: Path) -> None:
-    check(tmp_path, {"up": "0x200"}, expression("fleet", "Devices above 90 %"), {})

@@ -18,8 +18,8 @@ from tests.support.panel_queries import queries
 from tests.support.paths import REPOSITORY
 
 FOLDER = REPOSITORY / "grafana"
-NAMES = ("exporter", "fleet", "node", "oom", "usage", "workload")
-FILES = {name: FOLDER / "dashboards" / f"{name}.json" for name in NAMES}
+FILES = {path.stem: path for path in sorted((FOLDER / "dashboards").iterdir())}
+NAMES = tuple(FILES)
 
 ON_NO_DASHBOARD = {
     "gpumem_device_memory_is_host": "marks an integrated GPU for queries; node and fleet show its values",
@@ -34,11 +34,6 @@ needs_sdk = pytest.mark.skipif(sys.version_info < (3, 11), reason="Grafana's SDK
 
 def load(name: str) -> dict[str, Any]:
     return dict(json.loads(FILES[name].read_text(encoding="utf-8")))
-
-
-def test_there_are_six_dashboards() -> None:
-    assert sorted(path.stem for path in (FOLDER / "dashboards").iterdir()) == sorted(NAMES)
-    assert {load(name)["uid"] for name in NAMES} == {f"gpumem-{name}" for name in NAMES}
 
 
 @needs_sdk

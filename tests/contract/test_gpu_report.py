@@ -46,17 +46,9 @@ def rows(text: str, heading: str) -> list[str]:
     return [line for line in section.splitlines() if line.startswith("| ")][2:]
 
 
-@pytest.mark.parametrize(
-    ("emulated", "real", "cells"),
-    [
-        (equal(5, 5), equal(5, 5), "5 | 5"),
-        (equal(5, 5, per_device=True), equal(1234567.0, 1234567, per_device=True), "5 | 1,234,567"),
-        (measured(None), measured(None), "absent | absent"),
-    ],
-    ids=["the same value", "the expected value of each device", "absent in both"],
-)
-def test_values_agree(sides: Sides, emulated: Any, real: Any, cells: str) -> None:
-    assert rows(sides.measure(emulated, real), "Agreements") == [f"| a claim | freed | {cells} |"]
+def test_values_agree_that_each_side_expects(sides: Sides) -> None:
+    text = sides.measure(equal(5, 5, per_device=True), equal(1234567.0, 1234567, per_device=True))
+    assert rows(text, "Agreements") == ["| a claim | freed | 5 | 1,234,567 |"]
     assert sides.report.agrees
 
 

@@ -11,22 +11,17 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 from cryptography import x509
 
 from gpumem_exporter.cli.commands.webhook import webhook as command
 from gpumem_exporter.webhook import pods, serve
-from tests.support.helm import Cluster, running_cluster
-from tests.support.paths import REPOSITORY
+from tests.support.helm import Cluster, Objects, running_cluster
 
 helm = pytest.importorskip("helm_sdkpy", reason="Helm's engine is not installed")
 pytestmark = pytest.mark.tools
 
-CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"
 NAME = "gpumem-exporter-webhook"
 HOST = f"{NAME}.gpumem.svc"
-
-Objects = dict[tuple[str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +31,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def install(cluster: Cluster, webhook: dict[str, Any], **values: Any) -> Objects:
-    manifest = cluster.install(CHART, {**values, "webhook": {"enabled": True, **webhook}})["manifest"]
-    documents = [document for document in yaml.load_all(manifest, yaml.CSafeLoader) if document]
-    return {(document["kind"], document["metadata"]["name"]): document for document in documents}
+    return cluster.objects({**values, "webhook": {"enabled": True, **webhook}})
 
 
 def of_webhook(objects: Objects) -> Objects:
@@ -65,14 +58,9 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     return bool(selector.get("matchLabels", {}).items() <= labels.items())
 
 
-def test_without_the_value_there_is_no_webhook(cluster: Cluster) -> None:
-    assert of_webhook(install(cluster, {"enabled": False})) == {}
-
-
 @pytest.mark.parametrize(
     "webhook",
     [
-        {},
         {
             "replicas": 3,
             "port": 10250,
@@ -85,7 +73,7 @@ def test_without_the_value_there_is_no_webhook(cluster: Cluster) -> None:
         },
         {"certManager": {"enabled": True}},
     ],
-    ids=["default", "everything", "cert-manager"],
+    ids=["everything", "cert-manager"],
 )
 def test_every_object_is_valid(cluster: Cluster, webhook: dict[str, Any]) -> None:
     found = of_webhook(install(cluster, webhook))

@@ -39,17 +39,11 @@ def test_missing_fields_of_an_older_exporter_have_defaults() -> None:
     ("document", "field"),
     [
         ([], ""),
-        ("garbage", ""),
         ({"commands": {}}, "commands"),
-        ({"commands": ["x"]}, "commands.0"),
         ({"commands": [{"action": "a", "deadline_seconds": 1}]}, "commands.0.id"),
-        ({"commands": [{"id": "a", "action": "", "deadline_seconds": 1}]}, "commands.0.action"),
-        ({"commands": [{"id": "a", "action": "b"}]}, "commands.0.deadline_seconds"),
         ({"commands": [{"id": "a", "action": "b", "deadline_seconds": True}]}, "commands.0.deadline_seconds"),
         ({"commands": [{"id": "a", "action": "b", "deadline_seconds": 1, "uuids": "GPU"}]}, "commands.0.uuids"),
-        ({"report_interval_seconds": 0}, "report_interval_seconds"),
         ({"report_interval_seconds": float("nan")}, "report_interval_seconds"),
-        ({"report_interval_seconds": "1"}, "report_interval_seconds"),
     ],
 )
 def test_an_invalid_reply_names_the_field(document: Any, field: str) -> None:
@@ -71,10 +65,3 @@ def test_a_result_has_a_reason_code_that_older_reporters_do_not_send(code: dict[
     document["results"] = [{"id": "a", "outcome": "expired", "reason": "why", **code}]
     (result,) = ReportReader().read(json.dumps(document).encode()).results
     assert result.reason_code == code.get("reason_code")
-
-
-@pytest.mark.parametrize("known", [{}, {"engine_starting": True}, {"engine_starting": False}])
-def test_a_report_says_whether_an_engine_starts_and_an_older_one_says_nothing(known: dict[str, Any]) -> None:
-    document = to_wire(Report(ProcessIdentity(1, 2, 3, "s", 4.0), 1, **known))
-    assert {name: value for name, value in document.items() if name == "engine_starting"} == known
-    assert ReportReader().read(json.dumps(document).encode()).engine_starting is known.get("engine_starting")

@@ -64,46 +64,43 @@ def test_the_image_installs_locked_versions_of_every_dependency(name: str, requi
             assert requirement.specifier.contains(version), f"{text}: run sh deploy/image/lock.sh"
 
 
-def mixin(config: str) -> dict[str, Any]:
+def mixin(field: str, config: str = "{}") -> Any:
     jsonnet = pytest.importorskip("_jsonnet", reason="the package jsonnet is not installed")
-    source = f"(import '{REPOSITORY}/deploy/mixin/mixin.libsonnet') + {{ _config+:: {config} }}"
-    fields = "{ dashboards: m.grafanaDashboards, alerts: m.prometheusAlerts, rules: m.prometheusRules }"
-    rendered: dict[str, Any] = json.loads(jsonnet.evaluate_snippet("test", f"local m = {source}; {fields}"))
-    return rendered
+    source = f"((import '{REPOSITORY}/deploy/mixin/mixin.libsonnet') + {{ _config+:: {config} }}).{field}"
+    return json.loads(jsonnet.evaluate_snippet("test", source))
 
 
 def test_the_mixin_has_the_dashboards_and_rules_of_the_repository() -> None:
-    rendered = mixin("{}")
     files = sorted((REPOSITORY / "grafana" / "dashboards").glob("*.json"))
-    assert rendered["dashboards"] == {f"gpumem-{path.name}": json.loads(path.read_text()) for path in files}
-    assert rendered["alerts"] == yaml.safe_load((RULES / "alerts.yml").read_text())
-    assert rendered["rules"] == yaml.safe_load((RULES / "recording.yml").read_text())
+    assert mixin("grafanaDashboards") == {f"gpumem-{path.name}": json.loads(path.read_text()) for path in files}
+    assert mixin("prometheusAlerts") == yaml.safe_load((RULES / "alerts.yml").read_text())
+    assert mixin("prometheusRules") == yaml.safe_load((RULES / "recording.yml").read_text())
 
 
 def test_the_runbooks_of_the_mixin_can_be_elsewhere() -> None:
     def urls(config: str) -> dict[str, str]:
-        groups = mixin(config)["alerts"]["groups"]
+        groups = mixin("prometheusAlerts", config)["groups"]
         return {rule["alert"]: rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"]}
 
-    elsewhere = urls("{ runbookURL: 'https://wiki.example/' }")
+    elsewhere = urls("{ runbookURL: 'https://wiki.example/', kvCacheAlert: true }")
     assert elsewhere == {name: f"https://wiki.example/{name}.md" for name in elsewhere}
+    assert "GpuMemKvCacheUnused" in elsewhere
     behind_proxy = urls("{ livePageURL: 'https://{node}.gpumem.example/', coverageAlert: true }")
-    assert behind_proxy.keys() == elsewhere.keys() | {"GpuMemCoverageLow"}
-    assert urls("{ kvCacheAlert: true }").keys() == elsewhere.keys() | {"GpuMemKvCacheUnused"}
     url = "https://{{ $labels.instance }}.gpumem.example/runbooks/GpuMemCoverageLow"
     assert behind_proxy["GpuMemCoverageLow"] == url
 
 
 def test_the_clusters_of_the_mixin_can_have_several_labels() -> None:
-    rendered = mixin("{ clusterLabels: 'region, cluster' }")
-    for kind in ("alerts", "rules"):
-        expressions = [rule["expr"] for group in rendered[kind]["groups"] for rule in group["rules"]]
+    for field in ("prometheusAlerts", "prometheusRules"):
+        groups = mixin(field, "{ clusterLabels: 'region, cluster' }")["groups"]
+        expressions = [rule["expr"] for group in groups for rule in group["rules"]]
         assert any("(region, cluster, job" in expression for expression in expressions)
         assert all("(cluster, " not in expression for expression in expressions)
 
 
 def test_the_live_pages_of_the_mixin_can_be_elsewhere() -> None:
-    for dashboard in mixin("{ livePageURL: 'https://{node}.gpumem.example/' }")["dashboards"].values():
+    dashboards = mixin("grafanaDashboards", "{ livePageURL: 'https://{node}.gpumem.example/' }")
+    for dashboard in dashboards.values():
         values = {one["name"]: one["query"] for one in dashboard["templating"]["list"] if one["type"] == "constant"}
         assert values == {"live_page": "https://", "live_page_end": ".gpumem.example/"}
 

@@ -136,7 +136,7 @@ def test_an_unchanged_batch_script_reports_and_its_memory_is_on_file_afterwards(
     assert (status.st_uid, status.st_mode & 0o777) == (65534, 0o640)
 
 
-@pytest.mark.parametrize("ends", ["sleep infinity", "exit 3", "kill -KILL $$", None])
+@pytest.mark.parametrize("ends", ["sleep infinity", "exit 3", None])
 def test_a_job_runs_and_its_node_stays_in_use_with_a_command_that(
     cluster: Cluster, tmp_path: Path, ends: str | None
 ) -> None:
@@ -173,9 +173,8 @@ def test_a_job_runs_and_its_node_stays_in_use_with_a_command_that(
         ({"GPUMEM_DEFAULT_WORKLOAD": "first"}, "second", {"PYTHONPATH": CLIENT, "GPUMEM_DEFAULT_WORKLOAD": "second"}),
         # Slurm would cut the value.
         ({"PYTHONPATH": "/" + "x" * 5000}, "t", {"PYTHONPATH": "/" + "x" * 5000}),
-        ({"PYTHONPATH": "/a\n/b"}, "t", {"PYTHONPATH": "/a\n/b"}),
     ],
-    ids=["no path", "path", "client in path", "workload", "submitted by a job", "long path", "path of two lines"],
+    ids=["no path", "path", "client in path", "workload", "submitted by a job", "long path"],
 )
 def test_tasks_get_the_variables_of_the_client(
     cluster: Cluster,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 from fastapi import FastAPI
@@ -28,12 +29,11 @@ from gpumem_exporter.core.place import HERE
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS
-from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
+from gpumem_exporter.demo.workloads import Workload
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.settings import load_settings
-from tests.support.alertmanagers import hastened
 from tests.support.paths import REPOSITORY
 
 RULES = sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml"), reverse=True)
@@ -79,24 +79,15 @@ class History:
         values.append(value)
 
 
-def demo_history(
-    *,
-    seconds: int,
-    names: Collection[str],
-    workloads: Sequence[Workload] = DEMO_WORKLOADS,
-    live_at: Collection[int] = (),
-) -> History:
-    """Run the demo for `seconds` and scrape these metrics from its start; read the live page at some of the scrapes."""
-    return asyncio.run(_run(seconds, names, workloads, live_at))
+def demo_history(seconds: int, workloads: Sequence[Workload], live_at: Collection[int]) -> History:
+    """Run the demo for `seconds`, and scrape what the rules use; read the live page at some of the scrapes."""
+    # A reading costs nothing on the simulated clock, too.
+    with patch("time.thread_time", return_value=0.0):
+        return asyncio.run(_run(seconds, workloads, live_at))
 
 
-async def _run(
-    seconds: int,
-    names: Collection[str],
-    workloads: Sequence[Workload],
-    live_at: Collection[int],
-) -> History:
-    now = 0.0
+async def _run(seconds: int, workloads: Sequence[Workload], live_at: Collection[int]) -> History:
+    now, names = 0.0, _metrics_in_rules()
 
     def clock() -> float:
         return now
@@ -178,7 +169,7 @@ async def request(app: FastAPI, method: str, path: str, document: Any = None) ->
     return bytes(answer)
 
 
-def metrics_in_rules() -> frozenset[str]:
+def _metrics_in_rules() -> frozenset[str]:
     """Return the names of the metrics in the rules."""
     return frozenset(name for rules in RULES for name in re.findall(r"\bgpumem_\w+", rules.read_text()))
 
@@ -186,23 +177,16 @@ def metrics_in_rules() -> frozenset[str]:
 Labels = dict[str, str]
 
 
-def evaluated(
-    history: History, folder: Path, questions: Sequence[tuple[str, int]], *, times: float = 1.0
-) -> list[list[tuple[Labels, float]]]:
-    """Return the labels and the value of each sample of some expressions, each at a second of a history.
-
-    The project's rules are evaluated, with all their durations divided by `times`.
-    """
+def evaluated(history: History, folder: Path, questions: Sequence[tuple[str, int]]) -> list[list[tuple[Labels, float]]]:
+    """Return the labels and the value of each sample of some expressions, each at a second of a history."""
     promtool = shutil.which("promtool")
     assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     # promtool prints results only if they differ from the expected ones, so none are expected.
     expected = [{"expr": expression, "eval_time": f"{second}s", "exp_samples": []} for expression, second in questions]
-    groups = [group for path in RULES for group in hastened(yaml.safe_load(path.read_text()), times)["groups"]]
-    rules = folder / "rules.json"  # JSON is YAML
-    rules.write_text(json.dumps({"groups": groups}))
+    groups = [group["name"] for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
     question = {
-        "rule_files": [str(rules)],
-        "group_eval_order": [group["name"] for group in groups],  # otherwise promtool chooses one at random
+        "rule_files": list(map(str, RULES)),
+        "group_eval_order": groups,  # otherwise promtool chooses one at random
         "evaluation_interval": f"{EVALUATION_SECONDS}s",
         "tests": [
             {
@@ -233,21 +217,9 @@ def _samples(text: str) -> list[tuple[Labels, float]]:
 
 
 def _notation(values: list[str | None]) -> str:
-    """Return a series in promtool's notation: `_` is missing, `stale` ends a series, `v+0xN` is N + 1 times v."""
-    words: list[str] = []
-    i = 0
-    while i < len(values):
-        value, first = values[i], i
-        while i + 1 < len(values) and values[i + 1] == value:
-            i += 1
-        more = i - first
-        i += 1
-        if value is not None:
-            words.append(f"{value}+0x{more}" if more else value)
-            continue
-        if first:
-            words.append("stale")
-            more -= 1
-        if more >= 0:
-            words.append(f"_x{more + 1}")
-    return " ".join(words)
+    """Return a series in promtool's notation: `_` is missing, and `stale` ends a series."""
+    before = [None, *values]
+    return " ".join(
+        value if value is not None else "_" if earlier is None else "stale"
+        for earlier, value in zip(before, values, strict=False)
+    )

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.support.http_servers import serving
 from tests.support.paths import REPOSITORY
 from tests.support.running_prometheus import running
-from tests.support.waiting import patient, wait_for
+from tests.support.waiting import wait_for
 
 DEPLOY = REPOSITORY / "deploy"
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -61,19 +61,9 @@ def receiving() -> Iterator[Receiver]:
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        receiver = Receiver(f"http://127.0.0.1:{server.server_address[1]}/")
-        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        serving.start()
-        try:
-            yield receiver
-        finally:
-            server.shutdown()
-            serving.join(patient(30))
+    with serving(Handler) as server:
+        receiver = Receiver(f"http://127.0.0.1:{server.server_port}/")
+        yield receiver
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,14 +34,6 @@ ONE_OF = {
 }
 """Hidden variables, for links from a variable with multiple values to one with a single value."""
 COUNTERS = {metric.name for metric in METRICS if metric.type == "counter"} | {"process_cpu_seconds_total"}
-LABELS = {label for metric in METRICS for label in metric.labels} | {
-    "cluster",
-    "instance",
-    "job",
-    "le",
-    "x_from",
-    "x_to",
-}
 RATES = {"rate", "increase"}
 _TO_LIVE_PAGE = re.compile(
     r"\$\{live_page\}\$\{(node|__data\.fields\.instance)\}\$\{live_page_end\}(\?(workload|gpu)=\$\{[\w.]+:percentencode\})?"
@@ -143,40 +134,6 @@ def pids_are_joined_with_the_node(dashboard: Dashboard) -> Iterator[str]:
                     yield f"{query.where}: the info of a process is joined on {sorted(on)}"
 
 
-def count_values_has_sorted_labels(dashboard: Dashboard) -> Iterator[str]:
-    """Prometheus up to 2.42 sorts the grouping of a count_values in place, including its new label."""
-    for query in all_queries(dashboard):
-        for grouping, label in re.findall(r'count_values by \(([^)]*)\) \("(\w+)"', query.expression):
-            names = [*re.split(r",\s*", grouping), label]
-            if names != sorted(names):
-                yield f"{query.where}: {names} is not sorted, which breaks range queries"
-
-
-def only_known_labels_and_no_recording_rules(dashboard: Dashboard) -> Iterator[str]:
-    for query in all_queries(dashboard):
-        tree = parsed(query.expression)
-        for selector, _ in selectors(tree):
-            if ":" in (selector.name or "") and dashboard["uid"] not in RECORDED:
-                yield f"{query.where}: {selector.name} needs recording rules"
-            used = {matcher.name for matcher in selector.matchers.matchers} - {"__name__"}
-            if used - LABELS:
-                yield f"{query.where}: no metric has the label {sorted(used - LABELS)}"
-        shown = set(re.findall(r"{{(\w+)}}", query.legend))
-        if shown - LABELS:
-            yield f"{query.where}: the legend has unknown labels: {sorted(shown - LABELS)}"
-
-
-def dashboards_of_one_node_link_to_its_live_page(dashboard: Dashboard) -> Iterator[str]:
-    of_one = any(v["name"] == "node" and not v.get("multi") for v in dashboard["templating"]["list"])
-    links = [link["url"] for link in dashboard["links"] if link["title"] == "Live page"]
-    if links != (["${live_page}${node}${live_page_end}"] if of_one else []):
-        yield f"links to the live page: {links}"
-    # The Helm chart replaces these two values in the text of the file.
-    text = json.dumps(dashboard)
-    if text.count('"query": "http://"') != 1 or text.count('"query": "/"') != 1:
-        yield "the variables of the live page's URL are not unique"
-
-
 def links_keep_time_node_and_variables(dashboard: Dashboard) -> Iterator[str]:
     addresses = [
         (panel["title"], link["url"])
@@ -215,29 +172,6 @@ def links_keep_time_node_and_variables(dashboard: Dashboard) -> Iterator[str]:
                 yield f"{where}: {target[1]} has no variable {name}"
 
 
-def links_use_existing_columns(dashboard: Dashboard) -> Iterator[str]:
-    """Grafana finds a column by name, number or heading; an unknown column becomes empty."""
-    for panel in all_panels(dashboard):
-        names = _columns(panel)
-        for override in panel["fieldConfig"]["overrides"]:
-            for entry in override["properties"]:
-                for url in (link["url"] for link in entry["value"]) if entry["id"] == "links" else ():
-                    for field in re.findall(r"\$\{__data\.fields([^:}]*)", url):
-                        if field.lstrip(".").partition(".")[0] not in names:
-                            yield f"{panel['title']}: a link uses the column {field!r}, of {sorted(names)}"
-
-
-def _columns(panel: dict[str, Any]) -> set[str]:
-    """Return the names and headings of the columns of a table."""
-    names: set[str] = set()
-    for transformation in panel.get("transformations") or ():
-        options = transformation["options"]
-        if transformation["id"] == "organize":
-            names |= {*options["indexByName"], *options["renameByName"].values()}
-    headed = (override["properties"] for override in panel["fieldConfig"]["overrides"])
-    return names | {entry["value"] for entries in headed for entry in entries if entry["id"] == "displayName"}
-
-
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -245,10 +179,6 @@ RULES: dict[str, Rule] = {
         every_selector_has_the_cluster_and_the_node,
         only_counters_have_rates,
         pids_are_joined_with_the_node,
-        count_values_has_sorted_labels,
-        dashboards_of_one_node_link_to_its_live_page,
-        only_known_labels_and_no_recording_rules,
         links_keep_time_node_and_variables,
-        links_use_existing_columns,
     )
 }

@@ -13,13 +13,20 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import yaml
 
+from tests.support.http_servers import serving
+from tests.support.paths import REPOSITORY
+
+CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"
+Objects = dict[tuple[str, str], dict[str, Any]]
+"""Objects by kind and name."""
+
+_MAX_SECRET_BYTES = 1 << 20
+"""The limit of Kubernetes. Helm stores a release, with the chart, in one Secret."""
 _KINDS = {
     "v1": ("ConfigMap", "Pod", "Secret", "Service", "ServiceAccount"),
     "admissionregistration.k8s.io/v1": ("MutatingWebhookConfiguration",),
@@ -54,31 +61,37 @@ class Cluster:
         self.secrets: dict[str, Mapping[str, Any]] = {}
         """Secrets that exist before an installation, by name, for the function `lookup` of charts."""
 
-    def install(self, chart: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Install a chart and return the release as Helm stores it; raises helm_sdkpy.InstallError."""
+    def install(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Install the chart and return the release as Helm stores it; raises helm_sdkpy.InstallError."""
         import helm_sdkpy
 
         configuration = helm_sdkpy.Configuration(namespace="gpumem", kubeconfig=self._kubeconfig)
         install = helm_sdkpy.Install(configuration)
-        asyncio.run(install.run("gpumem-exporter", str(chart), values=dict(values), wait=False))
+        asyncio.run(install.run("gpumem-exporter", str(CHART), values=dict(values), wait=False))
+        assert len(self.stored) < _MAX_SECRET_BYTES // 2
         # The Secret is in protobuf; its value is base64 of gzip of JSON.
         (packed,) = re.findall(rb"H4sI[\w+/]+=*", self.stored)
         return dict(json.loads(gzip.decompress(base64.b64decode(packed))))
+
+    def objects(self, values: Mapping[str, Any]) -> Objects:
+        """Install the chart, and return its objects and the pods of `helm test`.
+
+        Without dashboards, whose rendering takes most of the time, unless the values have some.
+        """
+        release = self.install({"dashboards": {"enabled": False}, **values})
+        texts = [release["manifest"], *(hook["manifest"] for hook in release.get("hooks", ()))]
+        found = [document for text in texts for document in yaml.load_all(text, yaml.CSafeLoader) if document]
+        objects = {(document["kind"], document["metadata"]["name"]): document for document in found}
+        assert len(objects) == len(found)
+        return objects
 
 
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
     """Run the API server on a free port."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Requests)
-    cluster = server.cluster = Cluster(f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
+    with serving(_Requests) as server:
+        cluster = server.cluster = Cluster(f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
         yield cluster
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 class _Requests(BaseHTTPRequestHandler):
@@ -118,9 +131,6 @@ class _Requests(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
 
 
 def _discovery() -> dict[str, Mapping[str, Any]]:

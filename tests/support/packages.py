@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.support.paths import REPOSITORY
@@ -23,6 +24,15 @@ class Package:
         return {
             ".".join((self.name, *path.relative_to(self.root).with_suffix("").parts)).removesuffix(".__init__"): path
             for path in self.root.rglob("*.py")
+        }
+
+    @cache  # noqa: B019 - the three packages stay
+    def imports(self) -> dict[str, frozenset[str]]:
+        """Return the dotted names that each module imports; without bootstrap/, whose folder is no package of a job."""
+        return {
+            name: frozenset(imported_names(name, path.read_text(), is_package=path.name == "__init__.py"))
+            for name, path in self.modules().items()
+            if "bootstrap" not in path.parts
         }
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
+from tests.support.http_servers import serving
 from tests.support.waiting import patient
 
 _OWN = frozenset(("connection", "content-length", "date", "server", "transfer-encoding"))
@@ -56,16 +56,5 @@ def prefix_proxy(upstream: str, prefix: str) -> Iterator[PrefixProxy]:
 
         do_GET = do_POST = do_DELETE = forward  # noqa: N815 - the names that the class calls
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, name="proxy")
-    thread.start()
-    try:
+    with serving(Handler) as server:
         yield PrefixProxy(f"http://127.0.0.1:{server.server_port}{prefix}")
-    finally:
-        server.shutdown()
-        thread.join(patient(30))
-        server.server_close()

@@ -1,8 +1,6 @@
 """The modules and functions of the exporter that one request runs through, in their true order.
 
-    python -m tests.support.request_trace [report|scrape|submission|command|result|reading] [--calls]
-
-prints them for the exporter of this checkout. A module is entered again each time that a function of it starts after a
+A module is entered again each time that a function of it starts after a
 function of another module. A coroutine that continues does not start, and a comprehension is no function. Background
 work is left out, and so are the modules of values: to read a value is no step of a request.
 """
@@ -10,11 +8,9 @@ work is left out, and so are the modules of values: to read a value is no step o
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -198,22 +194,3 @@ def _polls(calls: list[Call]) -> list[int]:
 def _report(number: int, **changes: Any) -> dict[str, Any]:
     device = sample(UUIDS[0], allocated=10 * MIB + number, reclaimable=5 * MIB)
     return to_wire(report(PID, devices=(device,), sequence=10 + number, **changes))
-
-
-def main() -> None:
-    """Print the traces of one request of each kind, or of the kinds that are named."""
-    kinds = [word for word in sys.argv[1:] if not word.startswith("-")]
-    for kind, trace in trace_requests().items():
-        if kinds and kind not in kinds:
-            continue
-        entered = Counter(trace.entries)
-        print(f"{kind}: {len(entered)} modules, {len(set(trace.calls))} functions, {len(trace.calls)} calls")
-        for module, times in entered.items():
-            print(f"  {times:2d} {module}")
-        if "--calls" in sys.argv:
-            for call in trace.calls:
-                print(f"     {call}")
-
-
-if __name__ == "__main__":
-    main()

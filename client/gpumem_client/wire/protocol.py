@@ -77,7 +77,9 @@ class ProcessIdentity:
     """The number of ranks, at least 1, from the launcher that set the rank."""
 
 
-@dataclass(frozen=True)
+# Not frozen, though no code may change a sample: a frozen class of so many fields takes 9 µs for each object instead of
+# 1.3 µs, and a report needs up to three for each device.
+@dataclass
 class DeviceSample:
     """The allocator of one device at one time, in the words of `torch.cuda.memory_stats` (`.all.`, `.current`)."""
 

@@ -10,11 +10,10 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -26,6 +25,7 @@ import trustme
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from tests.support.exporter_process import ExporterProcess
 from tests.support.fake_kubectl import FakeKubectl
+from tests.support.http_servers import serving
 from tests.support.ports import free_port
 from tests.support.running_command import clean_environment, run_command
 from tests.support.running_prometheus import RunningPrometheus
@@ -274,14 +274,5 @@ def answering(upstream: str) -> Iterator[tuple[str, list[tuple[str, Mapping[str,
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Front) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", requests
-        finally:
-            server.shutdown()
-            thread.join(patient(30))
+    with serving(Front) as server:
+        yield f"http://127.0.0.1:{server.server_port}", requests

@@ -17,14 +17,13 @@ import yaml
 
 from tests.conftest import StartExporter
 from tests.support.exporter_process import ExporterProcess
-from tests.support.helm import running_cluster
+from tests.support.helm import CHART, running_cluster
 from tests.support.other_user import needs_root
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
 pytest.importorskip("helm_sdkpy", reason="Helm's engine needs Python 3.12 or later")
 
-CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"
 POLICY = REPOSITORY / "deploy" / "policy.example.yml"
 
 
@@ -41,16 +40,14 @@ class Pod:
 
     def __init__(self, folder: Path, values: dict[str, Any]) -> None:
         with running_cluster() as cluster:
-            release = cluster.install(CHART, {"dashboards": {"enabled": False}, **values})
-        objects = [found for found in yaml.safe_load_all(release["manifest"]) if found]
-        (agent,) = (found for found in objects if found["kind"] == "DaemonSet")
-        pod = agent["spec"]["template"]["spec"]
+            objects = cluster.objects(values)
+        pod = objects["DaemonSet", "gpumem-exporter"]["spec"]["template"]["spec"]
         self.spec = pod
         (self.container,) = pod["containers"]
         self.init_containers = pod.get("initContainers", [])
-        self.tests = [yaml.safe_load(hook["manifest"])["spec"]["containers"][0] for hook in release.get("hooks", ())]
+        self.tests = [found["spec"]["containers"][0] for (kind, _), found in objects.items() if kind == "Pod"]
         self._folder = folder
-        sources = {found["metadata"]["name"]: found for found in objects if found["kind"] in ("Secret", "ConfigMap")}
+        sources = {name: found for (kind, name), found in objects.items() if kind in ("Secret", "ConfigMap")}
         for mount in self.container["volumeMounts"]:
             (volume,) = (volume for volume in pod["volumes"] if volume["name"] == mount["name"])
             if "secret" in volume:
