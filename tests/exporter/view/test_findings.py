@@ -82,6 +82,13 @@ def test_an_out_of_memory_error_is_critical_only_if_it_ended_its_process(
         assert found.gpu == "0"
 
 
+def test_an_out_of_memory_error_within_a_limit_says_what_was_reserved_of_it() -> None:
+    sizes: dict[str, Any] = {"device_free_bytes": 2 * GIB, "limit_bytes": 8 * GIB, "reserved_bytes": 7 * GIB}
+    error = dataclasses.replace(oom(), **sizes, fragmented_bytes=4 * GIB)
+    sentence = findings(of(1, "train"), ooms=(error,))["oom"].sentence
+    assert "7.0 GiB of its limit of 8.0 GiB was reserved, 4.0 GiB fragmented" in sentence
+
+
 @pytest.mark.parametrize(
     ("per_hour", "limit", "soon"), [(10 * GIB, None, False), (50 * GIB, None, True), (10 * GIB, 2 * GIB, True)]
 )
