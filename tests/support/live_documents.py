@@ -41,9 +41,6 @@ def device(gpu: str, *jobs: dict[str, Any], total_gib: float = 80, **changes: An
         "gpu": gpu,
         "uuid": f"GPU-{gpu}",
         "name": "NVIDIA H100 80GB HBM3",
-        "pci_bus_id": f"0000:0{gpu[0]}:00.0",
-        "mig_profile": "",
-        "parent_uuid": "",
         "up": True,
         "error": "",
         "utilization_ratio": 0.93 if jobs else 0.0,
@@ -86,7 +83,6 @@ def process(pid: int | str, *gpus: str, used_gib: float = 10, **changes: Any) ->
     of_device = {name: changes.pop(name, value) for name, value in sizes.items()}
     return {
         "pid": pid,
-        "own_pid": pid,
         "reporting": True,
         "state": "reporting",
         "workload": "llm-pretrain",
@@ -96,7 +92,6 @@ def process(pid: int | str, *gpus: str, used_gib: float = 10, **changes: Any) ->
         "uid": 1001,
         "k8s_namespace": None,
         "k8s_pod": None,
-        "last_report_unix_seconds": NOW - 0.4,
         "orphan": None,
         "clears": True,
         "step": None,
@@ -109,7 +104,7 @@ def process(pid: int | str, *gpus: str, used_gib: float = 10, **changes: Any) ->
 
 def unreported(pid: int, gpu: str, used_gib: float, **changes: Any) -> dict[str, Any]:
     """Return a process that only the driver lists."""
-    unknown = dict.fromkeys((*_SIZES[1:], "last_report_unix_seconds", "workload", "own_pid"))
+    unknown = dict.fromkeys((*_SIZES[1:], "workload"))
     given = {"command": "tritonserver", "user": "carol", "uid": 1003, **unknown, **changes}
     return process(pid, gpu, used_gib=used_gib, state="unreported", reporting=False, clears=False, actions=[], **given)
 
@@ -127,9 +122,6 @@ def job(name: str, *processes: dict[str, Any], **changes: Any) -> dict[str, Any]
     group = len(processes) > 1
     target = {"pid": [one["pid"] for one in processes] if group else first["pid"]}
     clear = {
-        "stays_free_bytes": idle,
-        "again_bytes": again,
-        "at_least": False,
         "sentence": f"{stays_free(idle or 0, again, at_step=group)}.",
         "target": target,
         "mode": "step" if group else "now",
@@ -145,21 +137,15 @@ def job(name: str, *processes: dict[str, Any], **changes: Any) -> dict[str, Any]
         "owner": first["user"],
         "gpus": gpus,
         "uuids": [f"GPU-{gpu}" for gpu in gpus],
-        "process_count": len(processes),
-        "orphan_count": sum(one["orphan"] is not None for one in processes),
-        "reporting_count": sum(one["state"] == "reporting" for one in processes),
         "ranks": [one["rank"] for one in processes if one["rank"]],
         "world_size": len(processes) if group else None,
         **sums,
         "incomplete": [],
         "growth_bytes_per_hour": None,
-        "full_in_seconds": None,
         "state": "training" if first["state"] == "reporting" else "not reporting",
         "since_unix_seconds": NOW - 5 * HOUR,
         "step": 18204 if group else None,
         "step_seconds": 0.91 if group else None,
-        "last_step_unix_seconds": NOW - 1 if group else None,
-        "last_report_unix_seconds": first["last_report_unix_seconds"],
         "clear": clear if idle else None,
         "processes": list(processes),
         **changes,
@@ -200,7 +186,6 @@ def live(
         **sums,
         "idle_cache_bytes": idle,
         "allocatable_bytes": None if idle is None else (sums["free_bytes"] or 0) + idle,
-        "reported_bytes": sum(one["used_bytes"] or 0 for one in jobs if one["reporting_count"]),
         "coverage_ratio": 0.93,
     }
     return {
@@ -216,7 +201,6 @@ def live(
             "status": "ok",
             "failed_checks": [],
             "allowed_actions": ["empty_cache"],
-            "identities_hidden": False,
             "totals": totals,
             **node,
         },
@@ -235,7 +219,6 @@ def full_node() -> dict[str, Any]:
         "rag-indexer",
         process(50321, "4", used_gib=41, workload="rag-indexer", user="bob", command="python -m rag.index"),
         growth_bytes_per_hour=6 * GIB,
-        full_in_seconds=2 * HOUR,
         state="running",
         since_unix_seconds=NOW - 30 * HOUR,
         clear=None,
@@ -300,7 +283,6 @@ def history(job_id: str, *, seconds: int = 600, step: int = 1, points: list[int]
         "used": {"max": used},
         "allocated": {"max": [size - 10 * GIB for size in used]},
         "idle_cache": {"max": idle},
-        "in_use_peak": {"max": [size - 4 * GIB for size in used]},
     }
     return {
         "from_unix_seconds": NOW - seconds,
@@ -313,14 +295,7 @@ def history(job_id: str, *, seconds: int = 600, step: int = 1, points: list[int]
 
 def event(number: int, type_: str, unix_seconds: float, **changes: Any) -> dict[str, Any]:
     """Return an event as in `/api/v1/events`."""
-    values: dict[str, Any] = {
-        "gpu": "0",
-        "uuid": "GPU-0",
-        "pid": 7,
-        "workload": "llm",
-        "rank": "3",
-        "detail": {},
-        **changes,
-    }
+    known = {"gpu": "0", "uuid": "GPU-0", "pid": 7, "workload": "llm", "rank": "3"}
+    values: dict[str, Any] = {**known, "detail": {}, **changes}
     page = Page((Event(type_, unix_seconds, id=number, **values),), number, more=False)
     return dict(events_document(page)["events"][0])

@@ -128,9 +128,6 @@ SHAPES: dict[str, Shape] = {
         {"pytorch": f"{CLIENT}:/app:"},
         "finetune",
     ),
-    "mpijob launcher": Shape(
-        pod(labels={"training.kubeflow.org/job-name": "nccl"}, owner=("Job", "nccl-launcher")), _TRAINER, "nccl"
-    ),
     "leaderworkerset": Shape(
         pod(name="vllm-0-1", labels={"leaderworkerset.sigs.k8s.io/name": "vllm"}, owner=("StatefulSet", "vllm-0")),
         _TRAINER,
@@ -273,7 +270,6 @@ SHAPES: dict[str, Shape] = {
         left_alone=("absent",),
     ),
     "Windows": Shape(pod(os={"name": "windows"}), left_alone=("Windows",)),
-    "Windows by its nodes": Shape(pod(nodeSelector={"kubernetes.io/os": "windows"}), left_alone=("Windows",)),
     "a user namespace": Shape(pod(hostUsers=False), left_alone=("hostUsers",)),
     "no GPU, with the label": Shape(
         pod(container(gpus=None), labels={"gpumem.io/inject": "true"}), left_alone=("gpumem.io/containers",)

@@ -32,6 +32,11 @@ def test_a_full_minute_of_actions_may_come_at_once_and_refills_over_the_minute(b
     with pytest.raises(TooManyActionsError):
         bench.take()
     bench.take("another caller")
+    bench.now += 3600.0  # unused actions do not accumulate
+    for _ in range(6):
+        bench.take()
+    with pytest.raises(TooManyActionsError):
+        bench.take()
 
 
 def test_the_limit_of_a_process_counts_all_callers_and_a_refused_action_counts_for_none(bench: Bench) -> None:
@@ -42,15 +47,6 @@ def test_the_limit_of_a_process_counts_all_callers_and_a_refused_action_counts_f
             bench.take("d", 2, 1)
     for _ in range(3):
         bench.take("d", 2)  # neither the caller's nor the other process' share has been touched
-
-
-def test_unused_actions_do_not_accumulate_beyond_a_minute(bench: Bench) -> None:
-    bench.take()
-    bench.now += 3600
-    for _ in range(6):
-        bench.take()
-    with pytest.raises(TooManyActionsError):
-        bench.take()
 
 
 def test_the_number_of_remembered_callers_and_processes_is_limited(bench: Bench) -> None:

@@ -41,10 +41,7 @@ def test_the_name_of_an_alert_cannot_look_like_another_caller(name: str) -> None
     assert str(caller).removesuffix(f" by {USER}").removeprefix("alert:") == caller.name
     assert not set(caller.name) & set(": \n/=")
     assert len(caller.name) <= 128
-
-
-def test_an_alert_has_the_rights_of_its_sender() -> None:
-    assert Caller.alert("GpuMemLeak", USER).rights is Rights.OWN
+    assert caller.rights is USER.rights
 
 
 def test_all_users_of_a_container_have_one_share_of_the_limits() -> None:

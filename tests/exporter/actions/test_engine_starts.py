@@ -67,7 +67,10 @@ class EngineRanks(EngineMixin, Ranks):
 
 def test_a_clear_waits_until_the_engine_has_started_and_then_runs() -> None:
     bench = EngineBench()
-    action = bench.ask(target=Target(pid=1), deadline_seconds=600.0)
+    elsewhere = bench.put(3, devices=(sample(UUIDS[0], 0, MIB),))
+    action = bench.ask(target=Target(pid=(1, 3)), deadline_seconds=600.0)
+    assert bench.commands(elsewhere)
+    bench.answer(elsewhere, action)
     assert not bench.commands(bench.first)
     (wait,) = action.waits_for
     assert (wait.pid, wait.title, wait.gpu, wait.uuid) == (ENGINE, TITLE, "1", UUIDS[1])
@@ -99,6 +102,7 @@ def test_a_clear_is_refused_at_its_deadline_with_what_it_waited_for() -> None:
     assert not bench.current(action).finished
     bench.later(1.5)
     assert bench.result(action) == ("refused", STARTING)
+    assert bench.finished[-1].waits_for == ()
     reason = bench.finished[-1].results[0].reason
     for name in (TITLE, str(ENGINE), "GPU 1", "UTC", "--force"):
         assert name in reason
@@ -118,22 +122,11 @@ def test_only_actions_that_release_or_take_memory_wait(action: str) -> None:
         assert (STARTING in codes) == (action in ("empty_cache", "release_memory", "resume_memory"))
 
 
-@pytest.mark.parametrize("mode", ["now", "step", "idle"])
-def test_a_dry_run_shows_the_wait_at_once(mode: str) -> None:
+def test_a_dry_run_shows_the_wait_at_once() -> None:
     bench = EngineBench()
-    bench.first = bench.put(1, modes=("now", "step", "idle"), devices=bench.first.report.devices)
-    asked = bench.ask(target=Target(pid=1), dry_run=True, mode=mode)
+    asked = bench.ask(target=Target(pid=1), dry_run=True)
     assert asked.finished
     assert {(result.outcome, result.reason_code) for result in asked.results} == {("refused", STARTING)}
-    assert [wait.pid for wait in asked.waits_for] == [ENGINE]
-
-
-def test_a_process_on_other_devices_does_not_wait() -> None:
-    bench = EngineBench()
-    elsewhere = bench.put(3, devices=(sample(UUIDS[0], 0, MIB),))
-    asked = bench.ask(target=Target(pid=(1, 3)))
-    assert bench.commands(elsewhere)
-    assert not bench.commands(bench.first)
     assert [wait.pid for wait in asked.waits_for] == [ENGINE]
 
 
@@ -157,15 +150,7 @@ def test_a_clear_of_the_starting_engine_itself_waits() -> None:
     assert bench.commands(engine)
 
 
-def test_force_does_not_wait() -> None:
-    bench = EngineBench()
-    asked = bench.ask(target=Target(pid=1), force=True)
-    assert not asked.waits_for
-    (command,) = bench.commands(bench.first)
-    assert not command.force, "only a fraction has a force that the process itself needs"
-
-
-def test_a_user_forces_beside_its_own_engine_only() -> None:
+def test_force_does_not_wait_and_a_user_forces_beside_its_own_engine_only() -> None:
     bench = EngineBench()
     of_ada = bench.put(3, owner_uid=ADA.uid, devices=(sample(UUIDS[1], 0, MIB),))
     with pytest.raises(ActionForbiddenError) as caught:
@@ -176,8 +161,9 @@ def test_a_user_forces_beside_its_own_engine_only() -> None:
         bench.ask(target=Target(pid=3), force=True, dry_run=True, caller=ADA)
     assert not bench.commands(of_ada)
     bench.engine(uid=ADA.uid)
-    bench.ask(target=Target(pid=3), force=True, caller=ADA)
-    assert bench.commands(of_ada)
+    assert not bench.ask(target=Target(pid=3), force=True, caller=ADA).waits_for
+    (command,) = bench.commands(of_ada)
+    assert not command.force, "only a fraction has a force that the process itself needs"
 
 
 def test_a_reporting_engine_belongs_to_the_user_that_the_kernel_names() -> None:
@@ -192,49 +178,24 @@ def test_a_reporting_engine_belongs_to_the_user_that_the_kernel_names() -> None:
     assert not bench.commands(of_ada)
 
 
-def test_force_does_not_reach_an_engine_of_another_user_that_starts_later() -> None:
+@pytest.mark.parametrize("force", [False, True], ids=["", "forced by a user, whose engine it is not"])
+def test_a_command_that_waits_in_its_process_is_withdrawn_when_an_engine_starts(force: bool) -> None:
     bench = EngineBench()
     bench.engine(running=False)
-    of_ada = bench.put(3, owner_uid=ADA.uid, modes=("now", "idle"), devices=(sample(UUIDS[1], 0, MIB),))
-    asked = bench.ask(target=Target(pid=3), force=True, mode="idle", deadline_seconds=600.0, caller=ADA)
-    assert bench.commands(of_ada)
-    bench.engine()
-    bench.later(1.0)
-    held = dataclasses.replace(of_ada, report=dataclasses.replace(of_ada.report, waiting=(asked.id,)))
-    bench.dispatcher.take_results(held)
-    assert bench.dispatcher.cancelled(held) == (asked.id,)
-
-
-def test_a_command_that_waits_in_its_process_is_withdrawn_when_an_engine_starts() -> None:
-    bench = EngineBench()
-    bench.engine(running=False)
-    first = bench.put(1, modes=("now", "idle"), devices=bench.first.report.devices)
-    asked = bench.ask(target=Target(pid=1), mode="idle", deadline_seconds=600.0)
+    first = bench.put(1, owner_uid=ADA.uid, modes=("now", "idle"), devices=bench.first.report.devices)
+    asked = bench.ask(target=Target(pid=1), mode="idle", deadline_seconds=600.0, force=force, caller=ADA)
     assert bench.commands(first)
     held = dataclasses.replace(first, report=dataclasses.replace(first.report, waiting=(asked.id,)))
-    bench.dispatcher.take_results(held)
+    if not force:
+        bench.dispatcher.take_results(held)
     bench.engine()
     bench.later(1.0)
+    bench.dispatcher.take_results(held)
     assert bench.dispatcher.cancelled(held) == (asked.id,)
     forgot = CommandResult(asked.id, "refused", "withdrawn", ReasonCode.CANCELLED)
     answer = dataclasses.replace(first, report=dataclasses.replace(first.report, results=(forgot,)))
     bench.dispatcher.take_results(answer)
     assert bench.result(asked) == ("refused", STARTING)
-
-
-def test_a_cancelled_action_waits_no_longer() -> None:
-    bench = EngineBench()
-    asked = bench.ask(target=Target(pid=1))
-    cancelled = bench.dispatcher.cancel(asked.id, requested_by=ADA)
-    assert cancelled is not None
-    assert (cancelled.state, cancelled.waits_for) == ("cancelled", ())
-
-
-def test_a_process_that_exits_waits_no_longer() -> None:
-    bench = EngineBench()
-    asked = bench.ask(target=Target(pid=1))
-    bench.dispatcher.process_gone(bench.first.key, "it exited")
-    assert bench.result(asked) == ("gone", ReasonCode.PROCESS_EXITED)
 
 
 def test_titles_of_others_are_hidden_where_identities_are() -> None:
@@ -248,11 +209,14 @@ def test_titles_of_others_are_hidden_where_identities_are() -> None:
 def test_a_group_waits_as_a_whole_and_then_takes_a_new_step() -> None:
     bench = EngineRanks()
     bench.second = bench.rank(2, "1", 48, devices=(sample(UUIDS[1], 0, MIB),))
+    late = bench.ask_group(deadline_seconds=30.0)
     asked = bench.ask_group(deadline_seconds=120.0)
     assert not bench.commands(bench.first)
     assert not bench.commands(bench.second), "the other device has no engine, but the rank waits for its group"
     bench.later(60.0)
     assert not bench.current(asked).finished
+    found = bench.current(late).results
+    assert [(result.outcome, result.reason_code) for result in found] == [("refused", STARTING)] * 2
     first, second = bench.rank(1, "0", 650), bench.rank(2, "1", 648)
     bench.engine(UUIDS[0], gpu="0", running=False)
     bench.later(1.0)
@@ -260,15 +224,6 @@ def test_a_group_waits_as_a_whole_and_then_takes_a_new_step() -> None:
     assert one.at_step == other.at_step == bench.current(asked).at_step
     assert one.at_step is not None
     assert one.at_step > 650
-
-
-def test_a_group_that_waits_too_long_is_refused_as_a_whole() -> None:
-    bench = EngineRanks()
-    asked = bench.ask_group(deadline_seconds=30.0)
-    bench.later(30.5)
-    found = bench.current(asked)
-    assert {(result.outcome, result.reason_code) for result in found.results} == {("refused", STARTING)}
-    assert len(found.results) == 2
 
 
 def test_a_group_whose_step_has_passed_meanwhile_does_not_act() -> None:

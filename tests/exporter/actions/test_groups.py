@@ -30,6 +30,7 @@ async def test_a_group_is_every_rank_of_the_workload_at_a_step_that_no_rank_has_
     for process in (ranks.first, ranks.second):
         (command,) = ranks.dispatcher.commands(process)
         assert (command.mode, command.at_step) == ("step", action.at_step)
+    assert ranks.ask_group(at_step=123).at_step == 123
 
 
 def test_a_group_step_is_two_steps_ahead_and_before_the_deadline(ranks: Ranks) -> None:
@@ -66,28 +67,29 @@ def test_a_group_with_a_rank_that_cannot_take_part_does_not_start(
     assert ranks.dispatcher.recent() == ()
 
 
-async def test_a_command_that_a_process_keeps_is_not_sent_again(ranks: Ranks) -> None:
-    action = ranks.ask(mode="step")
-    assert len(ranks.dispatcher.commands(ranks.first)) == 1
-    reported = ranks.says(ranks.first, action.id)
-    assert ranks.dispatcher.commands(reported) == ()
-    assert ranks.dispatcher.cancelled(reported) == ()
-
-
-async def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_names_it(ranks: Ranks) -> None:
+async def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_names_it(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    ranks.rank(3, "2", 48)
     action = ranks.ask_group()
     ranks.dispatcher.commands(ranks.first)
-    held = ranks.says(ranks.first, action.id)
+    held = ranks.says(ranks.first, action.id, "of an exporter before its restart")
+    assert ranks.dispatcher.commands(held) == (), "a command that a process keeps is not sent again"
+    assert ranks.dispatcher.cancelled(held) == ("of an exporter before its restart",)
     ranks.woken.clear()
     ranks.now += GROUP_ANSWER_SECONDS
     ranks.dispatcher.expire()
     assert ranks.woken == [ranks.first.key]
+    held = ranks.says(ranks.first, action.id)
     assert ranks.dispatcher.cancelled(held) == (action.id,)
     ranks.answer(held, action, "refused")
     (finished,) = ranks.finished
-    assert {row.rank: row.outcome for row in finished.results} == {"0": "refused", "1": "expired"}
-    (silent,) = (row for row in finished.results if row.rank == "1")
-    assert silent.reason_code == ReasonCode.GROUP_RANK_LATE
+    states = ["delivered", "kept", "recalled and kept", "ended"]
+    assert [state for state in states if f"pid 1 (rank 0) is {state}" not in caplog.text] == []
+    outcomes = [(row.rank, row.outcome) for row in finished.results]
+    assert outcomes == [("1", "expired"), ("2", "refused"), ("0", "refused")]
+    assert finished.results[0].reason_code == ReasonCode.GROUP_RANK_LATE
 
 
 async def test_a_group_is_withdrawn_if_a_rank_exits_or_refuses(ranks: Ranks) -> None:
@@ -103,22 +105,6 @@ async def test_a_group_is_withdrawn_if_a_rank_exits_or_refuses(ranks: Ranks) -> 
         assert ranks.dispatcher.cancelled(ranks.says(ranks.first, action.id)) == (action.id,)
         ranks.answer(ranks.first, action, "refused")
         assert ranks.finished[-1].id == action.id
-
-
-def test_a_command_of_an_exporter_that_has_been_restarted_is_cancelled(ranks: Ranks) -> None:
-    assert ranks.dispatcher.cancelled(ranks.says(ranks.first, "before")) == ("before",)
-
-
-async def test_each_late_rank_of_a_group_has_one_result(ranks: Ranks) -> None:
-    third = ranks.rank(3, "2", 48)
-    action = ranks.ask_group()
-    ranks.dispatcher.commands(third)
-    held = ranks.says(third, action.id)
-    ranks.now += GROUP_ANSWER_SECONDS
-    ranks.dispatcher.expire()
-    ranks.answer(held, action, "refused")
-    (finished,) = ranks.finished
-    assert sorted(row.rank for row in finished.results) == ["0", "1", "2"]
 
 
 def refuse(ranks: Ranks, process: ReportingProcess, action: Action, code: ReasonCode) -> None:
@@ -178,10 +164,3 @@ def test_cancelling_again_or_after_the_end_changes_nothing(ranks: Ranks) -> None
     first = ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("alice"))
     assert ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("bob")) == first
     assert ranks.dispatcher.cancel("unknown", requested_by=Caller.policy("alice")) is None
-
-
-def test_a_requested_step_is_used(ranks: Ranks) -> None:
-    action = ranks.ask_group(at_step=123)
-    assert action.at_step == 123
-    (command,) = ranks.dispatcher.commands(ranks.first)
-    assert command.at_step == 123

@@ -35,7 +35,6 @@ def selected(target: Target, action: str = "terminate", orphans: dict[int, LostL
     ("target", "expected"),
     [
         ({}, [1, 3]),
-        ({"all": True}, [1, 3]),
         ({"pid": [1, 2]}, [1]),
         ({"workload": "chat"}, [1]),
         ({"user": "ada", "gpu": 0}, [1, 3]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -16,11 +15,9 @@ from gpumem_exporter.errors import (
     ActionForbiddenError,
     ActionRefusedError,
     GroupIncompleteError,
-    IdempotencyConflictError,
-    TargetNotFoundError,
 )
 from tests.support.builders import MIB, UUIDS, device, node, sample
-from tests.support.dispatching import EVERYBODY, Bench, Ranks
+from tests.support.dispatching import Bench, Ranks
 
 ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0, pid=4)
 ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1001, pid=5)
@@ -37,11 +34,6 @@ class Shared(Bench):
         for pid, owner_uid in ((1, 0), (2, 1001), (3, 1002), (4, None)):
             self.put(pid, owner_uid=owner_uid, pid_namespace=pid_namespace(), devices=(sample(UUIDS[0], 0, MIB),))
 
-    def pids(self, caller: Caller, target: Target = EVERYBODY, **changes: Any) -> set[int | str]:
-        """Return the processes of an action."""
-        action = self.ask(target=target, caller=caller, dry_run=True, **changes)
-        return {result.pid for result in action.results}
-
 
 @pytest.fixture
 def bench() -> Shared:
@@ -51,23 +43,11 @@ def bench() -> Shared:
     return bench
 
 
-def test_all_means_the_own_processes_of_a_user(bench: Shared) -> None:
-    assert bench.pids(ADA) == {2}
-    assert bench.pids(EVE, Target(gpu="0")) == {3}
-    assert bench.pids(ROOT) == {1, 2, 3, 4}
-
-
 @pytest.mark.parametrize("pid", [1, 3, 4])
 def test_a_process_of_another_user_is_refused_with_what_the_caller_may_do(bench: Shared, pid: int) -> None:
     with pytest.raises(ActionForbiddenError, match=rf"pid={pid}\b.*uid=1001.*\b1\b"):
         bench.ask(target=Target(pid=pid), caller=ADA)
     assert bench.dispatcher.recent() == ()
-
-
-def test_a_target_that_nothing_matches_is_not_found_for_every_caller(bench: Shared) -> None:
-    for caller in (ROOT, ADA):
-        with pytest.raises(TargetNotFoundError):
-            bench.ask(target=Target(pid=99), caller=caller)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +58,6 @@ def test_some_actions_need_the_rights_to_all_processes(bench: Shared, action: st
     with pytest.raises(ActionForbiddenError, match=action):
         bench.ask(action, target=Target(pid=2), caller=ADA, **options)
     bench.ask(action, target=Target(pid=2), caller=ROOT, dry_run=True, **options)
-
-
-def test_a_caller_without_rights_reaches_nothing(bench: Shared) -> None:
-    with pytest.raises(ActionForbiddenError):
-        bench.ask(caller=dataclasses.replace(ADA, rights=Rights.NONE))
 
 
 def test_a_caller_reaches_the_processes_of_its_place() -> None:
@@ -108,16 +83,6 @@ def test_the_actions_of_a_user_are_those_that_concern_only_its_processes() -> No
     assert ROOT.permitted_actions(ACTIONS) == ACTIONS
     assert ADA.permitted_actions(ACTIONS) == tuple(each for each in ACTIONS if each != "terminate")
     assert dataclasses.replace(ADA, rights=Rights.NONE).permitted_actions(ACTIONS) == ()
-
-
-def test_an_idempotency_key_belongs_to_its_caller(bench: Shared) -> None:
-    first = bench.ask(target=Target(pid=2), caller=ADA, idempotency_key="k")
-    second = bench.ask("collect_garbage", target=Target(pid=3), caller=EVE, idempotency_key="k")
-    alert = bench.ask(target=Target(pid=2), caller=Caller.alert("Leak", ROOT), idempotency_key="k")
-    assert len({first.id, second.id, alert.id}) == 3
-    assert bench.ask(target=Target(pid=2), caller=ADA, idempotency_key="k").id == first.id
-    with pytest.raises(IdempotencyConflictError):
-        bench.ask("reset_peak", target=Target(pid=2), caller=ADA, idempotency_key="k")
 
 
 def test_a_rank_of_another_user_does_not_join_a_group() -> None:

@@ -10,7 +10,7 @@ from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.results import dry_run_results
 from gpumem_exporter.actions.selection import NodeFacts, select, select_reporting
-from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears, suggested_timing
+from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
@@ -29,11 +29,13 @@ def idles(pid: int, **changes: Any) -> ReportingProcess:
     return reporting(pid, workload="notebook", modes=MODES, devices=(sample(UUIDS[0], MIB, MIB),), **changes)
 
 
-def suggested(*processes: ReportingProcess, target: Target = EVERYTHING, **changes: Any) -> Suggestion:
+def suggested(
+    *processes: ReportingProcess, target: Target = EVERYTHING, deadline_seconds: float | None = None
+) -> Suggestion:
     snapshot = Snapshot(0.0, node(device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1")), processes)
-    request = ActionRequest("empty_cache", target, dry_run=True, **changes)
+    request = ActionRequest("empty_cache", target, dry_run=True, deadline_seconds=deadline_seconds or 30.0)
     selected = select(request, OPERATOR, snapshot).reporting
-    return suggest_clears(request, selected, snapshot, 0.0, free_deadline=True)
+    return suggest_clears(request, selected, snapshot, 0.0, free_deadline=deadline_seconds is None)
 
 
 def parts(suggestion: Suggestion) -> list[tuple[tuple[str, ...], str, bool]]:
@@ -41,11 +43,8 @@ def parts(suggestion: Suggestion) -> list[tuple[tuple[str, ...], str, bool]]:
 
 
 def test_processes_that_do_not_train_clear_at_once_with_the_given_target() -> None:
-    stopped = trains(2, "done", step_seconds=None)
-    suggestion = suggested(idles(1), stopped)
-    (request,) = suggestion.requests
+    (request,) = suggested(idles(1), trains(2, "done", step_seconds=None)).requests
     assert (request.target, request.mode, request.dry_run) == (EVERYTHING, "now", False)
-    assert suggestion.target == EVERYTHING
 
 
 def test_each_process_clears_when_it_harms_its_job_least() -> None:
@@ -70,6 +69,8 @@ def test_ranks_that_cannot_act_together_end_their_own_steps() -> None:
     old = trains(2, "llm", rank="0")
     stopped = trains(3, "llm", rank="1", step_seconds=None)
     assert parts(suggested(old, stopped)) == [(("3",), "now", False), (("2",), "step", False)]
+    without_the_mode = dataclasses.replace(old, report=dataclasses.replace(old.report, modes=("now",)))
+    assert [request.mode for request in suggested(without_the_mode).requests] == ["now"]
 
 
 def test_jobs_of_two_users_with_one_name_are_two_jobs() -> None:
@@ -78,24 +79,15 @@ def test_jobs_of_two_users_with_one_name_are_two_jobs() -> None:
     assert parts(suggested(*own, *others)) == [(("2", "3"), "step", True), (("4", "5"), "step", True)]
 
 
-def test_a_reporter_without_the_mode_clears_at_once() -> None:
-    older = dataclasses.replace(trains(2, "llm"))
-    older = dataclasses.replace(older, report=dataclasses.replace(older.report, modes=("now",)))
-    assert [request.mode for request in suggested(older).requests] == ["now"]
-
-
-@pytest.mark.parametrize(("step_seconds", "deadline_seconds"), [(0.5, 30.0), (20.0, 85.0), (2000.0, 3600.0)])
-def test_a_job_with_long_steps_has_time_to_end_one(step_seconds: float, deadline_seconds: float) -> None:
-    (request,) = suggested(trains(2, "llm", step_seconds=step_seconds)).requests
+@pytest.mark.parametrize(
+    ("step_seconds", "given", "deadline_seconds"),
+    [(0.5, None, 30.0), (20.0, None, 85.0), (2000.0, None, 3600.0), (20.0, 7.0, 7.0)],
+)
+def test_a_job_with_long_steps_has_time_to_end_one_unless_a_deadline_is_given(
+    step_seconds: float, given: float | None, deadline_seconds: float
+) -> None:
+    (request,) = suggested(trains(2, "llm", step_seconds=step_seconds), deadline_seconds=given).requests
     assert (request.mode, request.deadline_seconds) == ("step", deadline_seconds)
-
-
-def test_a_given_deadline_is_kept() -> None:
-    snapshot = Snapshot(0.0, node(device(UUIDS[0])), (trains(2, "llm", step_seconds=20.0),))
-    request = ActionRequest("empty_cache", EVERYTHING, deadline_seconds=7.0)
-    selected = select(request, OPERATOR, snapshot).reporting
-    (chosen,) = suggest_clears(request, selected, snapshot, 0.0, free_deadline=False).requests
-    assert chosen.deadline_seconds == 7.0
 
 
 @pytest.mark.parametrize(
@@ -123,19 +115,3 @@ def test_a_suggestion_takes_no_search_for_each_job(monkeypatch: pytest.MonkeyPat
     ranks = [trains(pid, f"llm{pid // 2}", rank=str(pid)) for pid in range(2, 82)]
     assert len(suggested(*ranks).requests) == 40
     assert len(searches) == 2
-
-
-@pytest.mark.parametrize(
-    ("job", "mode"),
-    [
-        ([idles(1)], ("now", False)),
-        ([trains(2, "llm")], ("step", False)),
-        ([trains(2, "llm"), trains(3, "llm")], ("step", True)),
-        ([trains(2, "llm"), trains(3, "llm", step_seconds=None)], ("step", False)),
-        ([trains(2, "llm", step_seconds=2000.0), trains(3, "llm", step_seconds=2000.0)], ("step", False)),
-    ],
-)
-def test_the_mode_of_a_job_is_the_mode_of_its_requests(job: list[ReportingProcess], mode: tuple[str, bool]) -> None:
-    timing = suggested_timing(job, 0.0)
-    assert (timing.mode, timing.group) == mode
-    assert timing in [(one.mode, one.group, one.deadline_seconds) for one in suggested(*job).requests]

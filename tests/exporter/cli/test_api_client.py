@@ -58,16 +58,15 @@ def api_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ExporterApi]:
     return make
 
 
-def test_the_first_address_that_answers_is_kept(api_of: Callable[..., ExporterApi]) -> None:
+def test_the_first_address_that_answers_is_kept_and_an_error_names_every_address(
+    api_of: Callable[..., ExporterApi],
+) -> None:
     first, second = _Scripted(_refused("a")), _Scripted(_answer({"n": 1}), _answer({"n": 2}))
     api = api_of({"a": first, "b": second})
     assert api.url == "a"
     assert [api.get("/x"), api.get("/x")] == [{"n": 1}, {"n": 2}]
     assert api.url == "b"
     assert len(first.requests) == 1
-
-
-def test_the_error_without_an_exporter_names_every_address(api_of: Callable[..., ExporterApi]) -> None:
     api = api_of({"a": _Scripted(_refused("a")), "b": _Scripted(_refused("b"))})
     with pytest.raises(ExporterUnreachableError, match=r"\ba: .*\bb: .*gpumem-exporter serve\b.*--url\b"):
         api.get("/x")
@@ -77,10 +76,7 @@ def test_the_error_without_an_exporter_names_every_address(api_of: Callable[...,
     ("status", "body", "detail"),
     [
         (404, json.dumps(_PROBLEM).encode(), "nothing matches pid=1"),
-        *(
-            (502, body, "the server at a answers: Bad Gateway")
-            for body in (b"", b"<html>no</html>", b"[]", b'{"detail": 3}')
-        ),
+        *((502, body, "the server at a answers: Bad Gateway") for body in (b"<html>no</html>", b'{"detail": 3}')),
     ],
 )
 def test_an_error_has_its_status_and_the_detail_of_a_problem(
@@ -91,7 +87,7 @@ def test_an_error_has_its_status_and_the_detail_of_a_problem(
     assert (caught.value.status, caught.value.detail) == (status, detail)
 
 
-@pytest.mark.parametrize("body", [b"<html>hello</html>", b"[1]", b"\xff"])
+@pytest.mark.parametrize("body", [b"[1]", b"\xff"])
 def test_another_server_is_not_taken_for_an_exporter(api_of: Callable[..., ExporterApi], body: bytes) -> None:
     with pytest.raises(ExporterUnreachableError, match=r"http://a:1 .*gpumem-exporter"):
         api_of({"http://a:1": _Scripted(Answer(200, {}, body))}).get("/x")
@@ -120,17 +116,14 @@ def test_an_action_is_posted_with_a_new_idempotency_key(api_of: Callable[..., Ex
     method, path, body, headers, timeout = transport.requests[0]
     assert (method, path, body) == ("POST", "/api/v1/actions", {"action": "empty_cache", "wait_seconds": 3.0})
     assert headers["Content-Type"] == "application/json"
-    assert timeout is not None
-    assert timeout > 3.0
-    keys = [request[3]["Idempotency-Key"] for request in transport.requests]
-    assert len(set(keys)) == 2
+    assert (timeout or 0.0) > 3.0
+    assert len({request[3]["Idempotency-Key"] for request in transport.requests}) == 2
 
 
 @pytest.mark.parametrize(
     ("rights", "line"),
     [
         ({"rights": "own", "uid": 1001, "processes": 3}, "You can clear your own 3 processes (uid 1001)."),
-        ({"rights": "own", "uid": 1001, "processes": 1}, "You can clear your own 1 process (uid 1001)."),
         ({"rights": "all", "uid": 0, "processes": 5}, "You can clear all processes that report (5)."),
         ({"rights": "none", "reason": "a\ntoken"}, "You cannot clear processes. a token"),
         ({}, ""),
@@ -161,7 +154,7 @@ def test_the_token_comes_from_the_option_then_the_variable_then_its_file(tmp_pat
     assert action_token(None, {}) == ""
 
 
-@pytest.mark.parametrize("content", ["", " \n", "two tokens", "two\nlines", "späß", "nul\0"])
+@pytest.mark.parametrize("content", [" \n", "two tokens", "späß", "nul\0"])
 def test_a_file_without_one_token_is_an_error_that_does_not_show_the_content(tmp_path: Path, content: str) -> None:
     with pytest.raises(ConfigurationError, match=str(tmp_path)) as caught:
         action_token(str(_file(tmp_path / "t", content)), {})

@@ -59,7 +59,6 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("answer", "free_mode", "modes"),
     [
         ("n", True, None),
-        ("", True, None),
         ("y", True, ["now", "step"]),
         ("now", True, ["now"]),
         ("y", False, ["now"]),
@@ -105,17 +104,12 @@ def test_the_only_request_that_is_refused_is_an_error(api: Any) -> None:
         act(api, Plan({**BODY, "mode": "step", "group": True}))
 
 
-@pytest.mark.parametrize("wait_seconds", [None, 5.0])
-def test_an_action_is_read_until_it_ends(api: Any, wait_seconds: float | None) -> None:
+def test_an_action_is_read_until_it_ends_or_the_wait_does(api: Any) -> None:
     api.readings = 3
     said: list[str] = []
-    document = act(api, Plan({**BODY, "mode": "step"}), wait_seconds=wait_seconds, say=said.append)
-    assert document["state"] == "done"
+    assert act(api, Plan({**BODY, "mode": "step"}), say=said.append)["state"] == "done"
     assert len(said) == 3
     assert "at most 30 s" in said[0]
-
-
-def test_after_the_wait_the_action_is_returned_as_it_is(api: Any) -> None:
     api.readings = 1000
     assert act(api, Plan(BODY), wait_seconds=0.01)["state"] == "running"
     assert act(api, Plan(BODY), wait_seconds=0)["state"] == "running"

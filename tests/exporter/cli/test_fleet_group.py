@@ -37,9 +37,14 @@ def two_nodes(**second: Any) -> Readings:
 
 
 def test_the_step_leaves_time_to_submit_and_to_cancel() -> None:
-    found = group(two_nodes(step=48, world_size=2))
+    found = group({**two_nodes(step=48, world_size=2), C: of(process(5, workload="other"))})
     assert found.at_step == 50 + round(LEAD / 0.1)
     assert [(one.exporter, one.pid, one.rank) for one in found.processes] == [(A, 1, "0"), (B, 1, "1")]
+
+
+def test_the_step_counts_the_age_of_samples() -> None:
+    late: Readings = {A: of(rank(1, 0, sample_age_seconds=0.5)), B: of(rank(2, 1))}
+    assert group(late, 10.0, now=11.5).at_step == 50 + round((0.5 + 1.5 + LEAD) / 0.1)
 
 
 def test_a_group_says_which_ranks_it_adds_to_the_selected_ones() -> None:
@@ -47,11 +52,6 @@ def test_a_group_says_which_ranks_it_adds_to_the_selected_ones() -> None:
     first, second = found.processes
     assert found.added([first]) == "--group adds 1 rank to the ranks of the query: rank 1 (pid 1 on node2:9844)"
     assert found.added([first, second]) == ""
-
-
-def test_the_step_counts_the_age_of_samples() -> None:
-    late: Readings = {A: of(rank(1, 0, sample_age_seconds=0.5)), B: of(rank(2, 1))}
-    assert group(late, 10.0, now=11.5).at_step == 50 + round((0.5 + 1.5 + LEAD) / 0.1)
 
 
 @pytest.mark.parametrize(
@@ -71,22 +71,18 @@ def test_a_rank_that_cannot_take_part_stops_the_group(changes: dict[str, Any], n
         group(two_nodes(**changes))
 
 
+def test_a_group_needs_every_exporter_and_a_rank() -> None:
+    with pytest.raises(GroupIncompleteError, match=r"node3:9844\b.*: silent-x\b"):
+        group({**two_nodes(), C: Failure("failed", "silent-x")})
+    with pytest.raises(GroupIncompleteError, match=r"\btrain\b"):
+        group({C: of()})
+
+
 def test_without_a_deadline_ranks_with_long_steps_have_time() -> None:
     long_steps = {"step": 50, "step_seconds": 40.0}
     readings: Readings = {A: of(rank(1, 0, **long_steps)), B: of(rank(1, 1, **long_steps))}
     found = group(readings, deadline_seconds=None)
     assert found.deadline_seconds > (found.at_step - 50) * 40.0
-
-
-def test_an_exporter_that_does_not_answer_stops_the_group() -> None:
-    with pytest.raises(GroupIncompleteError, match=r"node3:9844\b.*: silent-x\b"):
-        group({**two_nodes(), C: Failure("failed", "silent-x")})
-
-
-def test_an_exporter_without_ranks_is_not_in_the_group() -> None:
-    assert len(group({**two_nodes(), C: of(process(5, workload="other"))}).processes) == 2
-    with pytest.raises(GroupIncompleteError, match=r"\btrain\b"):
-        group({C: of()})
 
 
 def test_the_ranks_query_escapes_the_workload() -> None:

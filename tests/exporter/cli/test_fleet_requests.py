@@ -29,10 +29,6 @@ def results(request: ExporterRequest) -> list[tuple[Any, str, str]]:
     return [(one["pid"], one["outcome"], one["reason"]) for one in result_rows(request)]
 
 
-def outcomes(request: ExporterRequest) -> list[tuple[Any, str]]:
-    return [(pid, outcome) for pid, outcome, _ in results(request)]
-
-
 def run(exporter: ScriptedExporter, wait_seconds: float = 30.0) -> ExporterRequest:
     """Submit one request to an exporter and wait for its end."""
     clock = Clock()
@@ -54,7 +50,6 @@ def test_a_request_names_a_process_by_pid_workload_and_rank() -> None:
     ("name", "uuids", "requested"),
     [
         ("reset_peak", ("GPU-0", "GPU-1"), ["GPU-0", "GPU-1"]),
-        ("set_memory_fraction", ("GPU-0", "GPU-1"), ["GPU-0", "GPU-1"]),
         ("empty_cache", ("GPU-0", "GPU-1"), [None]),
         ("reset_peak", None, [None]),
     ],
@@ -93,14 +88,6 @@ def test_a_termination_reaches_the_selected_processes_alone_and_a_refusal_is_a_f
     assert [each["reason"] for each in rows if each["outcome"] == "refused"] == ["--action.allow"]
 
 
-def test_an_action_is_polled_until_it_has_ended() -> None:
-    running = [action(state="running"), action(row(freed_bytes=3))]
-    exporter = ScriptedExporter(submits=[action(state="queued")], later=[*running])
-    (found,) = result_rows(run(exporter))
-    assert exporter.requests_of("action") == ["a1", "a1"]
-    assert found["freed_bytes"] == 3
-
-
 def test_an_action_that_does_not_end_in_time_expires() -> None:
     exporter = ScriptedExporter(submits=[action(state="queued")], later=[action(state="running")])
     ((pid, outcome, reason),) = results(run(exporter, wait_seconds=5.0))
@@ -131,7 +118,7 @@ SILENCE = ExporterUnreachableError("silent-x")
 @pytest.mark.parametrize(
     ("polls", "outcome", "reason"),
     [
-        ([SILENCE, SILENCE, action(row())], "done", ""),
+        ([action(state="running"), SILENCE, SILENCE, action(row())], "done", ""),
         ([SILENCE], "failed", "silent-x"),
         ([ExporterAnswerError(404, "no such action")], "failed", ""),
     ],
@@ -139,8 +126,10 @@ SILENCE = ExporterUnreachableError("silent-x")
 def test_a_poll_is_repeated_until_the_exporter_misses_several_answers(
     polls: list[Any], outcome: str, reason: str
 ) -> None:
-    ((_, found, why),) = results(run(ScriptedExporter(submits=[action(state="queued")], later=polls)))
+    exporter = ScriptedExporter(submits=[action(state="queued")], later=polls)
+    ((_, found, why),) = results(run(exporter))
     assert found == outcome
+    assert set(exporter.requests_of("action")) == {"a1"}
     assert reason in why
 
 
@@ -148,21 +137,17 @@ def test_a_poll_is_repeated_until_the_exporter_misses_several_answers(
     ("answered", "expected"),
     [
         (action(row(1), row(2)), [(1, "done"), (2, "failed")]),
+        (action(row(1), row(1, uuid="GPU-1")), [(1, "done"), (1, "failed")]),
         (action(row(1, workload="other")), [(1, "failed")]),
         (action(row(1, rank="7")), [(1, "failed")]),
         (action(), [(1, "failed")]),
     ],
 )
-def test_a_result_of_another_process_is_a_failure(answered: Any, expected: list[tuple[int, str]]) -> None:
-    request = run(ScriptedExporter(submits=[answered]))
-    assert outcomes(request) == expected
+def test_a_result_of_another_process_or_device_is_a_failure(answered: Any, expected: list[tuple[int, str]]) -> None:
+    target = {"pid": 1, "uuid": "GPU-0", "workload": "train", "rank": "0"}
+    request = ExporterRequest(A, (TargetProcess(A, 1, "train", "0"),), target, answered)
+    assert [(pid, outcome) for pid, outcome, _ in results(request)] == expected
     assert all(reason for _, outcome, reason in results(request) if outcome == "failed")
-
-
-def test_a_result_of_another_device_is_a_failure() -> None:
-    answered = action(row(1), row(1, uuid="GPU-1"))
-    request = ExporterRequest(A, (TargetProcess(A, 1, "train", "0"),), {"pid": 1, "uuid": "GPU-0"}, answered)
-    assert outcomes(request) == [(1, "done"), (1, "failed")]
 
 
 def test_reading_reports_silence_and_servers_that_are_no_exporters() -> None:

@@ -35,22 +35,10 @@ HALF_DONE = [on("node1", rank="0"), refused("node2", 1, "cancelled", rank="1")]
 
 def test_json_has_every_row_and_the_sum() -> None:
     rows = [on("node1"), refused("node2", None, "no")]
-    assert fleet_document(CLEAR, rows, 7, "why", query="q > 1", warnings=["w"]) == {
-        "action": "empty_cache",
-        "query": "q > 1",
-        "mode": "now",
-        "dry_run": False,
-        "state": "failed",
-        "at_step": 7,
-        "called_off": "why",
-        "results": rows,
-        "freed_bytes": 2 << 30,
-        "still_free_bytes": None,
-        "settle_seconds": 0.0,
-        "warnings": ["w"],
-        "subject": "train (2 ranks)",
-        "sentence": "Freed 2.0 GiB in train rank 0. 1 of 2 processes acted.",
-    }
+    document = fleet_document(CLEAR, rows, 7, "why", query="q > 1", warnings=["w"])
+    assert document["results"] == rows
+    told = {"query": "q > 1", "at_step": 7, "called_off": "why", "warnings": ["w"], "dry_run": False, "mode": "now"}
+    assert document.items() >= {**told, "state": "failed", "freed_bytes": 2 << 30, "still_free_bytes": None}.items()
     assert fleet_document(CLEAR, [])["freed_bytes"] is None
 
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import pytest
-
 from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.render.node_tables import node_tables
 from gpumem_exporter.cli.render.rows import View
@@ -14,19 +12,11 @@ from tests.support.live_documents import GIB, device, full_node, job, live, proc
 
 
 def _lines(document: dict[str, Any], width: int = 80, **options: Any) -> list[str]:
-    return printed(*node_tables([Node(document)], View(), width, **options), width=width)
+    return _of([Node(document)], width=width, **options)
 
 
-@pytest.mark.parametrize("width", [80, 100, 149, 400])
-def test_every_size_of_a_full_node_is_readable_at_any_width(width: int) -> None:
-    long_name = "a-workload-whose-name-is-quite-long-for-a-table"
-    one = job(long_name, process(4194304, "0", workload=long_name, command="python " + "x" * 60, used_gib=40))
-    lines = _lines(live([device(str(i), one) for i in range(8)], [one]), width, ledger=True)
-    assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
-    for size in ("40.0G", "24.0G", "8.0G", "4.0G", "512M", "39.5G"):
-        assert size in text
-    assert "…" not in "".join(line for line in lines if "G" in line and long_name[:4] not in line)
+def _of(nodes: list[Node], view: View | None = None, width: int = 80, **options: Any) -> list[str]:
+    return printed(*node_tables(nodes, view or View(), width, **options), width=width)
 
 
 def test_an_ascii_terminal_gets_an_ascii_strip() -> None:
@@ -37,7 +27,7 @@ def test_an_ascii_terminal_gets_an_ascii_strip() -> None:
     assert line.split()[1].strip("#%.") == "chat-70b"
 
 
-def test_the_output_of_info() -> None:
+def test_the_output_of_info_and_of_top_once() -> None:
     unknown: dict[str, Any] = dict.fromkeys(
         ("memory", "ledger", "utilization_ratio", "idle_cache_bytes", "allocatable_bytes")
     )
@@ -45,11 +35,18 @@ def test_the_output_of_info() -> None:
     node = full_node()
     node["devices"].append(lost)
     busy = job("llm", process(7, "0", used_gib=12, unmapped_bytes=2 * GIB, nccl_bytes=GIB // 4))
+    name = "a-workload-whose-name-is-quite-long-for-a-table"
+    long = job(name, process(4194304, "0", workload=name, command="python " + "x" * 60, used_gib=40))
     cases = {
         "80 columns": _lines(node, ledger=True),
         "wide": _lines(node, 10_000, ledger=True, wide=True),
         "120 columns, sleeping": _lines(live([device("0", busy)], [busy], source="demo"), 120),
+        "80 columns, long names": _lines(live([device("0", long)], [long]), ledger=True),
         "nothing": _lines(live([], [])),
+        "no exporter": _of([]),
+        "driver alone": _of([Node(live([device("0", ledger=None, idle_cache_bytes=None)], []), "")]),
+        "no match": _of([Node(full_node())], View("unknown")),
+        "fleet": _of([Node(full_node(), "http://a", "a"), Node(None, "http://b", "b", "refused")]),
     }
     assert_golden("info.txt", "\n".join(f"== {name}\n" + "\n".join(lines) + "\n" for name, lines in cases.items()))
 

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.main import main
-from gpumem_exporter.cli.program import COMMANDS, PROGRAM, one_line
+from gpumem_exporter.cli.program import COMMANDS, PROGRAM
 
 
 def _exits_with_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int) -> str:
@@ -26,7 +24,7 @@ def test_the_version_is_printed(flag: str, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == f"{PROGRAM} {__version__}\n"
 
 
-@pytest.mark.parametrize("words", [["clear"], ["fleet", "clear"], ["actions", "list"], ["run"], []])
+@pytest.mark.parametrize("words", [["fleet", "clear"], ["actions", "list"], ["run"]])
 def test_help_prints_the_help_of_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--help"]) == 0
     expected = capsys.readouterr().out
@@ -53,25 +51,18 @@ def test_the_help_lists_every_command_with_examples(arguments: list[str], capsys
         (["info", "--jsn"], "--jsn", "--json"),
         (["info", "now"], "now", "info --help"),
         (["clear", "--pid", "many"], "--pid many", "integer"),
-        (["clear", "--pid", "0"], "--pid", "1"),
         (["clear", "--pid"], "--pid", "gpumem-exporter clear --help"),
         (["clear"], "target", "--all"),
-        *((["clear", "--all", f"--wait={value}"], "--wait", "0 or more") for value in ("-0.1", "inf", "nan")),
-        *((["clear", "--all", f"--settle={value}"], "--settle", "0 to 3600") for value in ("-1", "3601", "nan")),
-        *((["gc", "--all", f"--deadline={value}"], "--deadline", "over 0") for value in ("0", "-1", "3601", "nan")),
+        *((["clear", "--all", f"--wait={value}"], "--wait", "0 or more") for value in ("-0.1", "inf")),
+        *((["clear", "--all", f"--settle={value}"], "--settle", "0 to 3600") for value in ("3601", "nan")),
+        *((["gc", "--all", f"--deadline={value}"], "--deadline", "over 0") for value in ("0", "3601", "nan")),
         (["clear", "--all", "--mode", "soon"], "--mode soon", "idle"),
         (["clear", "--all", "--mode", "now", "--group"], "--mode now", "step"),
         (["fraction", "1.5", "--all"], "F 1.5", "at most 1"),
         (["clear", "--all", "--gpu", "0", "--pid", "3"], "--gpu, --pid", "--all"),
         (["info", "--url", "ftp://node:9844"], "ftp://node:9844", "https://host:port"),
-        (["info", "--token-file", "/nonexistent/token"], "/nonexistent/token", "No such file"),
         (["serve", "--web.listen-adress", ":1"], "--web.listen-adress", "--web.listen-address"),
-        (["serve", "--report.interval", "soon"], "--report.interval", "number"),
-        (["serve", "--web.listen-address", "nowhere"], "nowhere", "HOST:PORT"),
-        (["serve", "--config.file", "/nonexistent/c.yaml"], "/nonexistent/c.yaml", "No such file"),
         (["run"], "command", "gpumem-exporter run --"),
-        (["help", "claer"], "'claer'", "'clear'"),
-        (["fleet", "claer"], "'claer'", "'clear'"),
         (["actions", "cancle", "1"], "'cancle'", "'cancel'"),
         (["actions"], "command", "list, show, cancel"),
         (["actions", "show"], "ID", "required"),
@@ -79,11 +70,11 @@ def test_the_help_lists_every_command_with_examples(arguments: list[str], capsys
         (["info", "--sort", "size"], "--sort 'size'", "used, "),
         (["clear", "--json=3"], "--json", "no value"),
         (["fleet", "clear", "--query"], "--query", "fleet clear --help"),
-        (["fleet"], "no command", "fleet --help"),
         (["fleet", "clear"], "--query", "fleet clear --help"),
         (["fleet", "clear", "--query", "up"], "Prometheus", "--prometheus URL"),
         (["fleet", "clear", "--query", "up", "--parallel", "0"], "--parallel", "fleet clear --help"),
-        (["fleet", "clear", "--query", "up", "--max-processes", "0"], "--max-processes", "fleet clear --help"),
+        (["fleet", "clear", "--query", "up", "--deadline", "soon"], "--deadline soon", "30s, 5m"),
+        (["clear", "--all", "--token-file", "/nonexistent/token"], "/nonexistent/token", "No such file"),
         (["fleet", "terminate", "--query", "up", "--group"], "--group", "fleet terminate --help"),
         (["fleet", "top", "--prometheus", "http://p"], "terminal", "fleet info"),
         (["fleet", "info", "--prometheus", "node:9090"], "--prometheus", "http://host:port"),
@@ -91,9 +82,7 @@ def test_the_help_lists_every_command_with_examples(arguments: list[str], capsys
         (["top", "--json"], "--json", "--once"),
         *((["top", "--once", f"--interval={value}"], f"--interval {value}", "0.2 to 3600") for value in ("0", "nan")),
         (["events", "--type", "ooms"], "--type 'ooms'", "oom, device_lost"),
-        (["events", "--type", "oom,"], "--type ''", "oom, device_lost"),
         (["events", "--since", "yesterday"], "--since 'yesterday'", "3h"),
-        (["events", "--since", "3"], "--since '3'", "3h"),
         (["--kube", "gpu-1", "serve"], "--kube", "`serve` uses no exporter of one node"),
         (["--kube", "gpu-1", "fleet", "info"], "--kube", "--instance-url kube://{instance}"),
         (["--install-completion", "fish"], "'fish'", "bash or zsh"),
@@ -112,7 +101,7 @@ def test_wrong_usage_exits_with_2_and_one_line(
     ("error", "code", "printed"),
     [
         (KeyboardInterrupt(), 130, ""),
-        (ExporterAnswerError(403, "no token"), 1, "gpumem-exporter info: no token"),
+        (ExporterAnswerError(403, "no\n token \x1b[31m"), 1, "gpumem-exporter info: no token ?[31m"),
         (ExporterAnswerError(401, "a token is required"), 1, "--token-file"),
         (ExporterAnswerError(422, "settle_seconds: too long"), 2, "gpumem-exporter info: settle_seconds: too long"),
     ],
@@ -132,38 +121,9 @@ def test_an_error_has_its_exit_code(
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        "--no-such-option",
-        "--deadline",
-        "--deadline soon",
-        "--settle -1",
-        "--mode now --group",
-        "--dry-run=yes",
-        "--token-file /nonexistent/token",
-    ],
-)
-def test_a_mistake_has_one_exit_code_and_message_in_clear_and_fleet_clear(
-    wrong: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    commands = (
-        "clear --all --url unix:///nonexistent.sock",
-        "fleet clear --query up --prometheus http://127.0.0.1:1",
-    )
-    lines = [_exits_with_one_line(capsys, [*words.split(), *wrong.split()], 2) for words in commands]
-    one, other = (line.partition(": ")[2].partition("; see ")[0] for line in lines)
-    assert one == other
-    assert not re.search(r"valid (float|int)|argument|Errno|HTTP|[Tt]raceback", one)
-
-
-@pytest.mark.parametrize(
     "words", ["clear --all --url 127.0.0.1:1", "fleet clear --query up --prometheus http://127.0.0.1:1"]
 )
 def test_an_address_without_an_answer_is_named(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = _exits_with_one_line(capsys, words.split(), 1)
     assert "http://127.0.0.1:1" in line
     assert "Errno" not in line
-
-
-def test_a_message_is_one_printable_line() -> None:
-    assert one_line("two\n  lines\tand \x1b[31mred") == "two lines and ?[31mred"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_client.wire.errors import ExporterAnswerError
 from gpumem_exporter.cli.node import Node
 from tests.support.live_documents import full_node
-from tests.support.top_screen import URL, TopScreen, until
+from tests.support.top_screen import TopScreen, until
 
 
 async def test_a_clear_uses_the_proposed_mode_and_group_after_a_yes() -> None:
@@ -36,18 +34,6 @@ async def test_a_clear_uses_the_proposed_mode_and_group_after_a_yes() -> None:
         }
 
 
-async def test_a_clear_from_the_job_screen_shows_its_result_there() -> None:
-    world = TopScreen()
-    async with world.on_screen(120) as pilot:
-        await pilot.press("enter")
-        await until(lambda: "last 10 min" in world.text, "the job")
-        await pilot.press("c")
-        await until(lambda: "y/n" in world.text, "the question")
-        await pilot.press("y")
-        await until(lambda: "Stays free 3.0 GiB in notebook" in world.text, "the result")
-        assert world.text.startswith("llm-pretrain")
-
-
 async def test_a_clear_from_a_finding_is_of_the_job_that_has_the_idle_cache() -> None:
     world = TopScreen()
     async with world.on_screen() as pilot:
@@ -58,43 +44,35 @@ async def test_a_clear_from_a_finding_is_of_the_job_that_has_the_idle_cache() ->
         assert (world.requests[0]["target"], world.requests[0]["mode"]) == ({"pid": 50723}, "now")
 
 
-async def test_a_clear_that_waits_is_canceled_with_c() -> None:
+async def test_a_clear_that_waits_is_canceled_with_c_on_the_screen_of_the_job() -> None:
     world = TopScreen()
     world.waits = True
     async with world.on_screen(120) as pilot:
+        await pilot.press("enter")
+        await until(lambda: "last 10 min" in world.text, "the job")
         await pilot.press("c")
         await until(lambda: "y/n" in world.text, "the question")
         await pilot.press("y")
         await until(lambda: "end of a step" in world.text and "c cancels" in world.text, "the wait")
         await pilot.press("c")
         await until(lambda: "refused: cancelled" in world.text, "the end")
+        assert world.text.startswith("llm-pretrain")
 
 
-@pytest.mark.parametrize(
-    ("error", "shown"),
-    [(ExporterAnswerError(403, "needs-a-token"), "needs-a-token"), (ExporterUnreachableError("gone\x1b"), "gone?")],
-)
-async def test_a_refused_clear_says_why(error: Exception, shown: str) -> None:
+async def test_a_clear_that_is_refused_or_impossible_says_why() -> None:
     world = TopScreen()
     async with world.on_screen(120) as pilot:
         await pilot.press("c")
         await until(lambda: "y/n" in world.text, "the question")
-        world.error = error
+        world.error = ExporterAnswerError(403, "needs-a-token\x1b")
         await pilot.press("y")
-        await until(lambda: shown in world.text, "the reason")
-
-
-@pytest.mark.parametrize(
-    ("keys", "url", "shown"),
-    [
-        (("G",), URL, "tritonserver (carol) has no idle cache"),
-        (("shift+tab",), URL, "Select a job"),
-        ((), "", "needs an exporter"),
-    ],
-)
-async def test_a_row_that_cannot_clear_gets_no_question(keys: tuple[str, ...], url: str, shown: str) -> None:
-    world = TopScreen(nodes=[Node(full_node(), url)])
+        await until(lambda: "needs-a-token?" in world.text, "the reason")
+        await pilot.press("G", "c")
+        await until(lambda: "tritonserver (carol) has no idle cache" in world.text, "no question")
+        await pilot.press("shift+tab", "c")
+        await until(lambda: "Select a job" in world.text, "no question")
+        assert len(world.requests) == 1
+    world = TopScreen(nodes=[Node(full_node(), "")])
     async with world.on_screen(120) as pilot:
-        await pilot.press(*keys, "c")
-        await until(lambda: shown in world.text, shown)
-        assert "y/n" not in world.text
+        await pilot.press("c")
+        await until(lambda: "needs an exporter" in world.text, "no question")

@@ -6,7 +6,7 @@ import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli.node import Node
-from tests.support.live_documents import GIB, NOW, device, event, finding, full_node, job, live, process
+from tests.support.live_documents import GIB, NOW, event, full_node
 from tests.support.top_screen import URL, TopScreen, query_value, until
 
 
@@ -17,12 +17,16 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_job_screen_has_timeline_ranks_memory_and_events() -> None:
-    world = TopScreen()
-    world.events = [event(1, "oom", NOW - 300, detail={"requested_bytes": 2 * GIB})]
+    hostile = "\x1b[2J\x1b]0;x\x07[bold]x[/bold]"
+    node = full_node()
+    node["jobs"][0]["processes"][3]["command"] = hostile
+    world = TopScreen(node)
+    world.events = [event(1, "oom", NOW - 300, detail={"requested_bytes": 2 * GIB}), event(2, hostile, NOW - 200)]
     async with world.on_screen(100, 50) as pilot:
         await pilot.press("enter")
         await until(lambda: "parameters" in world.text, "the details")
         text = world.text
+        assert all(line.isprintable() for line in text.split("\n"))
         assert text.startswith("llm-pretrain  alice, Slurm 4711  training, since 22:42, step 18204")
         assert "Stays free 27.4 GiB; 27.4 GiB more would be reserved again in the next step." in text
         assert [line for line in text.split("\n") if line.split() == ["03:32", "03:37", "03:42"]]
@@ -55,18 +59,6 @@ async def test_the_job_screen_says_that_the_job_has_ended_and_why_it_has_no_past
         await until(lambda: "ended" in world.text.split("\n")[0], "the end")
         world.lost = ExporterUnreachableError("refused")
         await until(lambda: "as of 03:42:04" in world.text.split("\n")[0], "the loss")
-
-
-async def test_text_of_a_job_cannot_control_the_terminal() -> None:
-    hostile = "\x1b[2J\x1b]0;x\x07[bold]x[/bold]"
-    one = job(hostile, process(7, "0", workload=hostile, user=hostile, command=hostile), owner=hostile)
-    world = TopScreen(live([device("0", one, name=hostile)], [one], [finding("oom", "warning", hostile, hostile)]))
-    async with world.on_screen(200, 50) as pilot:
-        assert all(line.isprintable() for line in world.text.split("\n"))
-        await pilot.press("enter")
-        await until(lambda: "last 10 min" in world.text, "the job")
-        assert world.text.count("[bold]x[/bold]") >= 3
-        assert all(line.isprintable() for line in world.text.split("\n"))
 
 
 async def test_the_device_screen_has_timeline_ledger_processes_and_events() -> None:

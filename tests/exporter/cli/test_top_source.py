@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -79,15 +80,6 @@ def test_the_driver_replaces_the_exporter_until_it_answers(error: ExporterError)
     assert (world.opened, world.released) == (1, 1)
 
 
-def test_the_driver_does_not_replace_a_named_exporter() -> None:
-    world = _World(named=True)
-    world.error = ExporterUnreachableError("no-answer")
-    with pytest.raises(ExporterUnreachableError, match="no-answer"):
-        world.address()
-    world.error = None
-    assert world.address() == world.url
-
-
 def test_the_error_names_exporter_and_driver_and_releases_nvml() -> None:
     world = _World()
     world.error = ExporterUnreachableError("no-answer")
@@ -95,6 +87,10 @@ def test_the_error_names_exporter_and_driver_and_releases_nvml() -> None:
     with pytest.raises(ExporterUnreachableError, match=r"no-answer.*no library"):
         world.address()
     assert world.released == 1
+    named = _World(named=True)
+    named.error = ExporterUnreachableError("no-answer")
+    with pytest.raises(ExporterUnreachableError, match="no-answer"):
+        named.address()
 
 
 @pytest.mark.parametrize(
@@ -158,11 +154,9 @@ def test_a_node_that_does_not_answer_keeps_its_last_values_and_a_new_one_says_wh
     assert [(node.name, node.error) for node in nodes] == [("node2", "node2-is-down"), ("node3", "node3-is-down")]
     assert nodes[0].live == first[1].live
     assert nodes[1].live is None
-    lines = [line.plain for line in node_tables(nodes, View(), 120, warnings=source.warnings)]
-    assert any("node2" in line and "as of 03:42:04" in line and "node2-is-down" in line for line in lines)
-    assert any("node3" in line and "node3-is-down" in line for line in lines)
-    assert any("a store is down" in line for line in lines)
-    assert sum("node2" in line and "llm-pretrain" in line for line in lines) > 1
+    text = "\n".join(line.plain for line in node_tables(nodes, View(), 120, warnings=source.warnings))
+    for line in ("node2 .*as of 03:42:04.*node2-is-down", "node3 .*node3-is-down", "a store is down", "node2.*llm"):
+        assert re.search(line, text)
     document = overview_document(source, nodes)
     assert [exporter["error"] for exporter in document["exporters"]] == ["node2-is-down", "node3-is-down"]
     assert [len(exporter["devices"]) for exporter in document["exporters"]] == [8, 0]

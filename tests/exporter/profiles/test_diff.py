@@ -31,16 +31,11 @@ def of(*blocks: Block, start: int = 1000, recorded: bool = True) -> StoredProfil
     return stored(made_up(blocks, recorded=recorded), start_time_ticks=start)
 
 
-def test_one_process_is_compared_line_by_line() -> None:
+def test_one_process_is_compared_line_by_line_and_another_one_may_have_other_line_numbers() -> None:
     before = of((0, at(10), None, 8 * MIB, 8 * MIB), (0, at(11), None, 5 * MIB, 5 * MIB))
-    after = of((0, at(10), None, 9 * MIB, 9 * MIB), (0, at(12), None, 7 * MIB, 7 * MIB))
-    assert changes(difference(before, after)) == {":10": MIB, ":11": -5 * MIB, ":12": 7 * MIB}
-
-
-def test_another_process_may_have_other_line_numbers() -> None:
-    before = of((0, at(10), None, 8 * MIB, 8 * MIB), (0, at(11), None, 5 * MIB, 5 * MIB))
-    after = of((0, at(10), None, 9 * MIB, 9 * MIB), (0, at(14), None, 7 * MIB, 7 * MIB), start=2000)
-    assert changes(difference(before, after)) == {":10": MIB, ":14": 2 * MIB}
+    after = (0, at(10), None, 9 * MIB, 9 * MIB), (0, at(14), None, 7 * MIB, 7 * MIB)
+    assert changes(difference(before, of(*after))) == {":10": MIB, ":11": -5 * MIB, ":14": 7 * MIB}
+    assert changes(difference(before, of(*after, start=2000))) == {":10": MIB, ":14": 2 * MIB}
 
 
 def test_a_tensor_of_a_module_is_the_same_with_and_without_its_stack() -> None:

@@ -61,15 +61,11 @@ def test_pprof_has_all_bytes_with_functions_lines_and_labels() -> None:
 
 def test_an_owner_without_a_stack_is_a_stack_of_its_module_path() -> None:
     samples = {sample.values["inuse_space"]: sample for sample in read_pprof(render(SMALL, "pprof")[0]).samples}
+    peak = read_pprof(render(SMALL, "pprof", "peak")[0]).samples
+    assert sum(sample.values["inuse_space"] for sample in peak) == 105 * MIB
     names = [[function for function, _, _ in samples[size * MIB].frames] for size in (10, 20, 5)]
     path = ["model.layers.0.weight", "model.layers.0", "model.layers", "model"]
     assert names == [[*path, "parameters"], [*path, "Adam.exp_avg", "optimizer state"], ["no visible owner"]]
-
-
-def test_pprof_at_the_highest_moment() -> None:
-    samples = read_pprof(render(SMALL, "pprof", "peak")[0]).samples
-    assert sum(sample.values["inuse_space"] for sample in samples) == 105 * MIB
-    assert {sample.labels["device"] for sample in samples} == {"GPU 0", "GPU 1"}
 
 
 def test_a_profile_without_a_recording_has_no_highest_moment() -> None:
@@ -108,23 +104,11 @@ def test_json_has_names_and_the_largest_first() -> None:
     }
     first = document["rows"][0]
     assert first["stack"][-1] == f"main ({SCRIPT}:40)"
-    assert {key: first[key] for key in ("kind", "owner", "line", "called_from", "bytes", "blocks", "pool", "uuid")} == {
-        "kind": "tensors",
-        "owner": KEPT.name,
-        "line": "model.py:12 in forward",
-        "called_from": None,
-        "bytes": 30 * MIB,
-        "blocks": 1,
-        "pool": "default",
-        "uuid": UUIDS[0],
-    }
-    assert [row["bytes"] for row in document["rows"]] == [30 * MIB, 20 * MIB, 10 * MIB, 5 * MIB]
-    assert [(each["kind"], each["bytes"]) for each in document["kinds"]] == [
-        ("tensors", 30 * MIB),
-        ("optimizer_state", 20 * MIB),
-        ("parameters", 10 * MIB),
-        ("unseen", 5 * MIB),
-    ]
+    place = {"owner": KEPT.name, "line": "model.py:12 in forward", "called_from": None, "uuid": UUIDS[0]}
+    assert first.items() >= {**place, "kind": "tensors", "bytes": 30 * MIB, "blocks": 1, "pool": "default"}.items()
+    sizes = {"tensors": 30 * MIB, "optimizer_state": 20 * MIB, "parameters": 10 * MIB, "unseen": 5 * MIB}
+    assert [row["bytes"] for row in document["rows"]] == list(sizes.values())
+    assert {each["kind"]: each["bytes"] for each in document["kinds"]} == sizes
     assert document["lines"][0]["line"] == "model.py:12 in forward"
 
 

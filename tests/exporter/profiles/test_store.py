@@ -105,6 +105,10 @@ def test_files_survive_a_restart_and_other_files_are_left_alone(
     third = Profiles(tmp_path, max_bytes=limit(1))
     third.load()
     assert numbers(third) == [2]  # of equal shares, the oldest makes room
+    third.forget(f"{2:032x}")
+    third.forget(f"{3:032x}")
+    assert numbers(third) == []
+    assert not (folder / f"{2:032x}.profile").exists()
 
 
 def test_a_profile_whose_file_is_lost_is_unknown(tmp_path: Path) -> None:
@@ -128,13 +132,3 @@ def test_a_disk_that_fails_leaves_the_profiles_in_memory(tmp_path: Path) -> None
     (tmp_path / FOLDER_NAME).unlink()
     profiles.put(named(11), BODY)
     assert len(list((tmp_path / FOLDER_NAME).iterdir())) == 1
-
-
-def test_a_forgotten_profile_has_no_file(tmp_path: Path) -> None:
-    profiles = Profiles(tmp_path, max_bytes=limit(8))
-    profiles.put(named(1, oom_number=1), BODY)
-    profiles.forget(f"{1:032x}")
-    profiles.forget(f"{2:032x}")
-    assert numbers(profiles) == []
-    assert profiles.of_error(f"uid:{ADA}", "first", 1) is None
-    assert list((tmp_path / FOLDER_NAME).iterdir()) == []

@@ -32,29 +32,31 @@ def by_pid(document: dict[str, Any]) -> dict[int | str, Any]:
     return {process["pid"]: process for process in document["processes"]}
 
 
-def test_each_process_is_listed_once() -> None:
+def test_each_process_is_listed_once_and_unknown_values_are_null() -> None:
     processes = by_pid(processes_document(one_of_each(), "nvml"))
-    assert {pid: process["state"] for pid, process in processes.items()} == {
-        100: "reporting",
-        200: "silent",
-        300: "unreported",
-        "400@1": "reporting",
+    states = {pid: (process["state"], process["reporting"]) for pid, process in processes.items()}
+    reporting, silent, unreported = ("reporting", True), ("silent", False), ("unreported", False)
+    assert states == {100: reporting, 200: silent, 300: unreported, "400@1": reporting}
+    sizes = {
+        pid: (one["devices"][0]["used_bytes"], one["devices"][0]["reserved_bytes"]) for pid, one in processes.items()
     }
-    assert [processes[pid]["reporting"] for pid in (100, 200, 300, "400@1")] == [True, False, False, True]
+    assert sizes == {
+        100: (600 * MIB, 160 * MIB),
+        200: (100 * MIB, None),
+        300: (50 * MIB, None),
+        "400@1": (None, 5),
+    }
+    assert {processes[300][name] for name in ("workload", "own_pid", "user")} == {None}
+    assert processes["400@1"]["host_pid"] is None
+    assert processes[200]["last_report_unix_seconds"] == 1.5
 
 
 def test_a_reporting_process_has_the_values_of_driver_allocator_and_host() -> None:
     process = by_pid(processes_document(one_of_each(), "nvml"))[100]
-    assert process["user"] == "ada"
-    assert process["k8s_pod"] == "p"
-    assert process["command"] == "python train.py"
-    assert process["workload"] == "train"
-    assert process["step"] == 7
-    assert process["sample_age_seconds"] == 2.0
+    facts = {"user": "ada", "k8s_pod": "p", "command": "python train.py"}
+    assert process.items() >= {**facts, "workload": "train", "step": 7, "sample_age_seconds": 2.0}.items()
     (on_device,) = process["devices"]
     assert on_device["gpu"] == "0"
-    assert on_device["used_bytes"] == 600 * MIB
-    assert on_device["reserved_bytes"] == 160 * MIB
     assert on_device["non_torch_bytes"] == 440 * MIB
     assert on_device["fragmented_bytes"] == 10 * MIB
     assert set(on_device) == {field.name for field in dataclasses.fields(DeviceSample)} | {
@@ -66,35 +68,11 @@ def test_a_reporting_process_has_the_values_of_driver_allocator_and_host() -> No
     }
 
 
-def test_the_error_of_a_plan_appears_after_the_second_step() -> None:
-    planned = DeviceSample(UUIDS[0], reserved_peak_bytes=400, planned_reserved_peak_bytes=500)
-    for step, error in ((None, None), (1, None), (2, 0.25)):
-        snapshot = Snapshot(10.0, None, (reporting(100, devices=(planned,), step=step),))
-        (on_device,) = by_pid(processes_document(snapshot, "nvml"))[100]["devices"]
-        assert (on_device["planned_reserved_peak_bytes"], on_device["plan_error_ratio"]) == (500, error)
-
-
-def test_unknown_values_are_null() -> None:
-    processes = by_pid(processes_document(one_of_each(), "nvml"))
-    unreported = processes[300]
-    assert unreported["workload"] is None
-    assert unreported["own_pid"] is None
-    assert unreported["user"] is None
-    assert unreported["devices"][0]["used_bytes"] == 50 * MIB
-    assert unreported["devices"][0]["reserved_bytes"] is None
-    elsewhere = processes["400@1"]
-    assert elsewhere["host_pid"] is None
-    assert elsewhere["devices"][0]["used_bytes"] is None
-    assert processes[200]["last_report_unix_seconds"] == 1.5
-    assert processes[200]["devices"][0]["used_bytes"] == 100 * MIB
-
-
 def test_without_a_driver_the_reporting_processes_are_listed() -> None:
     snapshot = dataclasses.replace(one_of_each(), node=None)
     document = devices_document(snapshot, "nvml")
-    assert document["nvml"]["up"] is False
+    assert (document["nvml"]["up"], document["devices"]) == (False, [])
     assert document["nvml"]["error"]
-    assert document["devices"] == []
     processes = by_pid(processes_document(snapshot, "nvml"))
     assert set(processes) == {100, 200, "400@1"}
     assert processes[100]["devices"][0]["gpu"] is None

@@ -10,7 +10,6 @@ import pytest
 from gpumem_client.wire.protocol import EngineState
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import KvCachePeak, ReportingProcess, Snapshot
-from gpumem_exporter.view.jobs import jobs_of
 from gpumem_exporter.view.live import NodeView
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
@@ -121,30 +120,35 @@ def test_the_model_of_others_is_hidden() -> None:
     assert (job["engine"]["name"], job["engine"]["model"]) == ("vLLM", None)
 
 
-def test_a_cache_that_is_hardly_used_is_a_finding_with_the_option_that_frees_it() -> None:
-    # (68 - 50 + 1.5 x 6) / 80 = 0.3375
-    sentence = finding(serving(used=1), peaks={1: 6})
+@pytest.mark.parametrize(
+    ("processes", "peaks", "told"),
+    [
+        (  # (68 - 50 + 1.5 x 6) / 80 = 0.3375; 68 - 0.34 x 80 = 40.8
+            [serving(used=1)],
+            {1: 6},
+            ("--gpu-memory-utilization 0.34 ", "GPU 0", "50.0 GiB", "at most 6.0 GiB used in 20 h", "40.8 GiB"),
+        ),
+        (  # (16 + 1.5 x 6) / 80 = 0.3125; 66 - 0.32 x 80 = 40.4
+            [serving(engine=EngineState("sglang"))],
+            {1: 6},
+            ("--mem-fraction-static 0.32 ", "40.4 GiB"),
+        ),
+        (  # (18 + 30) / 80
+            [serving(1), serving(2, on=1, used=20)],
+            {1: 6, 2: 20},
+            ("GPUs 0 and 1", "--gpu-memory-utilization 0.60 "),
+        ),
+        ([serving(engine=EngineState("kvserver"))], {1: 6}, ()),
+    ],
+    ids=["vllm", "sglang", "the engine of a job that needs most", "an unknown engine"],
+)
+def test_a_cache_that_is_hardly_used_is_a_finding_with_the_option_that_frees_it(
+    processes: list[ReportingProcess], peaks: dict[int, int], told: tuple[str, ...]
+) -> None:
+    sentence = finding(*processes, peaks=peaks)
     assert sentence is not None
-    assert "--gpu-memory-utilization 0.34 " in sentence
-    assert "GPU 0" in sentence
-    assert "50.0 GiB" in sentence
-    assert "at most 6.0 GiB used in 20 h" in sentence
-    assert "40.8 GiB" in sentence  # 68 - 0.34 x 80
-
-
-def test_the_fraction_of_sglang_is_of_weights_and_cache() -> None:
-    # (16 + 1.5 x 6) / 80 = 0.3125; 66 - 0.32 x 80 = 40.4
-    sentence = finding(serving(engine=EngineState("sglang")), peaks={1: 6})
-    assert sentence is not None
-    assert "--mem-fraction-static 0.32 " in sentence
-    assert "40.4 GiB" in sentence
-
-
-def test_the_engines_of_a_job_get_the_fraction_of_the_one_that_needs_most() -> None:
-    sentence = finding(serving(1), serving(2, on=1, used=20), peaks={1: 6, 2: 20})
-    assert sentence is not None
-    assert "GPUs 0 and 1" in sentence
-    assert "--gpu-memory-utilization 0.60 " in sentence  # (18 + 30) / 80
+    assert [part for part in told if part not in sentence] == []
+    assert ("--" in sentence) == bool(told)
 
 
 @pytest.mark.parametrize(
@@ -162,15 +166,3 @@ def test_nothing_is_proposed_that_is_not_known_to_be_enough(
     processes: list[ReportingProcess], changes: dict[str, Any]
 ) -> None:
     assert finding(*processes, **changes) is None
-
-
-def test_another_engine_gets_no_option() -> None:
-    sentence = finding(serving(engine=EngineState("kvserver")), peaks={1: 6})
-    assert sentence is not None
-    assert "--" not in sentence
-
-
-def test_the_job_of_an_engine_has_the_state_of_the_engine() -> None:
-    for state, word in (("starting", "starting"), ("serving", "serving"), ("idle", "idle"), ("asleep", "sleeping")):
-        (job,) = jobs_of(snapshot(serving(engine=EngineState("vllm", state=state))))
-        assert job.state(100.0, ()) == word

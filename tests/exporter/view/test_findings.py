@@ -57,8 +57,10 @@ def oom(**changes: Any) -> LastOom:
     return dataclasses.replace(error, device_free_bytes=5, **changes)
 
 
-def test_a_full_device_is_no_fault() -> None:
+def test_a_full_device_is_no_fault_and_idle_cache_that_no_other_job_could_use_neither() -> None:
     assert findings(of(1, "train", 79 * GIB), free=0) == {}
+    alone = node(device(total=80 * GIB, used=79 * GIB, processes={1: 79 * GIB}))
+    assert findings(of(1, "train", 69 * GIB, 10 * GIB), node=alone) == {}
 
 
 @pytest.mark.parametrize(
@@ -80,20 +82,24 @@ def test_an_out_of_memory_error_is_critical_only_if_it_ended_its_process(
         assert found.gpu == "0"
 
 
-def test_a_job_that_will_fail_within_an_hour_is_a_warning_with_its_time() -> None:
-    (job,) = [each for each in jobs_of(Snapshot(1.0, reading(of(1, "leak")), (of(1, "leak"),))) if each.workload]
-    for per_hour, soon in ((10 * GIB, False), (50 * GIB, True)):
-        found = findings(of(1, "leak"), growths={job.id: Growth(per_hour, 500.0)})["growth"]
-        assert (found.severity, "out of memory in" in found.sentence) == ("warning", soon)
-        assert found.since_seconds == 500.0
+def test_an_out_of_memory_error_within_a_limit_says_what_was_reserved_of_it() -> None:
+    sizes: dict[str, Any] = {"device_free_bytes": 2 * GIB, "limit_bytes": 8 * GIB, "reserved_bytes": 7 * GIB}
+    error = dataclasses.replace(oom(), **sizes, fragmented_bytes=4 * GIB)
+    sentence = findings(of(1, "train"), ooms=(error,))["oom"].sentence
+    assert "7.0 GiB of its limit of 8.0 GiB was reserved, 4.0 GiB fragmented" in sentence
 
 
-def test_a_memory_limit_that_is_near_counts() -> None:
+@pytest.mark.parametrize(
+    ("per_hour", "limit", "soon"), [(10 * GIB, None, False), (50 * GIB, None, True), (10 * GIB, 2 * GIB, True)]
+)
+def test_a_job_that_will_fail_within_an_hour_says_so(per_hour: int, limit: int | None, soon: bool) -> None:
     one = of(1, "leak")
-    limited = dataclasses.replace(one.report.devices[0], memory_limit_bytes=2 * GIB)
+    limited = dataclasses.replace(one.report.devices[0], memory_limit_bytes=limit)
     one = dataclasses.replace(one, report=dataclasses.replace(one.report, devices=(limited,)))
     (job,) = [each for each in jobs_of(Snapshot(1.0, reading(one), (one,))) if each.workload]
-    assert findings(one, growths={job.id: Growth(10 * GIB, 500.0)})["growth"].sentence.endswith("min.")
+    found = findings(one, growths={job.id: Growth(per_hour, 500.0)})["growth"]
+    assert (found.severity, found.since_seconds) == ("warning", 500.0)
+    assert ("out of memory in" in found.sentence, found.sentence.endswith("min.")) == (soon, soon)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +124,6 @@ def test_idle_cache_that_others_lack_is_a_warning(
         assert found.clears.workload == "notebook"
 
 
-def test_idle_cache_on_a_device_of_its_own_job_alone_lacks_nobody() -> None:
-    one = of(1, "train", 69 * GIB, 10 * GIB)
-    assert findings(one, node=node(device(total=80 * GIB, used=79 * GIB, processes={1: 79 * GIB}))) == {}
-
-
 def test_engines_of_two_jobs_that_start_on_one_device_are_a_warning() -> None:
     jobs = of(1, "chat"), of(2, "embed"), of(3, "embed")
     first, second, third = (StartingEngine(UUIDS[0], "0", pid, "VLLM::EngineCore", 2000.0) for pid in (1, 2, 3))
@@ -135,11 +136,14 @@ def test_engines_of_two_jobs_that_start_on_one_device_are_a_warning() -> None:
     assert "embed" in found.sentence
 
 
-def orphan_findings(pids: tuple[int, ...], lost: LostLauncher, *, viewer: Caller | None = None) -> list[Finding]:
-    """Return the findings about orphans, which only the driver lists, with 10 GiB each on a device of 80 GiB."""
-    listed: dict[int, int | None] = dict.fromkeys(pids, 10 * GIB)
+def orphan_findings(
+    pids: tuple[int, ...], lost: LostLauncher, *, viewer: Caller | None = None, held: int = 10, free: int = 40
+) -> list[Finding]:
+    """Return the findings about orphans, which only the driver lists, with `held` GiB each on a device of 80 GiB."""
+    used = (80 - free) * GIB
+    listed: dict[int, int | None] = {**dict.fromkeys(pids, held * GIB), 99: used - len(pids) * held * GIB}
     facts = {pid: ProcessFacts(pid, 1000, "VLLM::Worker_TP0") for pid in pids}
-    known = dataclasses.replace(node(device(used=40 * GIB, processes=listed)), facts=facts)
+    known = dataclasses.replace(node(device(used=used, processes=listed)), facts=facts)
     shown = Snapshot(1000.0, known, orphans=dict.fromkeys(pids, lost))
     return [each for each in find(shown, jobs_of(shown, viewer), node_ledgers(shown)) if each.kind == "orphan"]
 
@@ -159,12 +163,8 @@ def test_the_orphans_of_one_server_are_one_finding_since_its_end() -> None:
 
 @pytest.mark.parametrize(("held", "free", "severity"), [(1, 40, "info"), (4, 40, "warning"), (1, 3, "warning")])
 def test_the_severity_of_an_orphan_depends_on_who_needs_its_memory(held: int, free: int, severity: str) -> None:
-    used = (80 - free) * GIB
-    known = node(device(used=used, processes={7: held * GIB, 8: used - held * GIB}))
-    known = dataclasses.replace(known, facts={7: ProcessFacts(7, 1000, "VLLM::EngineCore")})
-    shown = Snapshot(1000.0, known, orphans={7: LostLauncher("launcher_ended")})
-    (found,) = find(shown, jobs_of(shown), node_ledgers(shown))
-    assert (found.kind, found.severity) == ("orphan", severity)
+    (found,) = orphan_findings((7,), LostLauncher("launcher_ended"), held=held, free=free)
+    assert found.severity == severity
 
 
 def test_lost_devices_failed_checks_silent_reporters_and_starting_engines() -> None:
@@ -246,9 +246,7 @@ def test_processes_that_do_not_report_are_counted_with_what_to_do_on_this_node(
     assert told in found.sentence
 
 
-@pytest.mark.parametrize(("client_directory", "others"), [(None, True), ("", False)])
-def test_nothing_is_said_without_an_exporter_or_if_every_process_reports(
-    client_directory: str | None, others: bool
-) -> None:
-    known = node(device(total=80 * GIB, used=GIB, processes={1: GIB, **({2: 0} if others else {})}))
-    assert "unreported" not in findings(of(1, "train"), node=known, client_directory=client_directory)
+def test_nothing_is_said_without_an_exporter_or_if_every_process_reports() -> None:
+    for client_directory, listed in ((None, {1: GIB, 2: 0}), ("", {1: GIB})):
+        known = node(device(total=80 * GIB, used=GIB, processes=dict(listed)))
+        assert "unreported" not in findings(of(1, "train"), node=known, client_directory=client_directory)

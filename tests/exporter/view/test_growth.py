@@ -16,18 +16,12 @@ def line(count: int, start: float = 10.0, per_hour: float = 6.0) -> list[float]:
     return [start + per_hour * STEP * index / 3600 for index in range(count)]
 
 
-def test_a_leak_grows_by_its_rate() -> None:
-    found = growth(points(*line(120)))
-    assert found is not None
-    assert found.bytes_per_hour == pytest.approx(6 * GIB, rel=0.05)
-    assert found.since_seconds == 0
-
-
-def test_only_the_time_since_a_restart_counts() -> None:
-    found = growth(points(*line(60, 30.0), *line(90)))
-    assert found is not None
-    assert found.since_seconds == 60 * STEP
-    assert found.bytes_per_hour == pytest.approx(6 * GIB, rel=0.05)
+def test_a_leak_grows_by_its_rate_since_the_last_restart() -> None:
+    for values, since_seconds in ((line(120), 0), ([*line(60, 30.0), *line(90)], 60 * STEP)):
+        found = growth(points(*values))
+        assert found is not None
+        assert found.bytes_per_hour == pytest.approx(6 * GIB, rel=0.05)
+        assert found.since_seconds == since_seconds
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from gpumem_exporter.core.samples import (
     ReportingProcess,
     SilentReporter,
     Snapshot,
-    StartingEngine,
 )
 from gpumem_exporter.view.jobs import Job, job_id, jobs_of
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
@@ -47,6 +46,7 @@ def test_a_job_is_the_processes_of_one_workload_and_one_owner() -> None:
     jobs = jobs_of(snapshot(of(1), of(2), of(3, BOB), of(4, place=POD), of(5, workload=""), listed={6: 1 * MIB}))
     assert sorted(ids(jobs)) == [[1, 2], [3], [4], [5], [6]]
     assert len({job.id for job in jobs}) == 5
+    assert jobs[0].processes[0].pid == 1, "the largest job is first"
     assert [job.workload for job in jobs if [process.pid for process in job.processes] in ([5], [6])] == [None, None]
 
 
@@ -92,11 +92,6 @@ def test_what_no_process_knows_is_unknown() -> None:
     assert job.incomplete == []
 
 
-def test_the_largest_job_is_first() -> None:
-    jobs = jobs_of(snapshot(of(1), of(2, BOB, workload="large"), listed={2: 3000 * MIB}))
-    assert ids(jobs) == [[2], [1]]
-
-
 @pytest.mark.parametrize(
     ("changes", "state"),
     [
@@ -112,15 +107,9 @@ def test_the_state_of_a_job(changes: dict[str, Any], state: str) -> None:
     assert job.state(100.0, []) == state
 
 
-def test_a_job_that_uses_its_allocator_runs() -> None:
+def test_the_state_of_a_job_that_allocates_that_starts_and_that_does_not_report() -> None:
     (job,) = jobs_of(snapshot(dataclasses.replace(of(1), active_seconds=90.0)))
-    assert job.state(100.0, []) == "running"
-    assert job.state(200.0, []) == "idle"
-
-
-def test_an_engine_that_starts_and_a_job_without_a_reporter() -> None:
-    engine = StartingEngine(UUIDS[0], "0", 1, "VLLM::EngineCore", 900.0)
-    (job,) = jobs_of(snapshot(of(1), starting=(engine,)))
+    assert (job.state(100.0, []), job.state(200.0, [])) == ("running", "idle")
     assert job.state(100.0, [1]) == "starting"
     (unreported,) = jobs_of(snapshot(listed={6: MIB}))
     assert unreported.state(100.0, []) == "not reporting"

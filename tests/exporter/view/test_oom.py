@@ -10,7 +10,6 @@ import pytest
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.events.model import detail_json
-from gpumem_exporter.view.jobs import Job
 from gpumem_exporter.view.live import NodeView
 from gpumem_exporter.view.oom import explanation
 from tests.support.builders import MIB, UUIDS, Clock, device, node, reporting, sample
@@ -95,9 +94,6 @@ def test_jobs_that_are_unknown_or_do_not_fit_into_the_moment_are_left_out(others
         ("rest", 39),
         ("free", 1),
     ]
-
-
-def test_what_is_not_known_is_no_part() -> None:
     assert explanation({"requested_bytes": None, "allocator": None})["parts"] == []
 
 
@@ -137,19 +133,3 @@ def test_names_of_other_jobs_never_make_an_event_too_long_to_be_stored() -> None
     pids = [each["pid"] for each in stored["jobs"]]
     assert len(pids) >= 8
     assert stored["jobs_left_out"] == 100 - len(pids)
-
-
-def test_further_errors_on_a_device_do_not_read_its_processes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = NodeView(clock=Clock(), wall_clock=lambda: 1e9, minima_of=lambda _: ())
-    processes = tuple(of(pid, f"job-{pid % 10}", GIB, 0) for pid in range(1, 31))
-    view.notice(Snapshot(0.0, node(device(used=70 * GIB)), processes), ())
-    owners: list[str] = []
-
-    def owner(job: Job) -> dict[str, Any]:
-        owners.append(job.id)
-        return {"user": "carol"}
-
-    monkeypatch.setattr(Job, "owner", owner)
-    stored = [view.device_at_error(UUIDS[0], str(pid)) for pid in range(1, 31)]
-    assert [len(each["jobs"]) for each in stored if each is not None] == [10] * 30
-    assert len(owners) == 10
