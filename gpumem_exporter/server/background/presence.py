@@ -114,7 +114,8 @@ class Presence:
         for seconds in _EXIT_CHECK_DELAYS_SECONDS:
             await asyncio.sleep(seconds)
             known = self._store.find(process.key)
-            if known is None or known.report is not process.report:
+            # Compared by time: the stored process has no results and errors, so its report is another object.
+            if known is None or known.received_seconds > process.received_seconds:
                 return
             reason = self._end(process)
             if reason:

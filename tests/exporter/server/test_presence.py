@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumem_client.wire.protocol import ProcessIdentity
+from gpumem_client.wire.protocol import CommandResult, ProcessIdentity
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import ActionRequest, Target
@@ -12,6 +13,7 @@ from gpumem_exporter.core.store import Store
 from gpumem_exporter.server.background.presence import Presence
 from tests.support.builders import NobodyHost, report
 from tests.support.dispatching import build_dispatcher
+from tests.support.waiting import wait_until_equal
 
 
 @dataclass
@@ -96,6 +98,17 @@ def test_an_expired_reporter_without_a_host_pid_is_removed_only_if_its_connectio
     bench.now += 16
     bench.presence.sweep()
     assert [silent.key for silent in bench.store.snapshot(bench.now).silent] == [stopped.key, again.key]
+
+
+async def test_a_process_that_dies_with_a_held_report_is_removed_at_once_and_one_that_reports_again_is_not() -> None:
+    bench = Bench()
+    result = CommandResult("c-1", "done")
+    ended, again = (bench.take_report(pid, host_pid=pid, results=(result,)) for pid in (1, 2))
+    bench.now += 0.1
+    bench.take_report(2, host_pid=2, sequence=2)
+    for process in (ended, again):
+        bench.presence.connection_lost(process)
+    await asyncio.to_thread(wait_until_equal, bench.pids, [2], "the processes that report")
 
 
 async def test_a_quiet_process_that_runs_another_program_is_removed_and_its_actions_end() -> None:
