@@ -75,6 +75,7 @@ class Sampler:
         self._recent_step_seconds = [0.0] * _RATE_STEPS
         self._one_step = OneStep()
         self._idle_cache = IdleCache(idle_cache_seconds)
+        self._reading_pause_seconds = _READING_SECONDS
         self._next_reading_seconds = 0.0
         self._random = random.Random()  # noqa: S311 - a separate generator leaves the user's seeded one unchanged
 
@@ -110,6 +111,7 @@ class Sampler:
         latest, steps_run = self._latest, self.steps_run()
         if latest is None or not steps_run or self._late(latest):
             latest = self._last_known(latest) if self._allocator.flushing else self.take()
+            self._plan_reading()  # the sample has read the cache
         else:
             self.read()
         now = self._clock()
@@ -195,11 +197,11 @@ class Sampler:
                     self._idle_cache.note(reading, now)
             finally:
                 self._busy.release()
-        self._plan_reading(time.thread_time() - started)
+        self._reading_pause_seconds = max(_READING_SECONDS, (time.thread_time() - started) * _READING_SHARE)
+        self._plan_reading()
 
-    def _plan_reading(self, cost_seconds: float) -> None:
-        pause = max(_READING_SECONDS, cost_seconds * _READING_SHARE)
-        self._next_reading_seconds = self._clock() + pause * self._random.uniform(0.5, 1.5)
+    def _plan_reading(self) -> None:
+        self._next_reading_seconds = self._clock() + self._reading_pause_seconds * self._random.uniform(0.5, 1.5)
 
     def _with_idle_cache(self, sample: Sample) -> Sample:
         now, since = self._clock(), self._idle_cache_since_seconds()
