@@ -16,6 +16,8 @@ from tests.support.waiting import eventually
 
 _SECONDS = 90.0
 """The age of the node. After 60 s the idle cache of its processes is known."""
+_LOOKS, _LOOK_SECONDS = 5, 3.0
+"""A finding such as a process without a reporter is shown once it has been found again and again for ten seconds."""
 _TICK_PAUSE_SECONDS = 0.02
 
 
@@ -46,7 +48,7 @@ class StillDemo:
         """Let the node grow old, with all its reports."""
         self.url = url
         self._reporter = NodeReporter(self.node.simulation, url)
-        self.advance(_SECONDS)
+        self.advance(_SECONDS - _LOOKS * _LOOK_SECONDS)
 
     def advance(self, seconds: float) -> None:
         """Let the node grow older by some seconds, with all reports in them, at once."""
@@ -92,6 +94,9 @@ def still_demo(**flags: Any) -> Iterator[StillDemo]:
         provider=node.provider, host=node.host, clock=demo.clock, wall_clock=demo.wall_clock, **flags
     ) as exporter:
         demo.start(exporter.url)
-        for _ in range(2):  # the first poll may have started before the last report
-            demo.let_poll(lambda: exporter.sample("gpumem_poll_timestamp_seconds") or 0.0)
+        for _ in range(_LOOKS):
+            demo.advance(_LOOK_SECONDS)
+            for _ in range(2):  # the first poll may have started before the last report
+                demo.let_poll(lambda: exporter.sample("gpumem_poll_timestamp_seconds") or 0.0)
+            exporter.get("/api/v1/live")
         yield demo
