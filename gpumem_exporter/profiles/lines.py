@@ -43,8 +43,8 @@ _NUMBER = re.compile(r"\d+")
 # The innermost frames of a stack that are shown.
 _MAX_FRAMES = 128
 # A profile of 1 KiB whose names have 2,000 dots became a page of 240 MB.
+# The length of the names of all owners' modules. The names in a path of 4096 characters could take 4 MiB.
 _MAX_PATHS_LENGTH = 4 << 20
-"""The length of the names of all owners' modules. The names in a path of 4096 characters could take 4 MiB."""
 
 
 class Line(NamedTuple):
