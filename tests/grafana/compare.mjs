@@ -18,7 +18,6 @@ import {
 import { firstValueFrom } from "rxjs";
 import { transformV2 } from "@grafana/prometheus/result_transformer";
 
-const NOT_IN_THE_DEMO = new Set(["planned"]);
 // Labels of some targets only; without one, Grafana leaves the value of a link's variable empty.
 const OPTIONAL_LABELS = new Set(["cluster"]);
 
@@ -103,21 +102,25 @@ function* wrongInLinks({ panel }, frames) {
 
 function* wrongInOverrides({ panel }, frames) {
   if (frames.every((frame) => frame.length === 0)) return;
-  // Labels that no series has get no column; `organize` has the headings of the others.
-  const declared = new Set((panel.transformations ?? []).flatMap(({ options }) => [
-    ...Object.keys(options.indexByName ?? {}),
-    ...Object.values(options.renameByName ?? {}),
-  ]));
+  // Labels that no series has get no column; `organize` has the headings of the others. A query may have no series.
+  const declared = new Set([
+    ...panel.targets.map(({ legendFormat }) => legendFormat),
+    ...(panel.transformations ?? []).flatMap(({ options }) => [
+      ...Object.keys(options.indexByName ?? {}),
+      ...Object.values(options.renameByName ?? {}),
+    ]),
+  ]);
   for (const { matcher } of panel.fieldConfig.overrides) {
     const fits = fieldMatchers.get(matcher.id).get(matcher.options);
     const hit = frames.some((frame) => frame.fields.some((field) => fits(field, frame, frames)));
-    if (!hit && !declared.has(matcher.options) && !NOT_IN_THE_DEMO.has(matcher.options)) yield `the override ${matcher.id} ${JSON.stringify(matcher.options)} is of nothing`;
+    if (!hit && !declared.has(matcher.options)) yield `the override ${matcher.id} ${JSON.stringify(matcher.options)} is of nothing`;
   }
 }
 
 function* wrongInUnits({ panel }) {
   const used = JSON.stringify(panel.fieldConfig).matchAll(/"(?:unit|id":"unit","value)":"([^"]+)"/g);
-  for (const [, unit] of used) if (!units.has(unit)) yield `the unit ${unit} is not known`;
+  // The text behind `suffix:` is free.
+  for (const [, unit] of used) if (!units.has(unit) && !unit.startsWith("suffix:")) yield `the unit ${unit} is not known`;
 }
 
 let failed = 0;
