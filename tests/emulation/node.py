@@ -341,10 +341,6 @@ class EmulatedNode:
         """Set the GPU utilization in NVML; None for not supported."""
         self._control.emu_control_set_utilization(self._handle, self._entry(device), -1 if percent is None else percent)
 
-    def hide_memory(self, device: int, hidden: bool = True) -> None:
-        """Make NVML return NVML_VALUE_NOT_AVAILABLE for all memory values of the device."""
-        self._control.emu_control_hide_memory(self._handle, self._entry(device), int(hidden))
-
     def set_unattributed(self, device: int, nbytes: int) -> None:
         """Set the bytes that NVML counts as used and that belong to no process; may be negative."""
         self._control.emu_control_set_unattributed(self._handle, self._entry(device), nbytes)
@@ -431,7 +427,6 @@ def _load_control(path: Path) -> ctypes.CDLL:
         ("restart_reordered", (node, ctypes.POINTER(code)), None),
         ("create_mig", (node, devices), number),
         ("destroy_mig", (node, number), number),
-        ("hide_memory", (node, number, code), None),
         ("set_utilization", (node, number, code), None),
         ("set_unattributed", (node, number, ctypes.c_int64), None),
         ("add_rule", (node, text, number, code, code), number),

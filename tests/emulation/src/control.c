@@ -258,10 +258,6 @@ API void emu_control_set_utilization(struct emu_node *node, int device, int32_t 
     __atomic_store_n(&node->state->device[device].utilization, percent, __ATOMIC_RELEASE);
 }
 
-API void emu_control_hide_memory(struct emu_node *node, int device, int32_t hidden) {
-    __atomic_store_n(&node->state->device[device].memory_hidden, hidden, __ATOMIC_RELEASE);
-}
-
 API void emu_control_set_unattributed(struct emu_node *node, int device, int64_t bytes) {
     emu_lock(node->state);
     node->state->device[device].unattributed = bytes;

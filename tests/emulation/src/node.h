@@ -31,7 +31,6 @@ struct emu_device {
     int32_t nvml_error;        /* the result of every NVML call on the device; 0 for none */
     uint32_t lost_generation;  /* NVML sessions opened before this generation keep seeing a lost device as lost */
     int32_t utilization;       /* percent, -1: not supported */
-    int32_t memory_hidden;     /* all memory values of the device are "not available" */
     int32_t gone;              /* a MIG device that was destroyed; entries are not reused */
     char uuid[96], name[96];
 };

@@ -60,7 +60,6 @@ enum {
     NVML_ERROR_ARGUMENT_VERSION_MISMATCH = 25,
     NVML_ERROR_UNKNOWN = 999,
 };
-static const unsigned long long NOT_AVAILABLE = ~0ull;
 static const unsigned NO_INSTANCE = ~0u;
 
 /* One NVML session of this process: from the first nvmlInit to the last nvmlShutdown. */
@@ -269,10 +268,6 @@ nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t handle, nvmlPciInfo_t *pci) {
 /* The first version of the call counts reserved bytes as used; the second returns them separately. */
 nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t handle, nvmlMemory_t *memory) {
     BEGIN_DEVICE(handle);
-    if (device->memory_hidden) {
-        *memory = (nvmlMemory_t){NOT_AVAILABLE, NOT_AVAILABLE, NOT_AVAILABLE};
-        return NVML_SUCCESS;
-    }
     memory->total = device->total;
     memory->used = (unsigned long long)(emu_used(emu_node(), entry) + (int64_t)device->reserved);
     memory->free = memory->total - memory->used;
@@ -281,10 +276,6 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t handle, nvmlMemory_t *memory) 
 nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t handle, nvmlMemory_v2_t *memory) {
     BEGIN_DEVICE(handle);
     if (memory->version != (sizeof *memory | 2u << 24)) return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
-    if (device->memory_hidden) {
-        *memory = (nvmlMemory_v2_t){memory->version, NOT_AVAILABLE, NOT_AVAILABLE, NOT_AVAILABLE, NOT_AVAILABLE};
-        return NVML_SUCCESS;
-    }
     memory->total = device->total;
     memory->reserved = device->reserved;
     memory->used = (unsigned long long)emu_used(emu_node(), entry);
