@@ -29,7 +29,7 @@ from tests.support.waiting import wait_for
 
 REPORTERS, DEVICES = 64, 8
 RATIO = 1.05
-SCRAPE_RATIO = 1.5
+SCRAPE_RATIO = 2
 """Releases before 0.3 rendered the lines of a process in each of its reports, and a scrape only joined them. Now a
 scrape renders what has changed since the last one, which takes less CPU in all: the row with reports and a scrape."""
 PAUSE_SECONDS = 0.05
