@@ -75,7 +75,6 @@ class Sampler:
         self._recent_step_seconds = [0.0] * _RATE_STEPS
         self._one_step = OneStep()
         self._idle_cache = IdleCache(idle_cache_seconds)
-        self._reading_pause_seconds = _READING_SECONDS
         self._next_reading_seconds = 0.0
         self._random = random.Random()  # noqa: S311 - a separate generator leaves the user's seeded one unchanged
 
@@ -110,8 +109,11 @@ class Sampler:
         # stop until the flush ends (1.5 s for eight calls of `cudaFree` of 0.2 s).
         latest, steps_run = self._latest, self.steps_run()
         if latest is None or not steps_run or self._late(latest):
-            latest = self._last_known(latest) if self._allocator.flushing else self.take()
-            self._plan_reading()  # the sample has read the cache
+            if self._allocator.flushing:
+                latest = self._last_known(latest)
+            else:
+                latest = self.take()
+                self._space_readings()
         else:
             self.read()
         now = self._clock()
@@ -197,11 +199,16 @@ class Sampler:
                     self._idle_cache.note(reading, now)
             finally:
                 self._busy.release()
-        self._reading_pause_seconds = max(_READING_SECONDS, (time.thread_time() - started) * _READING_SHARE)
-        self._plan_reading()
+        pause = max(_READING_SECONDS, (time.thread_time() - started) * _READING_SHARE)
+        self._next_reading_seconds = self._random_time(pause)
 
-    def _plan_reading(self) -> None:
-        self._next_reading_seconds = self._clock() + self._reading_pause_seconds * self._random.uniform(0.5, 1.5)
+    def _space_readings(self) -> None:
+        """Read nothing just after a sample, which has read the cache as well."""
+        # By half a second at most: samples come once a second, and must not postpone the readings for ever.
+        self._next_reading_seconds = max(self._next_reading_seconds, self._random_time(_READING_SECONDS))
+
+    def _random_time(self, pause_seconds: float) -> float:
+        return self._clock() + pause_seconds * self._random.uniform(0.5, 1.5)
 
     def _with_idle_cache(self, sample: Sample) -> Sample:
         now, since = self._clock(), self._idle_cache_since_seconds()
