@@ -6,9 +6,10 @@ from itertools import islice
 
 import pytest
 
+from gpumem_client.objects.referrers import NO_REFERRER
 from gpumem_toolkit.leaks.detector import Leak, LeakDetector
 from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup
-from gpumem_toolkit.leaks.suspects import frequent
+from gpumem_toolkit.leaks.suspects import frequent, grown
 from gpumem_toolkit.leaks.trend import Trend
 from tests.support.seeded_runs import MIB, SHAPES, allocated, hard_shapes
 
@@ -117,7 +118,8 @@ def test_a_leak_below_a_sawtooth_is_reported_once_and_not_withdrawn(name: str) -
 
 
 def _group(count: int, shape: tuple[int, ...] = (8, 8), *, graph: bool = False, **more: object) -> TensorGroup:
-    return TensorGroup(shape, "float32", 0, count, count * 256, count if graph else 0, **more)  # type: ignore[arg-type]
+    values = {"bytes": count * 256, "with_graph": count if graph else 0, **more}
+    return TensorGroup(shape, "float32", 0, count, **values)  # type: ignore[arg-type]
 
 
 def test_parameters_of_a_model_are_not_frequent_suspects() -> None:
@@ -129,3 +131,22 @@ def test_parameters_of_a_model_are_not_frequent_suspects() -> None:
     )
     (suspect,) = frequent(walked, least=50)
     assert "history" in suspect
+
+
+def test_suspects_are_the_kinds_that_grew_and_only_otherwise_shapes_together() -> None:
+    before = LingeringTensors((_group(10), _group(40, (64, 64))))
+    leaked, fewer, one = _group(26), _group(20, (64, 64)), _group(1, (4096, 4096), bytes=64 << 20)
+    (suspect,) = grown(before, LingeringTensors((leaked, fewer, one)), least=3)
+    assert suspect.startswith("16 more: 26 tensors float32[8x8]")
+    lengths = tuple(_group(1, (length, 64)) for length in range(1, 21))
+    assert len(grown(before, LingeringTensors((*before.groups, *lengths)), least=16)) == 3
+    assert grown(LingeringTensors(lengths[:10]), LingeringTensors(lengths[10:]), least=3) == ()
+    assert frequent(LingeringTensors(lengths), least=16) == ()
+
+
+def test_the_size_of_a_graph_counts_only_beside_tensors_that_only_a_graph_keeps() -> None:
+    before = LingeringTensors((_group(10), _group(1, (), graph=True, graph_nodes=10)))
+    loss = _group(1, (), graph=True, graph_nodes=50, referrers=("local variable loss in train",))
+    kept, in_graph = (_group(26, referrers=(holder,)) for holder in ("a list", NO_REFERRER))
+    assert "a list" in grown(before, LingeringTensors((loss, kept)), least=3)[0]
+    assert "loss" in grown(before, LingeringTensors((in_graph, loss)), least=3)[0]

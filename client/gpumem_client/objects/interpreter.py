@@ -46,19 +46,22 @@ def tracked_of_types(generation: int, types: Collection[type], *, skip: int = 0)
     return list(chain(_of_types(these, types), _cleared(used)))
 
 
-def each_tracked(types: Collection[type], late: Callable[[], bool], max_objects: int = MAX_OBJECTS) -> Iterator[Any]:
-    """Yield the objects of exactly these types, the youngest generation first, until `late()`.
+def each_tracked(types: Collection[type], late: Callable[[], bool], max_objects: int = sys.maxsize) -> Iterator[Any]:
+    """Yield the objects of exactly these types until `late()`, the youngest generation first.
 
-    Refers to no object that it has yielded, so that other threads can free it. Within a generation the oldest objects
-    come first. Leaves the oldest objects out if there are more than `max_objects`.
+    Refers to no object that it has yielded, so that other threads can free it. Leaves the oldest objects out if there
+    are more than `max_objects`.
     """
+    # What leaks is young. Within a generation the oldest objects come first, so that a tensor precedes its views.
     left = max_objects
     for generation in GENERATIONS:
         size = count_tracked(generation)
         found = tracked_of_types(generation, types, skip=max(0, size - max(0, left)))
         left -= size
         found.reverse()
-        while found and not (len(found) % _CHUNK == 0 and late()):
+        while found:
+            if len(found) % _CHUNK == 0 and late():
+                return
             yield found.pop()
 
 

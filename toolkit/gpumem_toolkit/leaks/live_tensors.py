@@ -176,7 +176,7 @@ class _Walker:
         return TensorGroup(*kind[:3], len(ids), self.bytes[kind], with_graph, nodes, referrers)
 
     def count(self, tensors: Iterable[Any]) -> None:
-        """Count these tensors, of which the first with a storage is the one that made it, not a view."""
+        """Count these tensors."""
         for tensor in tensors:
             self._add(tensor)
 

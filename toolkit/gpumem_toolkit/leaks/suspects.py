@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from gpumem_client.objects.referrers import NO_REFERRER
@@ -68,34 +69,48 @@ class _Growth(NamedTuple):
 
 
 def grown(before: LingeringTensors, after: LingeringTensors, *, least: int) -> tuple[str, ...]:
-    """Describe the kinds that grew, the likeliest cause first, if there are `least` more tensors or graph nodes."""
-    # Shapes with the same number of dimensions are counted together: each batch may have another length.
-    more: Counter[_Alike] = Counter()
-    more_nodes: Counter[_Alike] = Counter()
-    for sign, count in ((1, after), (-1, before)):
-        for group in count.groups:
-            more[_alike(group)] += sign * group.count
-            more_nodes[_alike(group)] += sign * group.graph_nodes
+    """Describe the kinds with `least` more tensors or graph nodes, the likeliest cause first.
+
+    If no kind grew enough, shapes with the same number of dimensions are counted together, for batches of many lengths.
+    """
+    growths = _growths(before, after)
+    found = [growth for growth in growths if growth.most >= least]
+    if not found:
+        more: Counter[_Alike] = Counter()
+        for sign, count in ((1, after), (-1, before)):
+            for group in count.groups:
+                more[_alike(group)] += sign * group.count
+        found = [growth for growth in growths if more[_alike(growth.group)] >= least and growth.more > 0]
+    return _described(found)
+
+
+def frequent(counted: LingeringTensors, *, least: int) -> tuple[str, ...]:
+    """Describe the kinds with `least` tensors or graph nodes, except for models and optimizers. Needs one count."""
+    return _described(
+        growth
+        for growth in _growths(LingeringTensors(), counted)
+        if growth.most >= least and not any(part in each for each in growth.group.referrers for part in _OF_MODELS)
+    )
+
+
+def _growths(before: LingeringTensors, after: LingeringTensors) -> list[_Growth]:
     counted = {group.kind: group for group in before.groups}
-    found = []
+    growths = []
     for group in after.groups:
         was = counted.get(group.kind, _NONE)
         nodes = max(0, group.graph_nodes - was.graph_nodes)
-        growth = _Growth(group, group.count - was.count, group.bytes - was.bytes, nodes)
-        if max(more[_alike(group)], more_nodes[_alike(group)]) >= least and growth.most > 0:
-            found.append(growth)
-    # Tensors that only an autograd graph keeps are no cause: the tensors that keep the graph are.
-    found.sort(key=lambda each: (each.only_in_graph, -each.more_nodes, each.most < least, -each.more_bytes))
+        growths.append(_Growth(group, group.count - was.count, group.bytes - was.bytes, nodes))
+    return growths
+
+
+def _described(growths: Iterable[_Growth]) -> tuple[str, ...]:
+    found = list(growths)
+    # Tensors that only an autograd graph keeps are no cause: the tensors that keep the graph are. Without such tensors,
+    # the size of a graph says nothing: the graph of a loss has as many nodes as its batch is long.
+    by_graph = any(each.only_in_graph for each in found)
+    found.sort(key=lambda each: (each.only_in_graph, -each.more_nodes if by_graph else 0, -each.more_bytes))
     return tuple(map(str, found[:_SUSPECTS_MAX]))
 
 
 def _alike(group: TensorGroup) -> _Alike:
     return (len(group.shape), *group.kind[1:])
-
-
-def frequent(counted: LingeringTensors, *, least: int) -> tuple[str, ...]:
-    """Describe the kinds with `least` tensors or graph nodes, except for models and optimizers. Needs one count."""
-    others = [
-        group for group in counted.groups if not any(part in each for each in group.referrers for part in _OF_MODELS)
-    ]
-    return grown(LingeringTensors(), LingeringTensors(tuple(others)), least=least)

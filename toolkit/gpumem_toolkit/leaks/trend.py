@@ -84,7 +84,7 @@ class Trend:
 class Growing:
     """Follows a series that grows, to see whether the growth continues.
 
-    The end of a growth, or its release, is seen after three windows as long as that of `slope` at the latest.
+    The end of a growth, or its release, is seen after three times the window of `slope` at the latest.
     """
 
     def __init__(self, slope: Slope) -> None:
@@ -132,7 +132,10 @@ def slope_of(series: Sequence[int], least_growth: int) -> float | None:
     if not all(later > earlier for earlier, later in pairwise(quarters)):
         return None  # most series end here, without the cost of the other tests
     shortest, *longer = (max(1, len(points) // blocks) for blocks in _BLOCKS)
-    lengths = sorted({shortest, *longer, max(shortest, _period_of(points))})
+    slope = _sure_slope(*_floors(points, shortest), least_growth)
+    if slope is not None:
+        return slope  # before the search for the period, which takes most of the time
+    lengths = sorted({*longer, max(shortest, _period_of(points))} - {shortest})
     return next((slope for length in lengths if (slope := _sure_slope(*_floors(points, length), least_growth))), None)
 
 
