@@ -80,12 +80,19 @@ class ExporterApi:
     @property
     def url(self) -> str:
         """The address that answered. Before the first answer, the first address to try."""
+        self.find_addresses()
         return self._candidates[0][0]
 
     @property
     def objection(self) -> str:
         """Why the server that answered receives no token; empty if it is trusted."""
         return self._candidates[0][1].objection
+
+    def find_addresses(self) -> None:
+        """Find the addresses if none are known, as the first request does. `kubectl` takes seconds for it."""
+        if self._find_urls is not None:
+            self._candidates = [(url, self._connect(url)) for url in self._find_urls()]
+            self._find_urls = None
 
     def close(self) -> None:
         """Close the connections."""
@@ -154,9 +161,7 @@ class ExporterApi:
         public = method == "GET" and path.startswith(_PUBLIC) and not self._token_for_reads
         sent = {**self._headers, **(headers or {})}
         with_token = {**sent, **self._authorization}
-        if self._find_urls is not None:
-            self._candidates = [(url, self._connect(url)) for url in self._find_urls()]
-            self._find_urls = None
+        self.find_addresses()
         for url, transport in self._candidates:
             try:
                 first = sent if public else with_token

@@ -195,6 +195,7 @@ def _run(
     # The exporter suggests a mode for each process, unless --mode or --group is given.
     free_mode = asks and values["mode"] is None and not values["group"]
     plan: Plan | None = Plan(body)
+    api.find_addresses()  # kubectl takes seconds, which are no part of --wait
     if asks and not body["dry_run"]:
         plan = confirmed(api, body, free_mode=free_mode)
     elif asks_to_end:

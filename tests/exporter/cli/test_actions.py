@@ -34,6 +34,9 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
         def __exit__(self, *_: object) -> None: ...
 
+        def find_addresses(self) -> None:
+            """Nothing is to be found."""
+
         def submit(self, body: dict[str, Any], **_: object) -> dict[str, Any]:
             bodies.append(body)
             return {**action(_result()), "settle_seconds": 0.0}
