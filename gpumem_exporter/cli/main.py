@@ -89,7 +89,10 @@ def _dispatch(words: list[str]) -> int:
         gc.disable()
     from gpumem_exporter.cli.application import invoke
 
-    return invoke(words or ["--help"])
+    try:
+        return invoke(words or ["--help"])
+    finally:
+        gc.enable()
 
 
 def _fail(prefix: str, message: str, code: int) -> int:

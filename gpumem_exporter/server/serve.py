@@ -131,6 +131,7 @@ def serve(runtime: Runtime, listeners: Listeners, *, on_started: Callable[[], No
     `on_started` is called once, when requests are answered.
     """
     server = build_server(runtime, listeners, on_started=on_started)
+    _limit_heaps()
     # The objects of imports stay for ever. Without them, a full collection takes milliseconds and not 90 on the event
     # loop. A collection before would find about 1,000 small objects, and take 40 ms of the start.
     gc.freeze()
@@ -158,7 +159,6 @@ def build_server(
     configured = web.headers if web is not None else {}
 
     def started() -> None:
-        _release_import_heap()
         names = ",".join(listeners.names(tls=tls is not None))
         _log.info("listening", extra={"fields": {"addresses": names, "version": app.version}})
         on_started()
@@ -190,16 +190,17 @@ def _max_connections(wanted: int) -> int:
     return max(8, min(wanted, soft - _SPARE_FILES))
 
 
-def _release_import_heap() -> None:
-    """Return the free memory that imports left in the heap, a quarter of the process' memory. glibc only."""
+def _limit_heaps() -> None:
+    """Keep the free memory of the heaps small. glibc only."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
-        libc.malloc_trim(0)
+        libc.malloc_trim(0)  # imports left a quarter of the process' memory free
         # Long bodies stay out of the heap, so that their memory is returned when they are freed. By default, glibc puts
         # blocks of up to 32 MiB into the heap, once a block of that size has been freed.
         m_mmap_threshold, m_trim_threshold, m_arena_max = -3, -1, -8
         libc.mallopt(m_mmap_threshold, 256 << 10)
-        # Threads share two heaps: Python's lock lets one of them run, and each further heap would keep free memory.
+        # Threads, none of which runs yet, share two heaps: Python's lock lets one of them run, and each further heap
+        # would keep free memory.
         libc.mallopt(m_arena_max, 2)
         # Each heap keeps the memory of a usual page of metrics for the next one. `release_free_memory` returns it.
         libc.mallopt(m_trim_threshold, 4 << 20)
