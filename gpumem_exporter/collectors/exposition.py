@@ -88,6 +88,7 @@ class Exposition:
         # A collector that fails is left out and does not affect the others. It fails at each scrape, so one line is
         # enough.
         for name, error in work.errors.items():
+            self._lines[name].clear()
             if name not in self._failing:
                 _log.error("collector %r failed; its metrics are left out until it succeeds", name, exc_info=error)
         self._failing = set(work.errors)
@@ -230,6 +231,10 @@ class SubjectLines:
         self._rendered = dict(subjects)
         rows = [rendered.lines for _, rendered in subjects]
         return dict(zip(self._indexes, zip(*rows, strict=True), strict=True)) if rows else {}
+
+    def clear(self) -> None:
+        """Forget all subjects."""
+        self._rendered.clear()
 
     def _render(self, last: Rendered | None, samples: Samples, source: tuple[Any, ...]) -> Rendered:
         if last is not None and last.samples == samples:
