@@ -454,7 +454,7 @@ class _Kept:
         return True
 
     def _forget_oldest_of(self, shares: Counter[str]) -> str:
-        # A caller with many actions loses its own ones, not those of others.
+        # A caller with many actions loses its own actions, and other callers lose none.
         share = max(shares, key=shares.__getitem__)
         oldest = next(action for action in self._actions.values() if action.share == share)
         del self._actions[oldest.id]

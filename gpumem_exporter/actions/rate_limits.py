@@ -59,7 +59,7 @@ class _Buckets:
     def take(self, key: Hashable, now: float) -> None:
         self._levels[key] = self._level(key, now) - 1.0, now
         self._levels.move_to_end(key)
-        # The bucket that was used longest ago is the one most likely to be full again, as a new one is.
+        # The bucket that was used longest ago is the most likely to be full again, like a new bucket.
         while len(self._levels) > _MAX_BUCKETS:
             self._levels.popitem(last=False)
 

@@ -134,7 +134,7 @@ class Target:
     """The names or the uids of users."""
     orphans: bool
     all: bool
-    given: Mapping[str, tuple[str, ...]] = field(compare=False, repr=False)
+    given: Mapping[str, tuple[str, ...]] = field(init=False, compare=False, repr=False)
     """The fields that narrow the target, by selector."""
 
     def __init__(

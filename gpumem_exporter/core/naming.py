@@ -3,8 +3,8 @@
 A name always identifies one process. The rules:
 
 - The name of a reporter with a known host pid is that pid. If two reporters have the same host pid, the pid was reused
-  and the first reporter has not expired yet. The one that reported last gets the name, and the other is left out. A
-  reporter is also left out if the host shows that its pid belongs to a process that started later.
+  and the first reporter has not expired yet. The reporter of the last report gets the name, and the other is left out.
+  A reporter is also left out if the host shows that its pid belongs to a process that started later.
 - The pid of a reporter without a known host pid is only its claim, in a PID namespace that it claims too. Its name is
   `pid@namespace:uid`, or `pid@namespace` if only a token vouches for it. In a container that the exporter sees, the
   container follows: `pid@namespace:uid:container`. The name depends on no other process, so no report of another user

@@ -53,10 +53,11 @@ _CAUGHT_SECONDS = 600.0
 _FULL = 0.95
 _IDLE_BESIDE_FULL = 0.05
 _LITTLE_FREE, _OTHER_FAILED = ", where little memory is free", ", where another job ran out of memory"
+# Shares of the device's memory from which these are findings.
 _MUCH_IDLE = 0.2
 _FRAGMENTED = 0.1
-# Shares of the device's memory from which they are findings.
 _UNATTRIBUTED = 0.02
+
 _FAILS_SOON_SECONDS = 3600.0
 # Fragmented and unattributed memory change with each step, so they must last for this time. A process that starts uses
 # memory before its first report.

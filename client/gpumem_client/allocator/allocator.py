@@ -176,8 +176,8 @@ class Allocator:
         sample = self._sample(index, state)
         if state is None or self._reclaimable.exact_from_statistics(index, state):
             return sample
-        # A walk over the heap would delay the error, and the observer must be quick: it runs in the user's thread. None
-        # is needed: torch releases all reclaimable memory before it calls an observer, except during a capture.
+        # A walk over the heap would delay the error, and the observer must be quick: it runs in the user's thread. No
+        # walk is needed: torch releases all reclaimable memory before it calls an observer, except during a capture.
         return replace(sample, reclaimable_bytes=None if self.capturing or sample.reserved_bytes is None else 0)
 
     def pinned_host_bytes(self) -> int | None:

@@ -2,7 +2,7 @@
 
 PyTorch keeps one peak per device since its last reset. If it rises during the span, it is the span's own peak, exactly.
 Otherwise the span's peak lies between the largest value that was read and the old peak. So there are always two bounds,
-often equal. A reset by the user's code removes the upper bound. If nobody sees such a reset, the bounds may be wrong.
+often equal. A reset by the user's code removes the upper bound. A reset that is not noticed may make the bounds wrong.
 """
 
 from __future__ import annotations

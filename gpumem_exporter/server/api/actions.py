@@ -1,6 +1,6 @@
 """`/api/v1/actions`: request, list and cancel actions. `/api/v1/caller`: what the caller may do.
 
-The request guard has authorized the caller of actions. The fields of a request are the ones of `actions.request`.
+The request guard has authorized the caller of actions. The fields of a request are declared in `actions.request`.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Connections:
             return self._close_idle(own)
         if self._count < self._limit:
             return True
-        # The new connection counts for its owner: of two owners with equally many, the one that wants more loses.
+        # The new connection counts for its owner: of two owners with equally many, the new connection's loses.
         largest = max(self._owners.values(), key=lambda owned: (len(owned) + (owned is own), owned is not own))
         if largest is own:
             return self._close_idle(own)

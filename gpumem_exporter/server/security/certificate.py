@@ -22,8 +22,8 @@ _CLIENT_CERTIFICATE = {
 # In DER, the validity of a certificate is a sequence of two times.
 _TIME = rb"(?:\x17\x0d(?:\d{12})Z|\x18\x0f(?:\d{14})Z)"
 _VALIDITY = re.compile(rb"\x30[\x1e-\x22](" + _TIME + rb")(" + _TIME + rb")")
-# A certificate of a few days is usually renewed when a third of its time is left.
 _EXPIRES_SOON_SECONDS = 7 * 86400.0
+# A certificate of a few days is usually renewed when a third of its time is left.
 _EXPIRES_SOON_SHARE = 1 / 6
 
 _log = logging.getLogger(__name__)

@@ -201,7 +201,7 @@ def watch(model: Any, optimizer: Any = None) -> Watch:
     `other` is the rest of the allocated bytes at the end of the step: activations that are kept, buffers, batches,
     gathered parameters, communication buckets, and the allocator's rounding.
 
-    Several watches add up. If several watches share a model or an optimizer, only one is counted: the one that covers
+    Several watches add up. If several watches share a model or an optimizer, only one is counted: the watch that covers
     both, otherwise the most recent. The watch puts no hook on the model, and ends with it. It does nothing while CUDA
     is not initialized. Raises TypeError if the model is not a module.
 

@@ -16,7 +16,7 @@ OPTIMIZERS = (
     *("adam", "adamw", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "adafactor", "asgd"),
     *("lbfgs", "muon", "rprop", "sparseadam", "adam8bit", "adamw8bit", "described", "none"),
 )
-"""Those of `torch.optim`; 8-bit Adam as in bitsandbytes; `described`: its option `bytes` is the state per parameter."""
+"""All of `torch.optim`; 8-bit Adam as in bitsandbytes; `described`: its option `bytes` is the state per parameter."""
 LOOPS = ("script", "trainer")
 """`script`: `out = model(**batch); out.loss.backward()`; `trainer`: the output is dropped before backward."""
 ATTENTIONS = ("auto", "flash", "efficient", "math", "cudnn")
