@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from gpumem_exporter.actions.declarations import ACTIONS
 from gpumem_exporter.actions.policy.rules import MAX_RULES, Rule
 from gpumem_exporter.actions.policy.values import FIELDS
-from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.program import COMMANDS, PROGRAM
 from gpumem_exporter.collectors.catalog import METRICS

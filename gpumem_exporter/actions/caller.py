@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from gpumem_exporter.actions.request import ActionRequest
+from gpumem_exporter.actions.declarations import ActionRequest
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import ActionForbiddenError, ActionNotAllowedError

@@ -21,6 +21,13 @@ from typing import Any
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_COMMANDS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.declarations import (
+    ANSWER_GRACE_SECONDS,
+    DEVICE_ACTIONS,
+    ENGINE_ANSWER_SECONDS,
+    ActionRequest,
+    Target,
+)
 from gpumem_exporter.actions.engine_starts import EngineStarts, starts_for
 from gpumem_exporter.actions.engines import EngineMemory, Engines
 from gpumem_exporter.actions.group import whole_group
@@ -36,13 +43,6 @@ from gpumem_exporter.actions.lifecycle import (
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.outside import OutsideActs
 from gpumem_exporter.actions.rate_limits import RateLimits
-from gpumem_exporter.actions.request import (
-    ANSWER_GRACE_SECONDS,
-    DEVICE_ACTIONS,
-    ENGINE_ANSWER_SECONDS,
-    ActionRequest,
-    Target,
-)
 from gpumem_exporter.actions.results import (
     DriverValues,
     command_results,

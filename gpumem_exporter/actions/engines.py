@@ -19,9 +19,9 @@ from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.caller import Caller, CallerKind
+from gpumem_exporter.actions.declarations import ActionRequest
 from gpumem_exporter.actions.lifecycle import OutsidePart, RunningAction
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action
-from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.results import DriverValues
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot

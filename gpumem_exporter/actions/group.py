@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gpumem_exporter.actions.caller import Caller, Rights
-from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.results import unsupported
 from gpumem_exporter.actions.selection import SelectedProcess, Selection, select_reporting
 from gpumem_exporter.core.samples import ReportingProcess

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import SnapshotFile
 from gpumem_exporter.actions.caller import Caller, Rights, share_of
-from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.core.ledger import sum_of_known
 
 DRY_RUN_OUTCOMES: Mapping[str, str] = {

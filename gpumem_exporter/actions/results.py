@@ -9,8 +9,8 @@ from typing import NamedTuple
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
+from gpumem_exporter.actions.declarations import ActionRequest
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, ActionResult, is_done
-from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
 from gpumem_exporter.core.samples import ReportingProcess
 

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from gpumem_exporter.actions.declarations import DEFAULT_DEADLINE_SECONDS, MAX_DEADLINE_SECONDS, ActionRequest, Target
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, StepRate, first_common_step, seconds_until_step_ends
-from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS, MAX_DEADLINE_SECONDS, ActionRequest, Target
 from gpumem_exporter.actions.selection import SelectedProcess, select_reporting
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 

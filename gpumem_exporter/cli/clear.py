@@ -17,8 +17,8 @@ from typing import Any
 
 from gpumem_client.wire.errors import ExporterAnswerError
 from gpumem_client.wire.units import counted
+from gpumem_exporter.actions.declarations import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS, longest_seconds
 from gpumem_exporter.actions.model import is_done
-from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS, longest_seconds
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import action_tables, reasons

@@ -19,7 +19,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import exporter_urls as default_urls
 from gpumem_client.wire.http import full_url
 from gpumem_client.wire.trust import Trust
-from gpumem_exporter.actions.request import (
+from gpumem_exporter.actions.declarations import (
     OPTIONS,
     ORPHANS,
     SELECTORS,
@@ -263,7 +263,7 @@ def list_option(flag: str, name: str, values: Mapping[str, str], text: str) -> C
 
 
 def action_options(action: str) -> Callable[[_Command], _Command]:
-    """Return the options of an action, as `actions.request` declares them. Their names are the fields of a request."""
+    """Return the options of an action as `actions.declarations` has them. Their names are the fields of a request."""
     return option_group(
         *(
             _action_option(name, option, option.help[action])

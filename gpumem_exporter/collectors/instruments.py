@@ -15,9 +15,9 @@ from pathlib import Path
 
 from gpumem_client.wire.procfs import start_time_ticks
 from gpumem_client.wire.protocol import OUTCOMES
+from gpumem_exporter.actions.declarations import ACTIONS
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.values import RESULTS
-from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Metric, Samples, Series, Subject, View, one_of_each
 from gpumem_exporter.events.model import EVENT_TYPES, Event

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpumem_client.wire.errors import StorageError
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
-from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.model import ACTION_REQUESTED, PLACE, Event, Query

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.actions.declarations import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.actions.policy.values import read_quantity
-from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.core.yaml_file import YamlFile, expected, shown
 from gpumem_exporter.server.http.listeners import parse_listen_address
 from gpumem_exporter.server.security.tokens import TokenFile

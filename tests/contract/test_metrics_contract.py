@@ -16,8 +16,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from gpumem_client.wire.protocol import DeviceSample, EngineState, ProcessIdentity, Report
+from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.actions.request import Target
 from gpumem_exporter.collectors.catalog import METRICS, SCRAPED
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.engine_starts import describe, devices_of, starts_on, waits
 from gpumem_exporter.actions.model import Action, is_done
 from gpumem_exporter.actions.policy.rules import Rule, StopAfter
 from gpumem_exporter.actions.policy.values import FIELDS, IdleClock, Observation, observations, shown_quantity
-from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 
 MAX_DECISIONS = 16

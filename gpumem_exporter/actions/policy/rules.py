@@ -22,9 +22,16 @@ from pydantic import (
 )
 from typing_extensions import Self
 
+from gpumem_exporter.actions.declarations import (
+    ACTIONS,
+    MAX_SETTLE_SECONDS,
+    OPTIONS,
+    ActionRequest,
+    Target,
+    invalid_fields,
+)
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
 from gpumem_exporter.actions.policy.values import FIELDS, read_quantity, shown_quantity
-from gpumem_exporter.actions.request import ACTIONS, MAX_SETTLE_SECONDS, OPTIONS, ActionRequest, Target, invalid_fields
 from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_error
 
 MAX_RULES = 100

@@ -11,8 +11,8 @@ from urllib.parse import urlencode
 import click
 
 from gpumem_client.wire.units import human_bytes
+from gpumem_exporter.actions.declarations import ACTIONS
 from gpumem_exporter.actions.lifecycle import ActionState
-from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended
 from gpumem_exporter.cli.completion import ACTION_IDS, JOBS
 from gpumem_exporter.cli.options import api_options, list_option

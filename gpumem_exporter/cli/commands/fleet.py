@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from gpumem_exporter.actions.request import DEVICE_ACTIONS, OUTSIDE_ACTIONS
+from gpumem_exporter.actions.declarations import DEVICE_ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import act
 from gpumem_exporter.cli.fleet.options import FleetOptions, fleet_options, overview_options, selection_options

@@ -10,8 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN
+from gpumem_exporter.actions.declarations import (
+    DEFAULT_DEADLINE_SECONDS,
+    DEVICE_ACTIONS,
+    OUTSIDE_ACTIONS,
+    longest_seconds,
+)
 from gpumem_exporter.actions.model import is_done
-from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS, DEVICE_ACTIONS, OUTSIDE_ACTIONS, longest_seconds
 from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus, print_warnings

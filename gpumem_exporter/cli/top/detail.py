@@ -19,7 +19,7 @@ from textual.widgets import Footer, Static
 
 from gpumem_client.wire.errors import GpumemError
 from gpumem_client.wire.units import UNKNOWN, human_seconds, short_bytes
-from gpumem_exporter.actions.request import Target
+from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node import Node, read_live, selected
 from gpumem_exporter.cli.render.columns import DEVICES, JOBS, LEDGER, clock, event_line

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gpumem_client.wire.errors import ExporterError, ExporterUnreachableError
-from gpumem_exporter.actions.request import Target
+from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.node import Node, read_live, require_known, selected
 from gpumem_exporter.errors import NvmlError

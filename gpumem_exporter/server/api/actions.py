@@ -1,6 +1,6 @@
 """`/api/v1/actions`: request, list and cancel actions. `/api/v1/caller`: what the caller may do.
 
-The request guard has authorized the caller of actions. The fields of a request are declared in `actions.request`.
+The request guard has authorized the caller of actions. The fields of a request are declared in `actions.declarations`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH
 from gpumem_exporter.actions.caller import Rights
-from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.lifecycle import ActionState
-from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
-from gpumem_exporter.actions.request import (
+from gpumem_exporter.actions.declarations import (
     ACTIONS,
     OPTIONS,
     ORPHANS,
@@ -31,6 +28,9 @@ from gpumem_exporter.actions.request import (
     Target,
     invalid_fields,
 )
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.lifecycle import ActionState
+from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import (
     ActionForbiddenError,
@@ -123,7 +123,7 @@ class ListParameters(KnownFields):
 
 
 class _Strict(KnownFields):
-    """Checks types only; `actions.request.invalid_fields` checks values."""
+    """Checks types only; `actions.declarations.invalid_fields` checks values."""
 
     # Unknown fields are errors, as in all `KnownFields`: without a mistyped part, the target could be wider.
     model_config = ConfigDict(strict=True, allow_inf_nan=False)

@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.request import (
+from gpumem_exporter.actions.declarations import (
     ACTIONS,
     MAX_REASON_LENGTH,
     OPTIONS,
@@ -29,6 +28,7 @@ from gpumem_exporter.actions.request import (
     Target,
     invalid_fields,
 )
+from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.errors import ActionRefusedError, IdempotencyConflictError
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.http.problems import ProblemError, field_errors, problems

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions.declarations import MAX_DEADLINE_SECONDS
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
-from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
 from gpumem_exporter.events.model import ACTION_REQUESTED, Event, Query
 from gpumem_exporter.events.recorder import Recorder, read_action, read_requested
 

@@ -13,8 +13,8 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, PROFILES_PATH
 from gpumem_exporter.actions.caller import Caller, Rights
+from gpumem_exporter.actions.declarations import ActionRequest, Target, invalid_fields
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.request import ActionRequest, Target, invalid_fields
 from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import NoPeakError

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 
 from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.errors import ActionRefusedError
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.selection import select
 from gpumem_exporter.core.samples import LostLauncher, ProcessFacts, Snapshot
 from gpumem_exporter.errors import TargetNotFoundError

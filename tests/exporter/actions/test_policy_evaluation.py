@@ -9,11 +9,11 @@ import pytest
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions.declarations import ACTIONS, ActionRequest, Target
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.policy.evaluation import MAX_DECISIONS, Decision, Evaluation, PolicyEvaluator, Stop
 from gpumem_exporter.actions.policy.rules import Condition, Rule
 from gpumem_exporter.actions.policy.values import FIELDS
-from gpumem_exporter.actions.request import ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.actions.declarations import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.actions.policy.rules import MAX_RULES, Condition, Rule, StopAfter, read_policy
 from gpumem_exporter.actions.policy.values import FIELDS, read_quantity, shown_quantity
-from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.core.yaml_file import MAX_FILE_BYTES
 from gpumem_exporter.server.settings import load_settings
 from tests.support.paths import REPOSITORY

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.request import ActionRequest, Target
 from tests.support.dispatching import Bench
 
 

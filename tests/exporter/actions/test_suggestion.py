@@ -7,7 +7,7 @@ import pytest
 
 from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
-from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.results import dry_run_results
 from gpumem_exporter.actions.selection import NodeFacts, select, select_reporting
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears

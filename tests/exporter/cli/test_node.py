@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.request import Target
+from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.cli.node import require_known, selected
 from gpumem_exporter.errors import TargetNotFoundError
 from tests.support.live_documents import device, finding, job, live, process, unreported

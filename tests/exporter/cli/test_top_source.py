@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterError, ExporterUnreachableError
-from gpumem_exporter.actions.request import Target
+from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.overview import FleetSource, overview_document

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpumem_client.wire.protocol import DeviceSample
+from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.actions.request import Target
 from gpumem_exporter.collectors import catalog, engine_catalog
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.collectors.instruments import Instruments

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import DeviceSample
+from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.events.ooms import MAX_OF_OWNER_PER_MINUTE, MAX_PER_MINUTE
 from gpumem_exporter.events.processes import MAX_STARTS_PER_MINUTE, DeviceUsage

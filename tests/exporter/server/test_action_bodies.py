@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.server.api.actions import ActionBody
 from gpumem_exporter.server.http.problems import ProblemError
 

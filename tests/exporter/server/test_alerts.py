@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
-from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.server.api import alerts
 from gpumem_exporter.server.api.alerts import (
     ALERT_KEYS,

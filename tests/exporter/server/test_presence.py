@@ -6,8 +6,8 @@ from typing import Any
 
 from gpumem_client.wire.protocol import CommandResult, ProcessIdentity
 from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.server.background.presence import Presence

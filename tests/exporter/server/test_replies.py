@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api import actions as module
 from gpumem_exporter.server.api.actions import INLINE_RESULTS, ActionRoutes, action_document

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.group import whole_group
-from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.selection import select
 from gpumem_exporter.core.ledger import CATEGORIES
 from gpumem_exporter.core.place import HERE
