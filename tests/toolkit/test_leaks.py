@@ -134,9 +134,10 @@ def test_parameters_of_a_model_are_not_frequent_suspects() -> None:
 
 
 def test_suspects_are_the_kinds_that_grew_and_only_otherwise_shapes_together() -> None:
-    before = LingeringTensors((_group(10), _group(40, (64, 64))))
-    leaked, fewer, one = _group(26), _group(20, (64, 64)), _group(1, (4096, 4096), bytes=64 << 20)
-    (suspect,) = grown(before, LingeringTensors((leaked, fewer, one)), least=3)
+    batch, next_batch = (_group(3, (4, length), graph=True, graph_nodes=9) for length in (77, 512))
+    before = LingeringTensors((_group(10), batch))
+    after = LingeringTensors((_group(26), next_batch, _group(1, (4096, 4096), bytes=64 << 20)))
+    (suspect,) = grown(before, after, least=3)
     assert suspect.startswith("16 more: 26 tensors float32[8x8]")
     lengths = tuple(_group(1, (length, 64)) for length in range(1, 21))
     assert len(grown(before, LingeringTensors((*before.groups, *lengths)), least=16)) == 3

@@ -58,30 +58,30 @@ class _Growth(NamedTuple):
         return f"{more}{self.group}{nodes}"
 
     @property
-    def most(self) -> int:
-        """The number of new tensors, or of new nodes if there are more of these."""
-        return max(self.more, self.more_nodes)
-
-    @property
     def only_in_graph(self) -> bool:
         """Whether only an autograd graph keeps the tensors."""
         return bool(self.group.referrers) and all(each == NO_REFERRER for each in self.group.referrers)
 
 
 def grown(before: LingeringTensors, after: LingeringTensors, *, least: int) -> tuple[str, ...]:
-    """Describe the kinds with `least` more tensors or graph nodes, the likeliest cause first.
-
-    If no kind grew enough, shapes with the same number of dimensions are counted together, for batches of many lengths.
-    """
+    """Describe the kinds with `least` more tensors or graph nodes, the likeliest cause first."""
+    # Shapes with the same number of dimensions have to grow together: each batch may have another length, and then its
+    # tensors are of a new kind.
+    more: Counter[_Alike] = Counter()
+    more_nodes: Counter[_Alike] = Counter()
+    for sign, count in ((1, after), (-1, before)):
+        for group in count.groups:
+            more[_alike(group)] += sign * group.count
+            more_nodes[_alike(group)] += sign * group.graph_nodes
     growths = _growths(before, after)
-    found = [growth for growth in growths if growth.most >= least]
-    if not found:
-        more: Counter[_Alike] = Counter()
-        for sign, count in ((1, after), (-1, before)):
-            for group in count.groups:
-                more[_alike(group)] += sign * group.count
-        found = [growth for growth in growths if more[_alike(growth.group)] >= least and growth.more > 0]
-    return _described(found)
+    found = [
+        growth
+        for growth in growths
+        if min(growth.more, more[_alike(growth.group)]) >= least
+        or min(growth.more_nodes, more_nodes[_alike(growth.group)]) >= least
+    ]
+    # A leak of tensors of many lengths.
+    return _described(found or [each for each in growths if each.more > 0 and more[_alike(each.group)] >= least])
 
 
 def frequent(counted: LingeringTensors, *, least: int) -> tuple[str, ...]:
@@ -89,7 +89,8 @@ def frequent(counted: LingeringTensors, *, least: int) -> tuple[str, ...]:
     return _described(
         growth
         for growth in _growths(LingeringTensors(), counted)
-        if growth.most >= least and not any(part in each for each in growth.group.referrers for part in _OF_MODELS)
+        if max(growth.more, growth.more_nodes) >= least
+        and not any(part in each for each in growth.group.referrers for part in _OF_MODELS)
     )
 
 
