@@ -8,6 +8,7 @@ knowing.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -110,13 +111,13 @@ def find(
     the use of a key-value cache must be known before a smaller one is proposed.
     """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
-    there = jobs_by_device(jobs)
+    there, jobs_of_errors = jobs_by_device(jobs), _JobsOfErrors(jobs)
     found = [
         *_checks(failed_checks),
         *(_lost(device) for device in devices if not device.up),
-        *_ooms(snapshot, jobs),
+        *_ooms(snapshot, jobs_of_errors),
         *_growing(jobs, devices, growths or {}),
-        *_idle_caches(snapshot, devices, ledgers, there),
+        *_idle_caches(snapshot, devices, ledgers, there, jobs_of_errors),
         *_orphans(jobs, snapshot.gpus, ledgers),
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
@@ -207,20 +208,15 @@ def _lost(device: DeviceReading) -> Finding:
     return _finding("device_lost", subject, "Lost device", sentence, gpu=device.gpu, uuid=device.uuid)
 
 
-def _ooms(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
-    by_owner = {
-        (job.workload, process.reporter.key.share): job
-        for job in jobs
-        for process in job.processes
-        if process.reporter is not None
-    }
+def _ooms(snapshot: Snapshot, jobs_of_errors: _JobsOfErrors) -> Iterator[Finding]:
     for oom in snapshot.ooms:
         if not oom.ended_process and snapshot.taken_seconds - oom.happened_seconds > _CAUGHT_SECONDS:
             continue
-        job = by_owner.get((oom.workload or None, oom.owner))
+        job = jobs_of_errors.of(oom)
         name = called(job) if job is not None else oom.workload or f"pid {oom.pid}"
         rank = f" rank {oom.rank}" if oom.rank else ""
-        fate = "; the process ended" if oom.ended_process else "; the process continues" if job is not None else ""
+        continues = jobs_of_errors.has_process_of(oom)
+        fate = "; the process ended" if oom.ended_process else "; the process continues" if continues else ""
         severity = SEVERITY["oom_ended_process" if oom.ended_process else "oom_caught"]
         sentence = f"{name}{rank} {_request(oom)}{fate}."
         yield _finding(
@@ -231,6 +227,30 @@ def _ooms(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
             uuid=oom.uuid,
             since_seconds=oom.happened_seconds,
         )
+
+
+class _JobsOfErrors:
+    """Finds the jobs of out-of-memory errors."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        # A session is a claim of its reporter, so it counts for the errors of the same user and container only.
+        self._by_session: dict[tuple[str, str], Job] = {}
+        self._by_workload: dict[tuple[str, str], Job] = {}
+        for job in jobs:
+            for process in job.processes:
+                if process.reporter is not None:
+                    share = process.reporter.key.share
+                    self._by_session[process.reporter.report.process.session, share] = job
+                    if job.workload:
+                        self._by_workload[job.workload, share] = job
+
+    def of(self, oom: LastOom) -> Job | None:
+        """Return the job whose process failed; None if the job has ended."""
+        return self._by_session.get((oom.session, oom.owner)) or self._by_workload.get((oom.workload, oom.owner))
+
+    def has_process_of(self, oom: LastOom) -> bool:
+        """Return whether the process that failed still reports."""
+        return (oom.session, oom.owner) in self._by_session
 
 
 def _request(oom: LastOom) -> str:
@@ -267,16 +287,18 @@ def _growing(jobs: Sequence[Job], devices: Iterable[DeviceReading], growths: Map
 def full_in_seconds(job: Job, grows: Growth, free: Mapping[str, int]) -> float | None:
     """Return when a job that goes on growing has no memory left on one of its devices; None if that is not known.
 
-    `free` are the free bytes of devices by uuid. The job grows equally on all of its devices, and can use its own
-    cache. Its memory limit counts if it is closer.
+    `free` are the free bytes of devices by uuid. Each process of the job grows equally on each of its devices, and can
+    use its own cache. Its memory limit counts if it is closer.
     """
-    room: list[int] = []
+    room: list[float] = []
+    on_device = Counter(part.uuid for part in job.parts)
     for part in job.parts:
         if part.uuid not in free or part.sample is None:
             return None
         sample = part.sample
         cache = sample.reclaimable_bytes or 0
-        room.append(free[part.uuid] + cache)
+        # The processes of the job on one device share its free memory.
+        room.append(free[part.uuid] / on_device[part.uuid] + cache)
         if sample.memory_limit_bytes is not None and sample.reserved_bytes is not None:
             room.append(sample.memory_limit_bytes - sample.reserved_bytes + cache)
     if not room or grows.bytes_per_hour <= 0:
@@ -289,6 +311,7 @@ def _idle_caches(
     devices: Iterable[DeviceReading],
     ledgers: Mapping[str, DeviceLedger],
     jobs: Mapping[str, Sequence[tuple[Job, Sequence[Part]]]],
+    jobs_of_errors: _JobsOfErrors,
 ) -> Iterator[Finding]:
     """Yield the jobs whose idle cache others lack, and the jobs with much idle cache. `jobs` are by device."""
     found: dict[str, tuple[Job, list[tuple[DeviceReading, int, str]]]] = {}
@@ -299,23 +322,24 @@ def _idle_caches(
             continue
         there = jobs.get(device.uuid, ())
         full = ledger.categories["free"] < (1 - _FULL) * ledger.total_bytes
-        failed = {
-            oom.workload or None
+        failed = [
+            jobs_of_errors.of(oom)
             for oom in snapshot.ooms
             if oom.uuid == device.uuid and snapshot.taken_seconds - oom.happened_seconds < _CAUGHT_SECONDS
-        }
+        ]
         for job, parts in there:
             size = sum(
                 part.sample.idle_cache_bytes or 0
                 for part in parts
                 if part.process.reporter is not None and part.process.reporter.clears and part.sample is not None
             )
-            beside = bool(failed - {job.workload})
+            beside = any(each is not job for each in failed)
             lacking = (_LITTLE_FREE if full else _OTHER_FAILED if beside else "") if len(there) > 1 else ""
             if size and size >= (_IDLE_BESIDE_FULL if lacking else _MUCH_IDLE) * ledger.total_bytes:
                 found.setdefault(job.id, (job, []))[1].append((device, size, lacking))
     for job, places in found.values():
-        size, lacked = sum(size for _, size, _ in places), [device for device, _, lacking in places if lacking]
+        lacked = [device for device, _, lacking in places if lacking]
+        size = sum(size for _, size, lacking in places if lacking or not lacked)
         where = gpus_in_words([device.gpu for device in lacked or [device for device, _, _ in places]])
         why = next((lacking for _, _, lacking in places if lacking), "")
         sentence = f"{called(job)} holds {human_bytes(size)} of idle cache on {where}{why}."
@@ -350,8 +374,10 @@ def _orphans(jobs: Sequence[Job], gpus: Mapping[str, str], ledgers: Mapping[str,
         where = gpus_in_words([gpus.get(uuid) or uuid for uuid in left.sizes] or ["?"])
         sentence = f"{name} {'holds' if len(left.processes) == 1 else 'hold'} {amount} on {where}; {left.fate}."
         severity = SEVERITY["orphan" if left.may_be_needed(ledgers) else "orphan_small"]
+        # A job that was started again and again may have left processes behind each time.
+        subject = f"{left.job.id} {left.lost.pid or ''}".strip()
         since = left.lost.ended_seconds
-        yield _finding("orphan", left.job.id, "Orphan", sentence, severity=severity, job=left.job, since_seconds=since)
+        yield _finding("orphan", subject, "Orphan", sentence, severity=severity, job=left.job, since_seconds=since)
 
 
 def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from gpumem_exporter.core.samples import (
     Snapshot,
     StartingEngine,
 )
-from gpumem_exporter.view.findings import INJECTION_LABEL, Finding, Since, find
+from gpumem_exporter.view.findings import INJECTION_LABEL, Finding, Since, find, full_in_seconds
 from gpumem_exporter.view.growth import Growth
 from gpumem_exporter.view.jobs import jobs_of
 from tests.support.builders import MIB, UUIDS, Clock, device, node, reporting, sample
@@ -82,6 +82,20 @@ def test_an_out_of_memory_error_is_critical_only_if_it_ended_its_process(
         assert found.gpu == "0"
 
 
+def test_an_error_is_named_after_its_own_process_also_without_a_workload() -> None:
+    processes = (of(7, ""), of(8, ""))
+    found = findings(*processes, ooms=(oom(pid="7", workload="", session="session-7"),))["oom"]
+    assert found.job is not None
+    assert [process.pid for process in found.job.processes] == [7]
+    assert "continues" in found.sentence
+    ended = findings(*processes, ooms=(oom(pid="9", workload="", session="session-9"),))["oom"]
+    assert ended.job is None
+    assert ended.sentence.startswith("pid 9 requested")
+    assert "continues" not in ended.sentence
+    another_user = findings(*processes, ooms=(oom(pid="7", workload="", session="session-7", owner="uid:1002"),))["oom"]
+    assert another_user.job is None, "a session is a claim"
+
+
 def test_an_out_of_memory_error_within_a_limit_says_what_was_reserved_of_it() -> None:
     sizes: dict[str, Any] = {"device_free_bytes": 2 * GIB, "limit_bytes": 8 * GIB, "reserved_bytes": 7 * GIB}
     error = dataclasses.replace(oom(), **sizes, fragmented_bytes=4 * GIB)
@@ -102,13 +116,34 @@ def test_a_job_that_will_fail_within_an_hour_says_so(per_hour: int, limit: int |
     assert ("out of memory in" in found.sentence, found.sentence.endswith("min.")) == (soon, soon)
 
 
+def test_the_processes_of_a_job_on_one_device_share_its_free_memory() -> None:
+    four = tuple(of(pid, "serve") for pid in (1, 2, 3, 4))
+    (job,) = [each for each in jobs_of(Snapshot(1.0, reading(*four), four)) if each.workload]
+    seconds = full_in_seconds(job, Growth(8 * GIB, 0.0), {UUIDS[0]: 8 * GIB})
+    assert seconds == pytest.approx(3600.0)
+
+
+def test_a_warning_has_only_the_idle_cache_that_others_lack() -> None:
+    one, train = of(1, "notebook", idle=5 * GIB), of(2, "train")
+    alone = dataclasses.replace(sample(UUIDS[1], GIB, 30 * GIB), idle_cache_bytes=30 * GIB)
+    both = (dataclasses.replace(one.report.devices[0], uuid=UUIDS[0]), alone)
+    one = dataclasses.replace(one, report=dataclasses.replace(one.report, devices=both))
+    sizes: dict[int, int | None] = {1: 6 * GIB, 2: GIB, 99: 72 * GIB}
+    devices = (
+        device(uuid=UUIDS[0], total=80 * GIB, used=79 * GIB, processes=sizes),
+        device(uuid=UUIDS[1], gpu="1", total=80 * GIB, used=31 * GIB, processes={1: 31 * GIB}),
+    )
+    found = findings(one, train, node=node(*devices))["idle_cache"]
+    assert (found.severity, found.idle_cache_bytes) == ("warning", 5 * GIB)
+
+
 @pytest.mark.parametrize(
     ("idle", "free", "ooms", "severity"),
     [
         (10 * GIB, 40 * GIB, (), None),
         (20 * GIB, 40 * GIB, (), "info"),
         (10 * GIB, GIB, (), "warning"),
-        (10 * GIB, 40 * GIB, (oom(workload="other"),), "warning"),
+        (10 * GIB, 40 * GIB, (oom(workload="other", session="ended"),), "warning"),
         (10 * GIB, 40 * GIB, (oom(workload="notebook"),), None),
         (1 * GIB, GIB, (), None),
     ],
@@ -159,6 +194,16 @@ def test_the_orphans_of_one_server_are_one_finding_since_its_end() -> None:
     assert "vllm" not in found.sentence.lower(), "the name of a launcher is an identity"
     assert len(orphan_findings((7, 8), LostLauncher("launcher_ended"))) == 2, "of unknown launchers"
     assert "container" in orphan_findings((7,), dataclasses.replace(lost, reason="container_gone"))[0].sentence
+
+
+def test_what_two_launchers_of_one_workload_left_behind_are_two_findings() -> None:
+    processes = (of(7, "llm"), of(8, "llm"))
+    orphans = {pid: LostLauncher("launcher_ended", "torchrun", 4000 + pid, 700.0) for pid in (7, 8)}
+    facts = {pid: ProcessFacts(pid, processes[0].start_time_ticks) for pid in (7, 8)}
+    known = dataclasses.replace(reading(*processes), facts=facts)
+    shown = Snapshot(1000.0, known, processes, orphans=orphans)
+    found = [each.id for each in find(shown, jobs_of(shown), node_ledgers(shown)) if each.kind == "orphan"]
+    assert len(set(found)) == 2
 
 
 @pytest.mark.parametrize(("held", "free", "severity"), [(1, 40, "info"), (4, 40, "warning"), (1, 3, "warning")])
