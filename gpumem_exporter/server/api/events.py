@@ -270,8 +270,9 @@ def _without_identities(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values without users, commands and pods, also of the jobs beside an out-of-memory error."""
     shown = {name: None if name in _IDENTITIES else value for name, value in values.items()}
     device = shown.get("device")
-    if isinstance(device, dict):
-        shown["device"] = {**device, "jobs": [_without_identities(job) for job in device.get("jobs") or ()]}
+    # Without `jobs`, the other jobs of the device are not known. An empty list would say that there were none.
+    if isinstance(device, dict) and device.get("jobs") is not None:
+        shown["device"] = {**device, "jobs": [_without_identities(job) for job in device["jobs"]]}
     return shown
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,9 @@ def test_identities_beside_an_error_are_hidden_like_those_of_its_process() -> No
     (hidden,) = events_for_user([error], ada, hide_identities=True)
     assert hidden.detail["device"] == {"total_bytes": 10, "jobs": [{**job, "command": None, "user": None}]}
     assert "secret" not in str(one_event_document(hidden, [hidden]))
+    unknown = replace(error, detail={**error.detail, "device": {"total_bytes": 10}})
+    (hidden,) = events_for_user([unknown], ada, hide_identities=True)
+    assert hidden.detail["device"] == {"total_bytes": 10}, "no list of jobs is not an empty list"
 
 
 def test_the_user_of_an_ended_process_is_hidden_as_a_name_and_as_a_number() -> None:
