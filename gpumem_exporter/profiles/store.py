@@ -39,7 +39,8 @@ _log = logging.getLogger(__name__)
 class _Entry:
     facts: ProfileFacts
     body: bytes | None
-    """None if it is in its file."""
+    """None if it is in its file. While the file is being written, readers need the body."""
+    has_file: bool
 
 
 class Profiles:
@@ -66,7 +67,7 @@ class Profiles:
             # Profiles may arrive while the folder is read: they are newer than all files.
             with self._lock:
                 newer = self._entries
-                self._entries = {facts.id: _Entry(facts, None) for facts in found} | newer
+                self._entries = {facts.id: _Entry(facts, None, has_file=True) for facts in found} | newer
                 for facts in found:
                     self._note_error(facts)
             self._make_room()
@@ -75,7 +76,7 @@ class Profiles:
         """Keep a profile. If the disk fails, it is kept in memory."""
         with self._disk:
             with self._lock:
-                self._entries[facts.id] = _Entry(facts, None if self._folder is not None else body)
+                self._entries[facts.id] = _Entry(facts, body, has_file=self._folder is not None)
                 self._note_error(facts)
             self._make_room()
             if self._folder is None or facts.id not in self._entries:
@@ -85,10 +86,12 @@ class Profiles:
             except OSError as error:
                 self._failures.failed("profiles", f"{self._folder}: {error.strerror or error}; kept in memory")
                 with self._lock:
-                    self._entries[facts.id] = _Entry(facts, body)
+                    self._entries[facts.id] = _Entry(facts, body, has_file=False)
                 self._make_room()
             else:
                 self._failures.recovered("profiles")
+                with self._lock:
+                    self._entries[facts.id] = _Entry(facts, None, has_file=True)
 
     def read(self, profile_id: str) -> StoredProfile | None:
         """Return a profile with its rows; None if it is unknown, or if its file cannot be read any more."""
@@ -100,8 +103,10 @@ class Profiles:
             return stored_profile(entry.facts, body)
         except (OSError, ProfileInvalidError) as error:
             _log.warning("a profile cannot be read", extra={"fields": {"id": profile_id, "error": str(error)}})
-            with self._lock:
-                self._removed(profile_id)
+            # Other errors pass, such as too many open files.
+            if isinstance(error, FileNotFoundError | ProfileInvalidError):
+                with self._lock:
+                    self._removed(profile_id)
             return None
 
     def forget(self, profile_id: str) -> None:
@@ -151,9 +156,9 @@ class Profiles:
     def _victim(self) -> str | None:
         """Return the profile that makes room for others; None if all fit."""
         least = self._max_bytes // _MAX_FILES
-        in_memory = {each.facts.id: 1 for each in self._entries.values() if each.body is not None}
+        in_memory = {each.facts.id: 1 for each in self._entries.values() if not each.has_file}
         in_files = {
-            each.facts.id: max(each.facts.size_bytes, least) for each in self._entries.values() if each.body is None
+            each.facts.id: max(each.facts.size_bytes, least) for each in self._entries.values() if each.has_file
         }
         for sizes, limit in ((in_memory, MAX_IN_MEMORY), (in_files, self._max_bytes)):
             if sum(sizes.values()) <= limit:
@@ -190,7 +195,7 @@ class Profiles:
 
     def _unlink(self, lost: Iterable[_Entry]) -> None:
         for entry in lost:
-            if entry.body is None:
+            if entry.has_file:
                 with contextlib.suppress(OSError):
                     self._path(entry.facts.id).unlink()
 
