@@ -413,6 +413,8 @@ class Dispatcher:
         if isinstance(part, OutsidePart):
             if part.blocked:
                 running.end_outside(part, result)
+            else:
+                part.withdrawal = part.withdrawal or result
         elif part.blocked or part.state is PartState.WAITING:
             self._end(running, part, result, part.selected.process)
         elif not part.recalled and part.state is not PartState.ENDED:

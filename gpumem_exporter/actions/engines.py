@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple, Protocol, TypeVar
@@ -45,7 +45,7 @@ T = TypeVar("T")
 class EngineRefusedError(Exception):
     """An engine cannot do what is requested, or does not do it; the result gets `code` and `outcome`."""
 
-    def __init__(self, code: ReasonCode, reason: str, *, outcome: str = "refused") -> None:
+    def __init__(self, code: str | None, reason: str, *, outcome: str = "refused") -> None:
         super().__init__(reason[:_MAX_REASON_LENGTH])  # it may have what a server of any user says
         self.code = code
         self.outcome = outcome
@@ -120,8 +120,8 @@ class EngineMemory:
         self._threads = asyncio.Semaphore(_THREADS)
         # By share: root of a container can become every uid.
         self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_CALLS_OF_OWNER))
-        # The calls under way, by action and engine: all processes of an engine sleep together.
-        self._calls: dict[tuple[str, Hashable], asyncio.Task[None]] = {}
+        # The calls under way and their parts, by action and engine: all processes of an engine sleep together.
+        self._calls: dict[tuple[str, Hashable], tuple[asyncio.Task[None], list[OutsidePart]]] = {}
 
     def engines_among(self, targets: list[OutsideTarget], others: int) -> list[OutsideTarget]:
         """Return the targets that seem to be engines; all of them if there is no engine, so that the results say so."""
@@ -158,10 +158,15 @@ class EngineMemory:
         try:
             engine = await self._call(target, lambda: self._find(target))
             key = action_id, engine.key
-            if key not in self._calls:
-                self._calls[key] = asyncio.ensure_future(self._drive(running, part, engine))
-                self._calls[key].add_done_callback(lambda _: self._calls.pop(key, None))
-            await asyncio.shield(self._calls[key])  # other processes of the engine wait for the same call
+            if key in self._calls:
+                call, parts = self._calls[key]
+                parts.append(part)
+            else:
+                parts = [part]
+                call = asyncio.ensure_future(self._drive(running.request, parts, engine))
+                call.add_done_callback(lambda _: self._calls.pop(key, None))
+                self._calls[key] = call, parts
+            await asyncio.shield(call)  # other processes of the engine wait for the same call
         except EngineRefusedError as error:
             return CommandResult(action_id, error.outcome, str(error), error.code), None
         duration_seconds = self._clock() - started
@@ -175,12 +180,19 @@ class EngineMemory:
             raise no_engine(target)
         return self._engines.find(target)
 
-    async def _drive(self, running: RunningAction, part: OutsidePart, engine: FoundEngine) -> None:
-        request, target = running.request, part.target
-        idle_until = min(part.deadline_seconds, self._clock() + request.wait_idle_seconds)
+    async def _drive(self, request: ActionRequest, parts: Sequence[OutsidePart], engine: FoundEngine) -> None:
+        """Let an engine act once for its processes; `parts` gets more of them meanwhile."""
+        target, deadline_seconds = parts[0].target, parts[0].deadline_seconds
+        idle_until = min(deadline_seconds, self._clock() + request.wait_idle_seconds)
+
+        def require_start() -> None:
+            _require_none_withdrawn(parts)
+            if self._clock() >= deadline_seconds:
+                late = "the deadline passed before the engine could start it"
+                raise EngineRefusedError(ReasonCode.DEADLINE_PASSED, late, outcome="expired")
+
         while True:
-            if running.withdrawal is not None:
-                raise EngineRefusedError(ReasonCode.CANCELLED, running.withdrawal.reason)
+            _require_none_withdrawn(parts)
             activity = await self._call(target, engine.activity)
             if request.action == "resume_memory":
                 if not activity.asleep:
@@ -193,19 +205,21 @@ class EngineMemory:
             if activity.requests is None or self._clock() >= idle_until:
                 raise EngineRefusedError(ReasonCode.ENGINE_BUSY, _busy(engine.name, activity.requests))
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
-        if self._clock() >= part.deadline_seconds:
-            late = "the deadline passed before the engine could start it"
-            raise EngineRefusedError(ReasonCode.DEADLINE_PASSED, late, outcome="expired")
-        if not request.dry_run:
-            _log.debug("%s of %s (%s)", request.action, target, engine.name)
-            if request.action == "release_memory":
-                await self._call(target, lambda: engine.release(request.keep, request.force))
-            else:
-                await self._call(target, engine.resume)
+        if request.dry_run:
+            require_start()
+            return
+        _log.debug("%s of %s (%s)", request.action, target, engine.name)
+        if request.action == "release_memory":
+            await self._call(target, lambda: engine.release(request.keep, request.force), require_start)
+        else:
+            await self._call(target, engine.resume, require_start)
 
-    async def _call(self, target: OutsideTarget, function: Callable[[], T]) -> T:
-        """Run a function that blocks in a thread, in the turn of the target's owner."""
+    async def _call(
+        self, target: OutsideTarget, function: Callable[[], T], require: Callable[[], None] = lambda: None
+    ) -> T:
+        """Run a function that blocks in a thread, in the turn of the target's owner, unless `require` raises then."""
         async with self._turns[target.share], self._threads:
+            require()
             try:
                 return await _in_thread(function)
             except EngineRefusedError:
@@ -270,6 +284,14 @@ async def _in_thread(function: Callable[[], T]) -> T:
     future.set_running_or_notify_cancel()  # so that the event loop cannot cancel it before its result
     threading.Thread(target=run, name="gpumem-engine", daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+def _require_none_withdrawn(parts: Iterable[OutsidePart]) -> None:
+    """Raise the withdrawal of any process of an engine, because the engine acts as a whole."""
+    for part in parts:
+        if part.withdrawal is not None:
+            code, reason, outcome = part.withdrawal.reason_code, part.withdrawal.reason, part.withdrawal.outcome
+            raise EngineRefusedError(code, reason, outcome=outcome)
 
 
 def _used_by(node: NodeReading | None, host_pid: int | None) -> dict[str, int]:

@@ -228,8 +228,10 @@ class OutsidePart(_Part):
     action_id: str
     target: OutsideTarget
     deadline_seconds: float
-    """On the dispatcher's clock. A blocked part that has not started by then ends."""
+    """On the dispatcher's clock. A part that has not started by then ends."""
     state: PartState = PartState.ACTING
+    withdrawal: CommandResult | None = None
+    """The result if the exporter does not act after all; None while it may act."""
 
     def __str__(self) -> str:
         return f"action {self.action_id} on {self.target}"

@@ -53,8 +53,8 @@ class OutsideActs:
         await running.recorded.wait()
         driver = None
         try:
-            if running.withdrawal is not None:
-                result = running.withdrawal
+            if part.withdrawal is not None:
+                result = part.withdrawal
             elif running.action.action == "terminate":
                 result = await self._terminator.end(running.action.id, part.target)
             else:

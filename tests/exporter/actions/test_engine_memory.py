@@ -12,6 +12,7 @@ import pytest
 
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, EngineState
 from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions import engines
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.declarations import ACTIONS, ENGINE_ANSWER_SECONDS, Target
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS, Activity, EngineRefusedError
@@ -26,7 +27,7 @@ from tests.support.dispatching import Bench
 ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0)
 ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1001)
 RELEASE = ("empty_cache", "release_memory", "resume_memory")
-TITLED, UNTITLED = 7, 8
+TITLED, UNTITLED, STARTING = 7, 8, 50
 """Processes that only the driver lists."""
 
 
@@ -40,6 +41,7 @@ class FakeEngine:
         self.asleep = False
         self.requests: list[int | None] = [0]
         self.thread: int | None = None
+        self.asked = False
 
     def is_engine(self, target: OutsideTarget) -> bool:
         return target.pid in (1, TITLED)
@@ -49,6 +51,7 @@ class FakeEngine:
         return self
 
     def activity(self) -> Activity:
+        self.asked = True
         return Activity(self.asleep, self.requests.pop(0) if len(self.requests) > 1 else self.requests[0])
 
     def release(self, keep: str | None, force: bool) -> None:
@@ -116,6 +119,35 @@ async def test_the_processes_of_an_engine_sleep_together_and_the_result_is_what_
     assert action.settling
     woken = await ended("resume_memory")
     assert (woken.results[0].driver_after_bytes, woken.freed_bytes) == (100 * MIB, None)
+
+
+async def test_a_wait_for_idle_ends_when_another_engine_starts_beside_one_process_of_the_engine(
+    bench: EngineBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def inline(function: Callable[[], Any]) -> Any:
+        return function()
+
+    def read(on_second: dict[int, int | None], facts: dict[int, ProcessFacts]) -> None:
+        first, second = device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1", processes=on_second)
+        first = replace(first, processes=(ProcessMemory(1, 100 * MIB),))
+        bench.store.put_reading(replace(node(first, second, taken=bench.now), facts=facts))
+
+    monkeypatch.setattr(engines, "_in_thread", inline)
+    monkeypatch.setattr(engines, "_ASK_AGAIN_SECONDS", 0.01)
+    bench.put(1, rank="0", devices=(sample(UUIDS[0], 8 * MIB, 4 * MIB),))
+    title = ProcessFacts(TITLED, 1000, "VLLM::EngineCore", uid=1001, started_seconds=-1e4)
+    starting = replace(title, pid=STARTING, uid=2000, started_seconds=bench.now)
+    read({TITLED: 100 * MIB}, {TITLED: title})
+    bench.engine.requests = [3]
+    asked = bench.request(target=Target(pid=["1", str(TITLED)]), wait_idle_seconds=600.0)
+    while not bench.engine.asked:
+        await asyncio.sleep(0)
+    read({TITLED: 100 * MIB, STARTING: 512 * MIB}, {TITLED: title, STARTING: starting})
+    bench.dispatcher.expire()
+    bench.engine.requests = [0]
+    results = (await asyncio.wait_for(bench.ended(asked), 30)).results
+    assert {(row.pid, row.reason_code) for row in results} == {(pid, ReasonCode.ENGINE_STARTING) for pid in (1, TITLED)}
+    assert bench.engine.calls == []
 
 
 async def test_an_engine_without_a_known_number_of_requests_is_busy(bench: EngineBench, ended: Any) -> None:
