@@ -268,7 +268,13 @@ class Dispatcher:
                 part.used_before = self._engines.used_by(process.host_pid)
             part.deliver()
             running.start()
-        return tuple([replace(part.command, deadline_seconds=part.deadline_seconds - now) for _, part in pending])
+        # A wait for an idle engine may end before the action's deadline.
+        return tuple(
+            [
+                replace(part.command, deadline_seconds=min(part.command.deadline_seconds, part.deadline_seconds - now))
+                for _, part in pending
+            ]
+        )
 
     def cancelled(self, process: ReportingProcess) -> tuple[str, ...]:
         """Return the ids of the commands that a process keeps and must forget."""

@@ -242,6 +242,10 @@ async def test_an_engine_that_can_speak_with_its_reporter_gets_a_command(bench: 
     assert (command.action, command.mode, command.keep) == ("release_memory", "idle", ("weights",))
     assert not command.force
     assert command.deadline_seconds == 60.0
+    bench.request(wait_idle_seconds=5.0)
+    assert [each.deadline_seconds for each in bench.dispatcher.commands(bench.first)] == [60.0, 5.0]
+    bench.now += 26.0  # sent again, the wait ends with the action's deadline of 30 s
+    assert [each.deadline_seconds for each in bench.dispatcher.commands(bench.first)] == [34.0, 4.0]
     bench.now += ENGINE_ANSWER_SECONDS  # no report arrives while it copies its weights
     bench.dispatcher.expire()
     bench.released = {1}
