@@ -106,7 +106,9 @@ class Dispatcher:
         self._settlements = Settlements(self._actions.replace)
         self._engines = EngineMemory(store, engines, clock=clock, poll_soon=poll_soon, changed=self._actions.replace)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.outside = OutsideActs(terminator, self._engines, spawn=self._spawn, ended=self.finish_if_complete)
+        self.outside = OutsideActs(
+            terminator, self._engines, clock=clock, spawn=self._spawn, ended=self.finish_if_complete
+        )
         self._engine_starts = EngineStarts(
             store, self._actions, self, lambda: wall_clock() - clock(), hide_identities=hide_identities
         )

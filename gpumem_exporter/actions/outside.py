@@ -23,11 +23,13 @@ class OutsideActs:
         terminator: Terminator,
         engines: EngineMemory,
         *,
+        clock: Callable[[], float],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         ended: Callable[[RunningAction], None],
     ) -> None:
         self._terminator = terminator
         self._engines = engines
+        self._clock = clock
         self._spawn = spawn
         self._ended = ended
 
@@ -55,6 +57,9 @@ class OutsideActs:
         try:
             if part.withdrawal is not None:
                 result = part.withdrawal
+            elif self._clock() >= part.deadline_seconds:  # an engine started, or the disk was slow
+                late = "the deadline passed before the exporter could act"
+                result = CommandResult(running.action.id, "expired", late, ReasonCode.DEADLINE_PASSED)
             elif running.action.action == "terminate":
                 result = await self._terminator.end(running.action.id, part.target)
             else:

@@ -302,7 +302,10 @@ def test_only_an_action_on_devices_is_of_the_devices_of_its_target(
     assert command.uuids == uuids
 
 
-async def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_happen(bench: Bench) -> None:
+@pytest.mark.parametrize("outcome", ["refused", "expired"])
+async def test_a_termination_that_is_cancelled_or_late_before_it_is_recorded_does_not_happen(
+    bench: Bench, outcome: str
+) -> None:
     class Deadly(Terminator):
         ended: ClassVar[list[int | str]] = []
 
@@ -318,12 +321,15 @@ async def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_ha
         allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), record=lambda _: recorded.wait()
     )
     action = bench.ask("terminate", Target(pid=1))
-    bench.dispatcher.cancel(action.id, requested_by=Caller.policy("me"))
+    if outcome == "refused":
+        bench.dispatcher.cancel(action.id, requested_by=Caller.policy("me"))
+    else:
+        bench.now += 30.0
     recorded.set()
     while action.id not in bench.woken:
         await asyncio.sleep(0)
     (finished,) = bench.finished
-    assert {row.outcome for row in finished.results} == {"refused"}
+    assert {row.outcome for row in finished.results} == {outcome}
     assert Deadly.ended == []
 
 
