@@ -235,14 +235,17 @@ class EngineMemory:
         """Return the driver's bytes of a process by device, as the last reading has them."""
         return _used_by(self._store.newest_reading, host_pid)
 
-    async def used_after(self, host_pid: int | None) -> Mapping[str, int] | None:
-        """Return the driver's bytes of a process by device, from a reading that starts now; None if none arrives."""
+    async def used_after(self, host_pid: int | None) -> Mapping[str, int]:
+        """Return the driver's bytes of a process by device, from a reading that starts now; empty if none arrives."""
+        return _used_by(await self._new_reading(), host_pid)
+
+    async def _new_reading(self) -> NodeReading | None:
         asked = self._clock()
         self._poll_soon()
         while self._clock() - asked < _MEASURE_SECONDS:
             node = self._store.newest_reading
             if node is not None and node.up and node.taken_seconds - node.duration_seconds >= asked:
-                return _used_by(node, host_pid)
+                return node
             await asyncio.sleep(_LOOK_SECONDS)
         return None
 
@@ -259,8 +262,8 @@ class EngineMemory:
         results = []
         for result in running.action.results:
             before, used = result.driver_before_bytes, None
-            if node is not None and node.up and isinstance(result.pid, int):
-                used = _used_by(node, result.pid).get(result.uuid, 0)
+            if isinstance(result.pid, int):
+                used = _used_by(node, result.pid).get(result.uuid)
             if result.freed_bytes is not None and before is not None and used is not None:
                 result = replace(result, still_free_bytes=min(result.freed_bytes, max(0, before - used)))
             results.append(result)
@@ -295,12 +298,15 @@ def _require_none_withdrawn(parts: Iterable[OutsidePart]) -> None:
 
 
 def _used_by(node: NodeReading | None, host_pid: int | None) -> dict[str, int]:
-    return {
-        device.uuid: listed.used_bytes
-        for device in (node.devices if node is not None and node.up else ())
-        for listed in device.processes or ()
-        if listed.pid == host_pid and listed.used_bytes is not None
+    """Return the known bytes of a process by device: 0 only where the driver's list was read and lacks the process."""
+    if node is None or not node.up or host_pid is None:
+        return {}
+    used = {
+        device.uuid: {listed.pid: listed.used_bytes for listed in device.processes}.get(host_pid, 0)
+        for device in node.devices
+        if device.processes is not None
     }
+    return {uuid: size for uuid, size in used.items() if size is not None}
 
 
 def _busy(name: str, requests: int | None) -> str:

@@ -20,20 +20,22 @@ _MEASURED = (*_RESERVED, "freed_bytes", "device_free_before_bytes", "device_free
 
 
 class DriverValues(NamedTuple):
-    """The driver's bytes of a process by device, before and after an action on engines."""
+    """The driver's bytes of a process by device, before and after an action on engines; without unknown values."""
 
     before: Mapping[str, int]
     after: Mapping[str, int] | None
-    """None if no reading shows the effect yet, and in a dry run."""
+    """None in a dry run, which keeps the expected `freed_bytes`."""
 
     def of(self, result: ActionResult, action: str) -> ActionResult:
-        """Return a result with these values. A process that exited, or left the device, uses 0 bytes."""
-        before = self.before.get(result.uuid)
-        after = None if self.after is None or before is None else self.after.get(result.uuid, 0)
-        freed = result.freed_bytes
-        if self.after is not None:
-            released = action == "release_memory" and before is not None and after is not None
-            freed = max(0, (before or 0) - (after or 0)) if released else None
+        """Return a result with these values. What was freed is known only if both values are."""
+        # A process that the last reading lacks may have used the device since: 0 bytes are then no measurement.
+        before = self.before.get(result.uuid) or None
+        if self.after is None:
+            return replace(result, driver_before_bytes=before)
+        after = None if before is None else self.after.get(result.uuid)
+        freed = None
+        if action == "release_memory" and before is not None and after is not None:
+            freed = max(0, before - after)
         return replace(result, driver_before_bytes=before, driver_after_bytes=after, freed_bytes=freed)
 
 

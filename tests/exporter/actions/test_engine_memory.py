@@ -121,6 +121,25 @@ async def test_the_processes_of_an_engine_sleep_together_and_the_result_is_what_
     assert (woken.results[0].driver_after_bytes, woken.freed_bytes) == (100 * MIB, None)
 
 
+@pytest.mark.parametrize("reading", ["none", "no list", "no size", "not listed"])
+async def test_what_no_reading_shows_is_not_known(bench: EngineBench, ended: Any, reading: str) -> None:
+    def poll() -> None:
+        if reading == "none":
+            bench.now += 5.0  # the driver does not answer in time
+            return
+        lists = {"no list": None, "no size": (ProcessMemory(1, None),), "not listed": (ProcessMemory(2, MIB),)}
+        first = replace(device(UUIDS[0], gpu="0"), processes=lists[reading])
+        bench.store.put_reading(replace(node(first, taken=bench.now), duration_seconds=0.0))
+
+    components = {"kv_cache": 50 * MIB, "weights": 10 * MIB}
+    bench.put(1, rank="0", devices=(replace(sample(UUIDS[0], 8 * MIB, 4 * MIB), component_bytes=components),))
+    bench.dispatcher = bench.build(allowed=frozenset(ACTIONS), engines=bench.engine, poll_soon=poll)
+    (row,) = (await ended()).results
+    left = reading == "not listed"
+    assert (row.outcome, row.driver_before_bytes) == ("done", 100 * MIB)
+    assert (row.driver_after_bytes, row.freed_bytes) == ((0, 100 * MIB) if left else (None, None))
+
+
 async def test_a_wait_for_idle_ends_when_another_engine_starts_beside_one_process_of_the_engine(
     bench: EngineBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
