@@ -104,7 +104,9 @@ class Dispatcher:
         self._hide_identities = hide_identities
         self._actions = ActionRegistry(kept_actions)
         self._settlements = Settlements(self._actions.replace)
-        self._engines = EngineMemory(store, engines, clock=clock, poll_soon=poll_soon, changed=self._actions.replace)
+        self._engines = EngineMemory(
+            store, engines, clock=clock, poll_soon=poll_soon, changed=self._actions.replace, spawn=self._spawn
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self.outside = OutsideActs(
             terminator, self._engines, clock=clock, spawn=self._spawn, ended=self.finish_if_complete

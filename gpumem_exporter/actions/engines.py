@@ -10,10 +10,10 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
@@ -111,12 +111,14 @@ class EngineMemory:
         clock: Callable[[], float],
         poll_soon: Callable[[], None],
         changed: Callable[[Action], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._store = store
         self._engines = engines
         self._clock = clock
         self._poll_soon = poll_soon
         self._changed = changed
+        self._spawn = spawn
         self._threads = asyncio.Semaphore(_THREADS)
         # By share: root of a container can become every uid.
         self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_CALLS_OF_OWNER))
@@ -255,10 +257,11 @@ class EngineMemory:
         released = any(result.outcome == "done" and result.freed_bytes for result in action.results)
         if action.settle_seconds > 0 and released and action.action == "release_memory":
             running.action = replace(action, settling=True)
-            call_later(action.settle_seconds, lambda: self._settled(running))
+            call_later(action.settle_seconds, lambda: self._spawn(self._settled(running)))
 
-    def _settled(self, running: RunningAction) -> None:
-        node = self._store.newest_reading
+    async def _settled(self, running: RunningAction) -> None:
+        # The newest reading may be from before the settling time: the driver is read less often, or hangs.
+        node = await self._new_reading()
         results = []
         for result in running.action.results:
             before, used = result.driver_before_bytes, None

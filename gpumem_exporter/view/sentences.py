@@ -200,9 +200,11 @@ def _release(action: Document, done: Sequence[Document]) -> str:
         return f"Let {subject(done)} sleep; the freed memory is not known."
     resident = sum(result.get("driver_after_bytes") or 0 for result in known)
     text = f"Freed {least}{human_bytes(freed)} in {subject(done)}, which sleeps; {human_bytes(resident)} stay resident"
-    settled = [result["still_free_bytes"] for result in known if result.get("still_free_bytes") is not None]
-    if settled and not action.get("settling") and sum(settled) < freed:
-        text += f", and {human_bytes(freed - sum(settled))} were taken again within {action['settle_seconds']:g} s"
+    settled = [result for result in known if result.get("still_free_bytes") is not None]
+    taken = sum(result["freed_bytes"] - result["still_free_bytes"] for result in settled)
+    if taken > 0 and not action.get("settling"):
+        least = "at least " if len(settled) < len(known) else ""
+        text += f", and {least}{human_bytes(taken)} were taken again within {action['settle_seconds']:g} s"
     return f"{text}."
 
 

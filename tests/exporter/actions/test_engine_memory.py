@@ -140,6 +140,28 @@ async def test_what_no_reading_shows_is_not_known(bench: EngineBench, ended: Any
     assert (row.driver_after_bytes, row.freed_bytes) == ((0, 100 * MIB) if left else (None, None))
 
 
+@pytest.mark.parametrize("hangs", [False, True], ids=["", "the driver hangs"])
+async def test_what_stays_free_is_read_after_the_settling_time(bench: EngineBench, ended: Any, hangs: bool) -> None:
+    timers: dict[float, Callable[[], None]] = {}
+    polls: list[Callable[[], None]] = [bench.poll]
+    bench.dispatcher = bench.build(
+        allowed=frozenset(ACTIONS),
+        engines=bench.engine,
+        poll_soon=lambda: polls[0](),
+        call_later=lambda seconds, function: timers.update({seconds: function}),
+    )
+    action = await ended(settle_seconds=10.0)
+    assert (action.freed_bytes, action.settling) == (60 * MIB, True)
+    bench.now += 10.0
+    bench.engine.asleep = False  # a request has woken the engine, and the driver has not been read since
+    if hangs:
+        polls[0] = lambda: setattr(bench, "now", bench.now + 5.0)
+    timers[10.0]()
+    while bench.current(action).settling:
+        await asyncio.sleep(0)
+    assert bench.current(action).still_free_bytes == (None if hangs else 0)
+
+
 async def test_a_wait_for_idle_ends_when_another_engine_starts_beside_one_process_of_the_engine(
     bench: EngineBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
