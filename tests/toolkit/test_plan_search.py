@@ -143,11 +143,12 @@ def test_accumulation_reaches_the_target(
     assert accumulate(largest, Target(target, devices)) == answer
 
 
-@given(st.integers(1, 500), st.integers(1, 5000), st.integers(1, 16))
-def test_accumulation_never_falls_short_and_never_overfills(largest: int, target: int, devices: int) -> None:
-    batch, passes = accumulate(largest, Target(target, devices))
-    assert 1 <= batch <= largest
-    assert target <= batch * passes * devices < target + (passes + batch) * devices
+@given(st.integers(1, 500), st.integers(1, 5000), st.integers(1, 16), st.sampled_from([1, 8, 24]))
+def test_accumulation_never_falls_short_and_never_overfills(largest: int, target: int, devices: int, unit: int) -> None:
+    batch, passes = accumulate(largest * unit, Target(target, devices, multiple_of=unit))
+    assert batch % unit == 0
+    assert 1 <= batch <= largest * unit
+    assert target <= batch * passes * devices < target + (passes + 1) * unit * devices
 
 
 @pytest.mark.parametrize(
@@ -156,3 +157,9 @@ def test_accumulation_never_falls_short_and_never_overfills(largest: int, target
 def test_an_impossible_target_is_rejected(field: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=str(value)):
         Target(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_batch_that_is_no_multiple_is_rejected_and_the_smallest_multiple_is_planned_where_none_fits() -> None:
+    with pytest.raises(ConfigurationError, match="multiple of 8"):
+        Target(batch=79, multiple_of=8)
+    assert accumulate(0, Target(512, multiple_of=128)) == (128, 1)

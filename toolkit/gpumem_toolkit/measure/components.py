@@ -70,7 +70,7 @@ class Watch(ShownAsText):
         self._observed = observed or process_observed()
         self._clock = clock
         self._model = None if model is None else weakref.ref(model, self._on_deleted)
-        inner = _inner_optimizer(optimizer)
+        inner = inner_optimizer(optimizer)
         self._optimizer = None if inner is None else weakref.ref(inner, self._on_deleted)
         self._counting = threading.Lock()
         self._step = OneStep()
@@ -98,8 +98,7 @@ class Watch(ShownAsText):
             return ()
         with self._counting:  # a step in another thread skips its slice meanwhile
             count = self._start(torch, self._clock())
-            count.advance(float("inf"))
-            self._finish(torch, count)
+            self._advance(torch, count, float("inf"))
         return self._latest
 
     def close(self) -> None:
@@ -139,10 +138,18 @@ class Watch(ShownAsText):
             if count is None or self._counted_after != id(optimizer):
                 self._counted_after = id(optimizer)
                 count = self._start(torch, now)
-            if count.advance(_SLICE_SECONDS):
-                self._finish(torch, count)
+            self._advance(torch, count, _SLICE_SECONDS)
         finally:
             self._counting.release()
+
+    def _advance(self, torch: Any, count: ComponentCount, seconds: float) -> None:
+        try:
+            complete = count.advance(seconds)
+        except BaseException:  # a count that Ctrl-C ends must not go on: it would seem complete
+            self._count = None
+            raise
+        if complete:
+            self._finish(torch, count)
 
     def _counts_after(self, optimizer: Any) -> bool:
         """Whether to count a slice at this end of a step; `optimizer` is None for a mark of the user's code."""
@@ -222,7 +229,7 @@ def _inner_model(model: Any) -> Any:
     return model
 
 
-def _inner_optimizer(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: Any) -> Any:
     """Return the optimizer of `torch.optim` inside wrappers of libraries: PyTorch reports the steps of that one."""
     base = getattr(sys.modules.get("torch.optim.optimizer"), "Optimizer", None)
     inner, depth = optimizer, 0

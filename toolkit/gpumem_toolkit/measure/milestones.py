@@ -16,6 +16,7 @@ from gpumem_client.hooks.steps import Steps, process_steps
 from gpumem_client.phases.observed import process_observed
 from gpumem_client.torch_access import Statistics, initialized_torch, without_torch_function
 from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
+from gpumem_toolkit.measure.components import inner_optimizer
 
 _Item = TypeVar("_Item")
 
@@ -83,7 +84,7 @@ class Milestones(ShownAsText):
             if not location:
                 self._on_host = self._model
                 self._stop_forwards = before_forwards(self._look_at_forward)
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._optimizer = None if optimizer is None else weakref.ref(inner_optimizer(optimizer))
         self._stop_listening = (steps or process_steps()).listen(self._on_step)
 
     @property

@@ -115,8 +115,12 @@ def _edit_yaml(text: str, values: Mapping[str, Value], path: Path) -> str:
             name, node = _inside(node, part)
             if node is None:
                 raise ConfigurationError(f"{path} has no key {key!r}; add it first")
-        if not hasattr(node, "value") or not isinstance(node.value, str):
+        if not isinstance(getattr(node, "value", None), str) or node.style in ("|", ">"):
             raise ConfigurationError(f"{path}: {key!r} is not a single value")
+        if node.anchor:
+            raise ConfigurationError(
+                f"{path}: other keys may repeat the value of {key!r}, &{node.anchor}; change it there"
+            )
         start, end, new = node.start_mark.index, node.end_mark.index, str(value)
         if start == end and name is not None:
             # The key has no value, and the marks show where the next token starts. Insert after the colon.

@@ -37,6 +37,8 @@ class Target:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"invalid {name.replace('_', ' ')} {value}: it must be at least 1")
+        if self.batch is not None and self.batch % self.multiple_of:
+            raise ConfigurationError(f"invalid batch {self.batch}: it must be a multiple of {self.multiple_of}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Plan(ShownAsText):
     margin: float
     """The part of the device's free memory that the plan uses."""
     largest_batch: int
-    """The largest batch size that fits; 0 if not even one sample fits."""
+    """The largest batch size that fits; 0 if none fits."""
     batch: int
     """The batch size to train with: the requested one, the largest, or a smaller one that reaches the target."""
     accumulation: int
@@ -152,12 +154,14 @@ def accumulate(largest_batch: int, target: Target) -> tuple[int, int]:
     """Return the batch size and the accumulation that reach a target effective batch, or slightly exceed it."""
     if target.batch is not None:
         return target.batch, 1
-    if target.effective_batch is None or largest_batch < 1:
-        return max(1, largest_batch), 1
-    share = -(-target.effective_batch // target.devices)
+    unit = target.multiple_of
+    if target.effective_batch is None or largest_batch < unit:
+        return max(unit, largest_batch), 1
+    largest = largest_batch // unit
+    share = -(-target.effective_batch // (target.devices * unit))
     # The target is reached exactly, if that takes less than twice the minimum number of passes.
-    for even in range(min(largest_batch, share), min(largest_batch, share) // 2, -1):
+    for even in range(min(largest, share), min(largest, share) // 2, -1):
         if share % even == 0:
-            return even, share // even
-    accumulation = -(-share // largest_batch)
-    return -(-share // accumulation), accumulation
+            return even * unit, share // even
+    accumulation = -(-share // largest)
+    return -(-share // accumulation) * unit, accumulation
