@@ -32,6 +32,8 @@ _POD = re.compile(
 _USER = re.compile(r"(?:/\.\.)*/user\.slice/user-([0-9]{1,10})\.slice(?:/|$)")
 # The containers of a place. A container may nest others in itself without end; all of them are in its place.
 _MAX_NESTED = 4
+# A host with many containers has many mounts, each with the folders of an image's layers.
+_LONGEST_MOUNTS = 16 << 20
 # PROC_CGROUP_INIT_INO of Linux.
 _FIRST_CGROUP_NAMESPACE = 0xEFFFFFFB
 # A uid that the exporter's user namespace does not have.
@@ -97,7 +99,7 @@ class CgroupIds:
             return None
 
     def _find_mount(self) -> str:
-        for line in self._entries.text("self", "mountinfo").split("\n"):
+        for line in self._entries.text("self", "mountinfo", _LONGEST_MOUNTS).split("\n"):
             before, _, after = line.partition(" - ")
             fields = before.split(" ")
             if after.startswith("cgroup2 ") and len(fields) > 4 and fields[3] == "/":

@@ -46,7 +46,12 @@ class ProcEntries:
             # Fast, without buffering and pathlib, because this runs each second for every process on every device.
             descriptor = os.open(self.path(pid, name), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                return os.read(descriptor, longest_bytes)
+                # One read returns at most a page of a file with many lines, such as mountinfo.
+                parts, left = [], longest_bytes
+                while left > 0 and (part := os.read(descriptor, left)):
+                    parts.append(part)
+                    left -= len(part)
+                return b"".join(parts)
             finally:
                 os.close(descriptor)
         except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
@@ -54,10 +59,10 @@ class ProcEntries:
         except OSError as error:
             raise HiddenError(str(error)) from error
 
-    def text(self, pid: int | str, name: str) -> str:
-        """Return a file as text; empty if it is hidden or the process does not exist."""
+    def text(self, pid: int | str, name: str, longest_bytes: int = _LONGEST_READ) -> str:
+        """Return a file as text, like `read`; empty if it is hidden or the process does not exist."""
         try:
-            return (self.read(pid, name) or b"").decode("utf-8", "replace")
+            return (self.read(pid, name, longest_bytes) or b"").decode("utf-8", "replace")
         except HiddenError:
             return ""
 

@@ -19,6 +19,7 @@ from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
 from gpumem_exporter.host.linux import LinuxHost
 from gpumem_exporter.host.pid_namespaces import DriverPids
+from gpumem_exporter.host.proc_entries import ProcEntries
 from tests.support.builders import UUIDS, Clock, device, node
 from tests.support.proc_tree import Tree
 
@@ -37,6 +38,13 @@ def facts_of_host(host: LinuxHost, pid: int = 30) -> ProcessFacts:
     facts = host.facts(pid)
     assert facts is not None
     return facts
+
+
+def test_a_file_of_more_than_a_page_is_read_to_its_end() -> None:
+    entries = ProcEntries(Path("/proc"))
+    names = [line.split()[-1:] for line in (entries.read("self", "maps", 16 << 20) or b"").splitlines()]
+    assert [b"[stack]"] in names
+    assert len(entries.read("self", "maps", 5000) or b"") == 5000
 
 
 def facts_of(tree: Tree, pid: int = 30) -> ProcessFacts:
