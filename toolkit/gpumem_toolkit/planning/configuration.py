@@ -119,7 +119,7 @@ def _edit_yaml(text: str, values: Mapping[str, Value], path: Path) -> str:
             raise ConfigurationError(f"{path}: {key!r} is not a single value")
         if node.anchor:
             raise ConfigurationError(
-                f"{path}: other keys may repeat the value of {key!r}, &{node.anchor}; change it there"
+                f"{path}: {key!r} has the anchor &{node.anchor}, so other keys may repeat its value"
             )
         start, end, new = node.start_mark.index, node.end_mark.index, str(value)
         if start == end and name is not None:
