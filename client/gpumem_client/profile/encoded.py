@@ -40,7 +40,7 @@ def encode(profile: Profile, process: ProcessIdentity) -> bytes:
 def with_rows(profile: Profile, kept: int) -> Profile:
     """Return the profile with its `kept` largest rows; the others are one row of the kind `merged` on each device."""
     if kept >= len(profile.rows):
-        return profile
+        return _without_unused(profile)
     rows = sorted(profile.rows, key=lambda row: max(row.live_bytes, row.peak_bytes or 0), reverse=True)
     owners = [*profile.owners, Owner("merged")]
     merged: dict[int, Row] = {}
