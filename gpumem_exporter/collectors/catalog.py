@@ -309,8 +309,8 @@ TORCH_STEP = _gauge(
 TORCH_PHASE_PEAK = _gauge(
     "gpumem_torch_phase_peak_bytes",
     "Highest known peak of the allocated bytes within each phase that the program names (forward, backward, ...),"
-    " since the last reset of the peaks. Exact if the phase raised the allocator's own peak or requested a reset,"
-    " otherwise a lower bound.",
+    " since the last reset of the peaks; of earlier runs if the phase has not run since. Exact if the phase raised the"
+    " allocator's own peak or requested a reset, otherwise a lower bound.",
     (*_TORCH, "phase"),
 )
 _table += engine_catalog.COMPONENTS

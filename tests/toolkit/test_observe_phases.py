@@ -133,6 +133,13 @@ def test_a_phase_keeps_its_largest_peak_until_it_runs_after_a_reset() -> None:
     observed.read(0, device.state)
     assert observed.phases(0)["forward"].at_least_bytes == 90  # the phase has not run since
     assert [run(20), run(30)] == [20, 30]
+    device.reset_peaks(0)
+    observed.read(0, device.state)
+    with measured(observed, "forward"):
+        device.to(40)
+        device.to(1)
+        with measured(observed, "forward"):
+            assert observed.phases(0)["forward"].at_least_bytes == 40  # of the run around it
     observed.reset_peaks(0, device.state, device.reset_peaks)
     assert run(5) == 5
 

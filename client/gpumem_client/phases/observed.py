@@ -138,10 +138,12 @@ class Observed:
         """Return the peak of each phase on a device, including phases that run now."""
         with self._lock:
             known = {name: peaks[index] for name, peaks in self._phases.items() if index in peaks}
+            outdated = {name for name, device in self._outdated if device == index}
             for span in self._open.values():
                 if span.kept and span.name in self._phases and index in span.bounds:
-                    peak = self._peak(index, span.bounds[index])
-                    known[span.name] = self._merged(span.name, index, known.get(span.name), peak)
+                    before = None if span.name in outdated else known.get(span.name)
+                    outdated.discard(span.name)  # a phase may run several times at once
+                    known[span.name] = _merged(before, self._peak(index, span.bounds[index]))
             return known
 
     # Components
@@ -227,16 +229,9 @@ class Observed:
         if phases is None:
             return
         for index, peak in span.peaks.items():
-            phases[index] = self._merged(span.name, index, phases.get(index), peak)
+            before = None if (span.name, index) in self._outdated else phases.get(index)
+            phases[index] = _merged(before, peak)
             self._outdated.discard((span.name, index))
-
-    def _merged(self, name: str, index: int, before: PhasePeak | None, peak: PhasePeak) -> PhasePeak:
-        if before is None or (name, index) in self._outdated:
-            return peak
-        most: int | None = None
-        if before.at_most_bytes is not None and peak.at_most_bytes is not None:
-            most = max(before.at_most_bytes, peak.at_most_bytes)
-        return PhasePeak(max(before.at_least_bytes, peak.at_least_bytes), most)
 
     def name_phase(self, name: str) -> str:
         """Register the name of a phase and return it as a valid label value. The first `MAX_PHASES` are reported."""
@@ -264,6 +259,16 @@ class Observed:
         if not self._hooked:
             self._hooked = True
             after_fork_in_child(self._clear)
+
+
+def _merged(before: PhasePeak | None, peak: PhasePeak) -> PhasePeak:
+    """Return the peak of several runs of a phase."""
+    if before is None:
+        return peak
+    most: int | None = None
+    if before.at_most_bytes is not None and peak.at_most_bytes is not None:
+        most = max(before.at_most_bytes, peak.at_most_bytes)
+    return PhasePeak(max(before.at_least_bytes, peak.at_least_bytes), most)
 
 
 def _allocated(state: Mapping[str, Any]) -> tuple[int, int]:

@@ -98,7 +98,10 @@ class PeakBounds:
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The largest peak of allocated bytes in the runs of a phase since the last reset of the allocator's peaks."""
+    """The largest peak of allocated bytes in the runs of a phase since the last reset of the allocator's peaks.
+
+    A phase that has not run since then keeps the peak of its runs before.
+    """
 
     at_least_bytes: int
     at_most_bytes: int | None
