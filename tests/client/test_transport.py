@@ -4,13 +4,23 @@ import base64
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gpumem_client.guest_safety import ErrorLog
+from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
+from gpumem_client.reporter.identity import current_process
+from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_client.wire.http import Connection, shown_url
+from gpumem_client.wire.protocol import Report
+from tests.support.recording_exporter import RecordingExporter
 from tests.support.scripted_peer import scripted_peer
-from tests.support.waiting import patient
+from tests.support.waiting import patient, wait_for
 
 NO_CONTENT = b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n"
 
@@ -128,3 +138,53 @@ def test_a_caller_that_works_while_it_waits_still_times_out() -> None:
             pytest.raises(ExporterUnreachableError, match="timed out"),
         ):
             connection.request("GET", "/", while_waiting=lambda: 0.02)
+
+
+class Reporting:
+    """A reporter's delivery to the first of two exporters, which hold each reply until the end of the test."""
+
+    def __init__(self, first: RecordingExporter, second: RecordingExporter) -> None:
+        self.first, self.second = first, second
+        settings = replace(ReporterSettings.resolve(environ={}), urls=(first.url, second.url))
+        self.process = current_process(settings)
+        self.wakeup = Wakeup()
+        self.delivery = Delivery(settings, self.wakeup, ErrorLog())
+
+    def report(self, number: int, **values: Any) -> Report:
+        return Report(self.process, number, **values)
+
+    def wake_during(self, number: int) -> Outcome:
+        """Wake the reporter while the exporter holds the reply to its report."""
+        self.wakeup.starts_round()
+        waking = threading.Thread(target=self._wake_at, args=(number,))
+        waking.start()
+        outcome, _ = self.delivery.deliver(self.report(number, hold_seconds=60.0))
+        waking.join()
+        return outcome
+
+    def numbers(self) -> list[int]:
+        return [report["sequence"] for report in self.first.reports]
+
+    def _wake_at(self, number: int) -> None:
+        wait_for(lambda: self.numbers()[-1] == number, "the report")
+        self.wakeup.wake()
+
+
+@pytest.fixture
+def reporting(tmp_path: Path) -> Iterator[Reporting]:
+    with (
+        RecordingExporter(tmp_path / "first.sock", hold_seconds=60.0) as first,
+        RecordingExporter(tmp_path / "second.sock") as second,
+    ):
+        found = Reporting(first, second)
+        assert found.delivery.deliver(found.report(1))[0] is Outcome.ACCEPTED
+        yield found
+        found.delivery.close()
+
+
+def test_after_a_wake_the_final_report_goes_to_the_same_exporter(reporting: Reporting) -> None:
+    assert reporting.wake_during(2) is Outcome.FAILED
+    reporting.wakeup.stop()
+    assert reporting.delivery.deliver(reporting.report(3))[0] is Outcome.FAILED
+    reporting.delivery.farewell(reporting.report(4, final=True))
+    assert (reporting.numbers(), reporting.second.reports) == ([1, 2, 4], [])

@@ -137,11 +137,13 @@ class Delivery:
 
     def farewell(self, report: Report) -> None:
         """Post the final report."""
-        if self._connection is None:
+        # There is no connection right after a wake, or while no exporter answers.
+        url = self._accepted_by if self._connection is None else self._connection.url
+        if not url:
             return  # no exporter was reached
         # On a new connection: the stop has interrupted the old one.
-        self._connection.close()
-        self._connection = self._connect(self._connection.url, _FAREWELL_SECONDS)
+        self.close()
+        self._connection = self._connect(url, _FAREWELL_SECONDS)
         try:
             self._post(report, _FAREWELL_SECONDS)
         except (ExporterError, WireError, ValueError, OSError) as error:

@@ -301,12 +301,15 @@ for _ in range(3):
     process.exec("gpumem_client.stop(); wait_for_recording(False)")
 
 
-def test_an_error_that_ends_the_process_gets_a_profile(start: Start, exporter: RecordingExporter) -> None:
+def test_an_error_that_ends_the_process_has_an_event_and_a_profile(start: Start, exporter: RecordingExporter) -> None:
     process = start(TRAIN, GPUMEM_OOM_PROFILE="1")
     wait_for(lambda: exporter.reports, "a report")
     assert end_with(process, "from tests.programs.profiled import run_out_of_memory\nrun_out_of_memory([])") == 1
     assert "OutOfMemoryError" in process.stderr()
+    last = exporter.reports[-1]
+    assert last.get("final"), "the end of the process is reported"
     (taken,) = exporter.profiles
+    assert taken["oom_number"] in [oom["number"] for report in exporter.reports for oom in report.get("ooms", ())]
     found = held(checked(taken))
     assert found["stack", f"run_out_of_memory:{line_of('filling.append')}"] > 6 << 30
     assert found["parameters", "layers.0.up.weight"] == 256 * 1024 * 4
