@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from gpumem_client import torch_access
+from gpumem_client.allocator import unmapped
 from gpumem_client.allocator.allocator import Allocator
+from gpumem_client.allocator.unmapped import Unmapped
 
 MIB = 1 << 20
 
@@ -113,6 +115,37 @@ def test_private_pools_that_an_older_torch_does_not_list_are_not_reclaimable() -
     torch.private = {(1, 0): 30 * MIB}
     (sample,) = Allocator(torch).samples()
     assert (sample.reclaimable_bytes, sample.private_pools_bytes) == (20 * MIB, 30 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("listed", "held"),
+    [({(1, 0): 30 * MIB}, (80 * MIB, 40 * MIB, 30 * MIB, 0)), (None, (None, None, None, None))],
+    ids=["torch lists its pools", "older torch"],
+)
+def test_between_walks_memory_that_may_be_unmapped_is_not_shown_as_held(
+    monkeypatch: pytest.MonkeyPatch, listed: dict[tuple[int, int], int] | None, held: tuple[int | None, ...]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", SimpleNamespace())
+    monkeypatch.setattr(unmapped, "_mapped", lambda addresses: [False for _ in addresses])
+    torch = Torch(C())
+    torch._C.pools = listed
+    torch.private = {(1, 0): 30 * MIB}
+    allocator = Allocator(torch)
+    (sample,) = allocator.samples()
+    assert (sample.reserved_bytes, sample.unmapped_bytes) == (70 * MIB, 30 * MIB)
+    torch._C.reserved += 10 * MIB  # a segment of the default pool
+    sample = allocator.sample_now(0)
+    values = (sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes, sample.private_pools_bytes)
+    assert values == held
+    assert sample.unmapped_bytes == (30 * MIB if listed else None)
+    assert allocator.unmapped(0, allocator.state(0)) == (Unmapped(30 * MIB, 0) if listed else None)
+
+
+def test_an_allocator_without_pools_has_no_unmapped_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", SimpleNamespace())
+    monkeypatch.setattr(unmapped, "_mapped", lambda addresses: [False for _ in addresses])
+    (sample,) = Allocator(Torch(C(), "cudaMallocAsync")).samples()
+    assert (sample.reserved_bytes, sample.allocated_bytes, sample.unmapped_bytes) == (100 * MIB, 40 * MIB, 0)
 
 
 def test_before_torch_reports_settings_only_the_older_variable_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:

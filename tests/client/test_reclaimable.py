@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.allocator.heap import Heap
+from gpumem_client.allocator.heap import Heap, PoolSegment
 from gpumem_client.allocator.reclaimable import Reclaimable
 
 
@@ -135,6 +135,18 @@ def test_statistics_without_private_pools_need_a_walk_only_after_a_segment_chang
     assert bench.look(grown) == 50
     assert bench.reclaimable.private_bytes(0, grown) == 20
     assert bench.walks == 2
+
+
+def test_segments_of_pools_are_known_until_a_pool_changes(bench: Bench) -> None:
+    def pooled(freed: int = 0, **values: int) -> dict[str, Any]:
+        stat = {"current": 20, "allocated": 20 + freed, "freed": freed}
+        return {**state(private=20, **values), "reserved_bytes_by_private_pools": {(0, 1): {"all": stat}}}
+
+    segments = [PoolSegment(0, 20, 10, (0, 1))]
+    bench.heaps = {0: Heap(100, 40, private_bytes=20, pool_segments=segments)}
+    bench.look(pooled())
+    assert bench.reclaimable.pool_segments(0, pooled(reserved=200, operations=1)) == segments
+    assert bench.reclaimable.pool_segments(0, pooled(freed=20)) is None
 
 
 def test_a_change_by_another_thread_before_the_walk_is_not_fragmentation(bench: Bench) -> None:

@@ -311,8 +311,8 @@ class Allocator:
         """Return the sample without unmapped memory, and with the components of the engine in this process."""
         segments = self._reclaimable.pool_segments(index, state)
         unmapped = self._unmapped_segments(segments)
-        if unmapped is not None and can_unmap():
-            sample = without_unmapped(sample, Unmapped.of(unmapped))
+        if can_unmap():
+            sample = without_unmapped(sample, None if unmapped is None else Unmapped.of(unmapped))
         facts, tags = self._engine.read(), self._engine.segment_components()
         if facts is None and not tags:
             return sample

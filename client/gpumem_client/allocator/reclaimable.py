@@ -19,14 +19,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Dict, Tuple
 
-from gpumem_client.allocator.heap import Heap, PoolSegment
+from gpumem_client.allocator.heap import Heap, PoolId, PoolSegment
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.protocol import DeviceSample
 
 _NEEDED = {
     *("reserved_bytes", "allocated_bytes", "active_bytes", "inactive_split_bytes", "segment", "num_device_alloc")
 }
+# The metrics of a statistic that change with each segment or page.
+_LAYOUT = ("current", "allocated", "freed")
+_PoolsLayout = Dict[PoolId, Tuple[int, ...]]
 # A walk that used t seconds of CPU is repeated after 500 t at the earliest: 0.2 % of a core.
 _WALK_SHARE = 500
 # A heap with more blocks is not walked: the snapshot keeps the GIL, 5 to 7 ms for 10,000 blocks and 135 to 210 ms for
@@ -60,6 +64,7 @@ class Reclaimable:
         self._walked: dict[int, tuple[int, ...]] = {}
         self._walked_pools: Hashable = None
         self._layouts: dict[int, tuple[tuple[int, ...], Heap]] = {}
+        self._pools: dict[int, tuple[_PoolsLayout, Collection[PoolSegment]]] = {}
 
     def walk_if_due(self, states: Mapping[int, DeviceState]) -> None:
         """Walk over the heaps if a device needs it and has changed, and enough time has passed since the last walk."""
@@ -79,6 +84,7 @@ class Reclaimable:
         self._unreturnable.clear()
         self._walked.clear()
         self._layouts.clear()
+        self._pools.clear()
         if sum(_blocks(state) for state in states.values()) > _WALK_BLOCKS_MAX:
             return
         started = self._cpu_clock()
@@ -119,11 +125,19 @@ class Reclaimable:
         return None if heap is None else heap.private_bytes
 
     def pool_segments(self, index: int, state: DeviceState) -> Collection[PoolSegment] | None:
-        """Return the segments of private pools; None if a segment was added or removed since the last walk."""
-        if state.get("private_pools_bytes") == 0:
+        """Return the segments of private pools; None if one of them was added or removed since the last walk.
+
+        Before torch 2.13, which has no statistics of pools, a segment of the default pool counts, too.
+        """
+        # cudaMallocAsync has neither segments nor pools.
+        if state.get("private_pools_bytes") == 0 or "segment" not in state:
             return ()
-        heap = self._heap(index, state)
-        return None if heap is None else heap.pool_segments
+        pools = _pools_layout(state)
+        if pools is None:
+            heap = self._heap(index, state)
+            return None if heap is None else heap.pool_segments
+        walked, segments = self._pools.get(index, (None, None))
+        return segments if walked == pools else None
 
     def exact_from_statistics(self, index: int, state: DeviceState) -> bool:
         """Whether these statistics alone show the exact reclaimable bytes."""
@@ -168,6 +182,9 @@ class Reclaimable:
         # Otherwise a segment came or went between the statistics and the walk, and the two do not belong together.
         if heap.reserved_bytes == state["reserved_bytes"]["current"]:
             self._layouts[index] = _layout(state), heap
+        pools = _pools_layout(state)
+        if pools is not None and heap.private_bytes == state["private_pools_bytes"]:
+            self._pools[index] = pools, heap.pool_segments
 
 
 def known(state: DeviceState | None, name: str, metric: str = "current") -> int | None:
@@ -203,7 +220,15 @@ def _version(state: DeviceState) -> tuple[int, ...]:
 
 def _layout(state: DeviceState) -> tuple[int, ...]:
     """Return a value that changes whenever a segment, or a page of one, is allocated or released."""
-    return tuple(state["reserved_bytes"][metric] for metric in ("current", "allocated", "freed"))
+    return tuple(state["reserved_bytes"][metric] for metric in _LAYOUT)
+
+
+def _pools_layout(state: DeviceState) -> _PoolsLayout | None:
+    """Return a value that changes whenever a private pool gets or releases a segment; None before torch 2.13."""
+    pools = state.get("reserved_bytes_by_private_pools")
+    if pools is None:
+        return None
+    return {pool: tuple(stat["all"][metric] for metric in _LAYOUT) for pool, stat in pools.items()}
 
 
 def _segments_ever(state: DeviceState) -> int:

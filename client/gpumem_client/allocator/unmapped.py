@@ -52,11 +52,21 @@ def unmapped_in(segments: Collection[PoolSegment]) -> list[PoolSegment] | None:
     return None if mapped is None else [segment for segment, is_mapped in zip(classic, mapped) if not is_mapped]
 
 
-def without_unmapped(sample: DeviceSample, unmapped: Unmapped) -> DeviceSample:
+def without_unmapped(sample: DeviceSample, unmapped: Unmapped | None) -> DeviceSample:
     """Return a sample of PyTorch's statistics without the memory that the driver does not hold.
 
-    Its peaks, active and requested bytes stay as PyTorch counts them. It has no components.
+    If that memory is unknown, so are the bytes that the driver holds. The peaks, active and requested bytes stay as
+    PyTorch counts them. The sample has no components.
     """
+    if unmapped is None:
+        return replace(
+            sample,
+            allocated_bytes=None,
+            reserved_bytes=None,
+            reclaimable_bytes=None,
+            private_pools_bytes=None,
+            component_bytes={},
+        )
     if not unmapped.reserved_bytes or sample.reserved_bytes is None or sample.allocated_bytes is None:
         return replace(sample, unmapped_bytes=unmapped.reserved_bytes)
     reserved = max(0, sample.reserved_bytes - unmapped.reserved_bytes)
