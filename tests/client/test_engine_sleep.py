@@ -209,7 +209,7 @@ class Bench:
 
     def __init__(self, core: Core | None) -> None:
         self.now = 100.0
-        allocator = cast("Any", FakeAllocator())
+        allocator = self.allocator = cast("Any", FakeAllocator())
         sampler = Sampler(allocator, swallow=lambda error: None, clock=lambda: self.now)
         memory = None if core is None else CoreMemory(core)
         self.executor = Executor(allocator, sampler, engine=lambda: memory, clock=lambda: self.now)
@@ -238,6 +238,21 @@ def test_a_command_waits_until_the_engine_has_no_request(core: Core) -> None:
     bench.now += 31
     (result,) = bench.due()
     assert (result.outcome, result.reason_code) == ("refused", ReasonCode.ENGINE_BUSY)
+
+
+def test_what_an_engine_released_is_absent_while_unmapped_memory_is_unknown(core: Core) -> None:
+    bench = Bench(core)
+    release = core.sleep
+
+    def sleep(*options: Any, **named: Any) -> Any:
+        bench.allocator.unmapped_memory = None  # the release has changed the heap since the last walk
+        return release(*options, **named)
+
+    core.sleep = sleep  # type: ignore[method-assign]
+    bench.wait_idle("a")
+    (device,) = bench.due()[0].devices
+    assert (device.reserved_before_bytes, device.reserved_after_bytes) == (100, None)
+    assert (device.allocated_before_bytes, device.allocated_after_bytes) == (10, None)
 
 
 def test_a_process_without_an_engine_does_not_offer_it() -> None:

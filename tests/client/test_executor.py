@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 
 from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands.executor import Executor
 from gpumem_client.wire.protocol import Command, CommandResult, DeviceSample, StillFree
 from tests.support.fake_allocator import FakeAllocator
@@ -50,6 +51,16 @@ def test_what_another_thread_reserves_during_the_clear_is_neither_freed_nor_stil
     assert settling.results(64) == (StillFree("a", device.uuid, 40),)
     settling.delivered(settling.results(64))
     assert settling.results(64) == ()
+
+
+def test_the_bytes_of_a_result_are_absent_while_unmapped_memory_is_unknown(bench: Bench) -> None:
+    bench.allocator.unmapped_memory = None
+    (device,) = bench.run().devices
+    assert (device.reserved_before_bytes, device.reserved_after_bytes, device.freed_bytes) == (None, None, 90)
+    assert (device.allocated_before_bytes, device.allocated_after_bytes) == (None, None)
+    bench.allocator.unmapped_memory = Unmapped(3, 2)
+    (device,) = bench.run(id="b").devices
+    assert (device.reserved_after_bytes, device.allocated_after_bytes) == (7, 8)
 
 
 @pytest.mark.parametrize(

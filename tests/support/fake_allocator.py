@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.engines.facts import EngineFacts
 from gpumem_client.wire.protocol import DeviceSample
 
@@ -29,6 +30,7 @@ class FakeAllocator:
         self.allocated_blocks = 0
         self.counted = 0
         self.facts: EngineFacts | None = None
+        self.unmapped_memory: Unmapped | None = Unmapped(0, 0)
 
     def devices(self) -> list[int]:
         return [0]
@@ -70,8 +72,8 @@ class FakeAllocator:
             "allocated_bytes": {"current": 10},
         }
 
-    def unmapped(self, index: int, state: object) -> None:
-        return None
+    def unmapped(self, index: int, state: object) -> Unmapped | None:
+        return self.unmapped_memory
 
     def free_bytes(self, index: int) -> int | None:
         return 1000 - self.reserved

@@ -141,7 +141,7 @@ class Allocator:
     def unmapped(self, index: int, state: DeviceState | None) -> Unmapped | None:
         """Return the memory in these statistics that the driver does not hold; None if unknown. Walks over no heap."""
         if state is None or not can_unmap():
-            return None
+            return Unmapped(0, 0)
         segments = self._unmapped_segments(self._reclaimable.pool_segments(index, state))
         return None if segments is None else Unmapped.of(segments)
 

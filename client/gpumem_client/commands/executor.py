@@ -36,7 +36,7 @@ class _Before(NamedTuple):
     """A device before a command."""
 
     state: DeviceState | None
-    unmapped: Unmapped
+    unmapped: Unmapped | None
     free_bytes: int | None
 
 
@@ -225,20 +225,18 @@ class Executor:
 
     def _before(self, index: int) -> _Before:
         state = self._allocator.state(index)
-        unmapped = self._allocator.unmapped(index, state) or Unmapped(0, 0)
-        return _Before(state, unmapped, self._allocator.free_bytes(index))
+        return _Before(state, self._allocator.unmapped(index, state), self._allocator.free_bytes(index))
 
     def _compare(self, index: int, before: _Before, *, unmaps: bool) -> DeviceResult:
         after = self._allocator.state(index)
-        reserved, allocated = before.unmapped
         # Only an engine maps or unmaps the memory of live tensors.
-        now = (self._allocator.unmapped(index, after) or Unmapped(0, 0)) if unmaps else before.unmapped
+        now = self._allocator.unmapped(index, after) if unmaps else before.unmapped
         return DeviceResult(
             uuid=self._allocator.uuid(index),
-            reserved_before_bytes=_mapped(before.state, "reserved_bytes", reserved),
-            reserved_after_bytes=_mapped(after, "reserved_bytes", now.reserved_bytes),
-            allocated_before_bytes=_mapped(before.state, "allocated_bytes", allocated),
-            allocated_after_bytes=_mapped(after, "allocated_bytes", now.allocated_bytes),
+            reserved_before_bytes=_mapped(before.state, "reserved_bytes", before.unmapped),
+            reserved_after_bytes=_mapped(after, "reserved_bytes", now),
+            allocated_before_bytes=_mapped(before.state, "allocated_bytes", before.unmapped),
+            allocated_after_bytes=_mapped(after, "allocated_bytes", now),
             freed_bytes=None if unmaps else _freed(before.state, after),
             device_free_before_bytes=before.free_bytes,
             device_free_after_bytes=self._allocator.free_bytes(index),
@@ -259,10 +257,10 @@ def _failed(command: Command, error: Exception, duration_seconds: float) -> Comm
     return CommandResult(command.id, outcome, reason, code, duration_seconds)
 
 
-def _mapped(state: DeviceState | None, name: str, unmapped_bytes: int) -> int | None:
-    """Return a value of the statistics without the memory that the driver does not hold."""
+def _mapped(state: DeviceState | None, name: str, unmapped: Unmapped | None) -> int | None:
+    """Return a value of the statistics without the memory that the driver does not hold; None if either is unknown."""
     value = known(state, name)
-    return None if value is None else max(0, value - unmapped_bytes)
+    return None if value is None or unmapped is None else max(0, value - getattr(unmapped, name))
 
 
 def _freed(before: DeviceState | None, after: DeviceState | None) -> int | None:
