@@ -166,7 +166,7 @@ class Reporting:
         return [report["sequence"] for report in self.first.reports]
 
     def _wake_at(self, number: int) -> None:
-        wait_for(lambda: self.numbers()[-1] == number, "the report")
+        wait_for(lambda: number in self.numbers(), "the report")
         self.wakeup.wake()
 
 
@@ -177,14 +177,22 @@ def reporting(tmp_path: Path) -> Iterator[Reporting]:
         RecordingExporter(tmp_path / "second.sock") as second,
     ):
         found = Reporting(first, second)
-        assert found.delivery.deliver(found.report(1))[0] is Outcome.ACCEPTED
         yield found
         found.delivery.close()
 
 
-def test_after_a_wake_the_final_report_goes_to_the_same_exporter(reporting: Reporting) -> None:
+def test_a_wake_during_the_first_request_of_a_connection_does_not_change_the_exporter(reporting: Reporting) -> None:
+    assert [reporting.wake_during(number) for number in (1, 2)] == [Outcome.FAILED] * 2
+    assert reporting.delivery.deliver(reporting.report(3))[0] is Outcome.ACCEPTED
+    assert (reporting.numbers(), reporting.second.reports) == ([1, 2, 3], [])
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_after_a_wake_the_final_report_goes_to_the_same_exporter(reporting: Reporting, accepted: int) -> None:
+    for number in range(accepted):
+        assert reporting.delivery.deliver(reporting.report(number))[0] is Outcome.ACCEPTED
     assert reporting.wake_during(2) is Outcome.FAILED
     reporting.wakeup.stop()
     assert reporting.delivery.deliver(reporting.report(3))[0] is Outcome.FAILED
     reporting.delivery.farewell(reporting.report(4, final=True))
-    assert (reporting.numbers(), reporting.second.reports) == ([1, 2, 4], [])
+    assert (reporting.numbers(), reporting.second.reports) == ([*range(accepted), 2, 4], [])

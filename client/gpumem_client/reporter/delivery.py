@@ -137,13 +137,11 @@ class Delivery:
 
     def farewell(self, report: Report) -> None:
         """Post the final report."""
-        # There is no connection right after a wake, or while no exporter answers.
-        url = self._accepted_by if self._connection is None else self._connection.url
-        if not url:
+        if self._connection is None:
             return  # no exporter was reached
         # On a new connection: the stop has interrupted the old one.
-        self.close()
-        self._connection = self._connect(url, _FAREWELL_SECONDS)
+        self._connection.close()
+        self._connection = self._connect(self._connection.url, _FAREWELL_SECONDS)
         try:
             self._post(report, _FAREWELL_SECONDS)
         except (ExporterError, WireError, ValueError, OSError) as error:
@@ -224,10 +222,12 @@ class Delivery:
             except ExporterUnreachableError as error:
                 if not isinstance(refusal, ExporterUntrustedError):  # the more useful of two errors
                     refusal = error
-            # A stop interrupts the request. The final report then goes to the address of this connection.
-            if not self._wakeup.stopping:
-                connection.close()
-                self._connection = None
+            connection.close()
+            # By a wake or a stop: this exporter may work well, and the next report is due now. If that is the final
+            # one, it goes to the address of this connection.
+            if connection.interrupted:
+                break
+            self._connection = None
         try:
             raise refusal
         finally:
@@ -235,7 +235,7 @@ class Delivery:
 
     def _candidates(self) -> Iterator[Connection]:
         """Yield the working connection, otherwise a new one to each address in turn."""
-        if self._connection is not None:
+        if self._connection is not None and not self._connection.interrupted:
             yield self._connection
             return
         for url in self._settings.urls:

@@ -87,6 +87,11 @@ class Connection:
         return self._socket is not None and self._opened_by != os.geteuid()
 
     @property
+    def interrupted(self) -> bool:
+        """Whether `interrupt` was called: every request fails."""
+        return self._interrupted
+
+    @property
     def objection(self) -> str:
         """Why the server of the last connection receives no credentials; empty if it is accepted."""
         return self._objection
