@@ -123,6 +123,10 @@ def test_a_report_has_the_engine_and_an_error_of_it_costs_nothing_else() -> None
     report = loop.next_report()
     assert report.engine is not None
     assert (report.engine.state, report.engine.idle_seconds, report.engine_starting) == ("serving", 0.0, False)
+    allocator.facts, allocator.allocated_blocks = EngineFacts("vllm", measures=False, ready=True), None
+    report = loop.next_report()
+    assert report.engine is not None
+    assert report.engine.idle_seconds is None, "neither requests nor allocations are counted"
     allocator.engine = lambda: 1 / 0
     report = loop.next_report()
     assert (report.engine, [device.uuid for device in report.devices]) == (None, ["GPU-0"])

@@ -156,6 +156,16 @@ def test_a_command_in_mode_idle_runs_after_two_seconds_without_an_allocation(ben
     assert bench.result().outcome == "done"
 
 
+def test_an_allocator_that_counts_no_allocations_is_not_idle(bench: Bench) -> None:
+    bench.allocator.allocated_blocks = None
+    bench.add("idle")
+    for _ in range(30):
+        bench.scheduler.run_due()
+        bench.now += 1.0
+    bench.scheduler.run_due()
+    assert (bench.result().reason_code, bench.allocator.cleared) == ("not_idle", 0)
+
+
 def test_while_steps_run_mode_idle_waits_and_does_not_count_allocations(bench: Bench) -> None:
     bench.add("idle")
     for _ in range(50):

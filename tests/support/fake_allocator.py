@@ -27,7 +27,7 @@ class FakeAllocator:
         self.retries = 0
         self.readings = 0
         self.error: Exception | None = None
-        self.allocated_blocks = 0
+        self.allocated_blocks: int | None = 0
         self.counted = 0
         self.facts: EngineFacts | None = None
         self.unmapped_memory: Unmapped | None = Unmapped(0, 0)
@@ -88,6 +88,6 @@ class FakeAllocator:
     def reset_peak(self, index: int) -> None:
         self.resets.append(index)
 
-    def allocations(self, index: int) -> tuple[int, int]:
+    def allocations(self, index: int) -> tuple[int, int] | None:
         self.counted += 1
-        return self.allocated_blocks, 0
+        return None if self.allocated_blocks is None else (self.allocated_blocks, 0)

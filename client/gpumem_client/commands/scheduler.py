@@ -178,6 +178,9 @@ class Scheduler:
             self._counted = None
             return False
         counted = tuple(self._allocator.allocations(index) for index in self._allocator.devices())
+        if None in counted:  # an allocator without counters does not show that it is idle
+            self._counted = None
+            return False
         if counted != self._counted:
             self._counted, self._still_since_seconds = counted, now
         return now - self._still_since_seconds >= _IDLE_SECONDS

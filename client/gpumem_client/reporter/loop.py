@@ -243,7 +243,8 @@ class ReportLoop:
     def _engine(self, facts: EngineFacts | None, sample: Sample) -> EngineState | None:
         allocations = None
         if facts is not None and not self._allocator.flushing:
-            allocations = tuple(self._allocator.allocations(index) for index in self._allocator.devices())
+            counted = tuple(self._allocator.allocations(index) for index in self._allocator.devices())
+            allocations = None if None in counted else counted
         asleep = any(device.unmapped_bytes for device in sample.devices)
         return self._engine_clock.state(facts, asleep=asleep, allocations=allocations)
 
