@@ -259,6 +259,17 @@ def test_no_reading_waits_for_a_flush(bench: Bench) -> None:
     assert bench.allocator.readings > readings + 1
 
 
+def test_a_retry_in_long_steps_does_not_make_the_idle_cache_unknown(bench: Bench) -> None:
+    for retries in (0, 0, 1):
+        bench.allocator.retries = retries
+        bench.step(0.0)
+        shown = [idle_cache(bench)]
+        for _ in range(45):
+            wait(bench, 1.0, 50)
+            shown.append(idle_cache(bench))
+    assert set(shown[1:]) == {0}
+
+
 @pytest.mark.parametrize(("step_seconds", "pause_seconds"), [(90.0, 30.0), (1.0, 200.0)])
 def test_the_idle_cache_covers_two_steps_and_a_minute(bench: Bench, step_seconds: float, pause_seconds: float) -> None:
     """A step of more than a minute, or an evaluation after the steps, does not hide what the steps need."""

@@ -31,8 +31,9 @@ _FLUSH_SECONDS_MAX = 10.0
 # time, which is 0.02 % of a core.
 _READING_SECONDS = 0.5
 _READING_SHARE = 5_000
-# Flushes come in series: after a retry, the reporter's thread reads nothing for this time while steps run.
-_RETRY_SECONDS = 30.0
+# Flushes come in series: after a retry, the reporter's thread reads nothing for this time while steps run. It is
+# shorter than the gap after which the window of the idle cache starts again: a long step has no other reading.
+_RETRY_SECONDS = 25.0
 
 
 @dataclass(frozen=True)
