@@ -201,6 +201,8 @@ class Sampler:
             finally:
                 self._busy.release()
         pause = max(_READING_SECONDS, (time.thread_time() - started) * _READING_SHARE)
+        if not self.steps_run():
+            pause *= 2  # the samples of the reports are readings as well
         self._next_reading_seconds = self._random_time(pause)
 
     def _space_readings(self) -> None:
