@@ -42,8 +42,8 @@ _INDEX = re.compile(r"(?<![^. ])\d+(?=\.|$)")
 _NUMBER = re.compile(r"\d+")
 # The innermost frames of a stack that are shown.
 _MAX_FRAMES = 128
-# A profile of 1 KiB whose names have 2,000 dots became a page of 240 MB.
-# The length of the names of all owners' modules. The names in a path of 4096 characters could take 4 MiB.
+# The length of the names of all owners' modules. The names in a path of 4096 characters could take 4 MiB: without the
+# limit, a profile of 1 KiB whose names have 2,000 dots became a page of 240 MB.
 _MAX_PATHS_LENGTH = 4 << 20
 
 

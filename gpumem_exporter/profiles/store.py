@@ -41,6 +41,7 @@ class _Entry:
     body: bytes | None
     """None if it is in its file. While the file is being written, readers need the body."""
     has_file: bool
+    """Whether it counts as a file, also while the file is being written."""
 
 
 class Profiles:

@@ -223,8 +223,8 @@ class Delivery:
                 if not isinstance(refusal, ExporterUntrustedError):  # the more useful of two errors
                     refusal = error
             connection.close()
-            # By a wake or a stop: this exporter may work well, and the next report is due now. If that is the final
-            # one, it goes to the address of this connection.
+            # A wake or a stop has interrupted the request: this exporter may work well, and the next report is due now.
+            # A final report goes to the address of this connection.
             if connection.interrupted:
                 break
             self._connection = None

@@ -65,8 +65,8 @@ class _Growth(NamedTuple):
 
 def grown(before: LingeringTensors, after: LingeringTensors, *, least: int) -> tuple[str, ...]:
     """Describe the kinds with `least` more tensors or graph nodes, the likeliest cause first."""
-    # Shapes with the same number of dimensions have to grow together: each batch may have another length, and then its
-    # tensors are of a new kind.
+    # A kind counts only if all shapes with its number of dimensions together grew as much. The tensors of a batch of
+    # another length are of a new kind, but they take the place of other tensors.
     more: Counter[_Alike] = Counter()
     more_nodes: Counter[_Alike] = Counter()
     for sign, count in ((1, after), (-1, before)):
@@ -80,7 +80,7 @@ def grown(before: LingeringTensors, after: LingeringTensors, *, least: int) -> t
         if min(growth.more, more[_alike(growth.group)]) >= least
         or min(growth.more_nodes, more_nodes[_alike(growth.group)]) >= least
     ]
-    # A leak of tensors of many lengths.
+    # If no kind grew enough, the leaked tensors may have many lengths.
     return _described(found or [each for each in growths if each.more > 0 and more[_alike(each.group)] >= least])
 
 

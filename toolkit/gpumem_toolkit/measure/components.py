@@ -230,7 +230,7 @@ def _inner_model(model: Any) -> Any:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer of `torch.optim` inside wrappers of libraries: PyTorch reports the steps of that one."""
+    """Return the optimizer of `torch.optim` inside wrappers of libraries, whose steps PyTorch reports."""
     base = getattr(sys.modules.get("torch.optim.optimizer"), "Optimizer", None)
     inner, depth = optimizer, 0
     while inner is not None and base is not None and not isinstance(inner, base) and depth < _WRAPPERS_MAX:
