@@ -7,8 +7,8 @@ if the process' reserved memory was the same at both times. Two facts show that:
 - The difference has the value that such a reading has shown before.
 
 A device therefore keeps an older reading and older samples in use until a newer reading fits the samples of all
-processes on it, at most until the reading expires. Then the newest values are used as they are, and the non-torch
-memory of the processes that do not fit is unknown. It is also unknown for a new process until it is known once.
+processes on it, for at most `MAX_WAIT_SECONDS`. Then the newest values are used as they are, and the non-torch memory
+of the processes that do not fit is unknown. It is also unknown for a new process until it is known once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from operator import attrgetter, is_
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess
 
+MAX_WAIT_SECONDS = 5.0
+"""The longest time for which a sample or a reading is kept in use after a newer one has arrived.
+
+It does not depend on the interval of the polls: the rise before an out-of-memory error must be visible at any interval.
+"""
 _NEVER = float("-inf")
 
 # Equal in two samples if the allocator took nothing from the driver and released nothing between them.
@@ -69,6 +74,8 @@ class _Row:
     """Its last value that was not negative."""
     fits: bool = False
     """`shown` belongs to the reading that the device shows."""
+    waits_from: float | None = None
+    """When the first report arrived that is newer than `shown`; None if `shown` is the newest sample."""
 
     def continues_in(self, process: ReportingProcess) -> bool:
         """Whether a report is of the same session."""
@@ -98,6 +105,13 @@ class _Row:
         """Whether the non-torch memory stays known with this reading, or is unknown anyway."""
         return not self.fits or self.non_torch_bytes is None or self.belongs_to(reading)
 
+    def has_waited(self) -> bool:
+        """Whether the newest sample has waited long enough for a reading that fits; starts the wait if there is none."""
+        now_seconds = self.process.received_seconds
+        if self.waits_from is None:
+            self.waits_from = now_seconds
+        return now_seconds - self.waits_from >= MAX_WAIT_SECONDS
+
     def difference(self, reading: _Reading) -> int | None:
         """Return the driver's bytes minus the reserved ones; None if either is unknown."""
         used, reserved = reading.used_by(self.process), self.newest.reserved_bytes
@@ -106,7 +120,7 @@ class _Row:
     def show(self, reading: _Reading) -> None:
         """Use the newest sample with this reading."""
         # Also if the sample does not fit: then only the non-torch memory is unknown.
-        self.shown, self.shown_seconds = self.newest, self.process.sampled_seconds
+        self.shown, self.shown_seconds, self.waits_from = self.newest, self.process.sampled_seconds, None
         self.fits = self.belongs_to(reading)
         if self.fits:
             self.non_torch_bytes = self.difference(reading)
@@ -143,9 +157,9 @@ class _Device:
     shown: _Reading | None = None
     rows: dict[ProcessKey, _Row] = field(default_factory=dict)
 
-    def take(self, reading: _Reading, expiry_seconds: float) -> None:
+    def take(self, reading: _Reading) -> None:
         """Take a new reading."""
-        oldest_seconds = reading.ended_seconds - expiry_seconds
+        oldest_seconds = reading.ended_seconds - MAX_WAIT_SECONDS
         while self.readings and self.readings[0].ended_seconds < oldest_seconds:
             self.readings.popleft()
         self.readings.append(reading)
@@ -165,7 +179,7 @@ class _Device:
             return False
         if self._show_newest((row, *self.rows.values())):
             return True
-        if not row.fits or row.belongs_to(self.shown):
+        if not row.fits or row.belongs_to(self.shown) or row.has_waited():
             row.show(self.shown)
         return False
 
@@ -195,12 +209,9 @@ class _Device:
 
 
 class Pairing:
-    """The readings and samples that belong together. Not thread-safe.
+    """The readings and samples that belong together. Not thread-safe."""
 
-    A reading of the age `expiry_seconds` is replaced by a newer one that does not fit.
-    """
-
-    def __init__(self, expiry_seconds: float) -> None:
+    def __init__(self) -> None:
         # Each call leaves `node` and `processes` up to date, so that a snapshot only reads them. The rows know already
         # what they show. To pair a process takes 2 us in its report, as it would in the next snapshot. A device shows
         # another reading at most once for each poll; then its processes are paired again, 64 on 8 devices in 1 to 2 ms.
@@ -208,7 +219,6 @@ class Pairing:
         """The newest reading. Each device has the memory values of the reading that fits the reports."""
         self.processes: dict[ProcessKey, ReportingProcess] = {}
         """Each process has the samples that fit the readings, and the age of the oldest of them."""
-        self._expiry_seconds = expiry_seconds
         self._devices: dict[str, _Device] = {}
 
     def put_reading(self, node: NodeReading, processes: Iterable[ReportingProcess]) -> None:
@@ -221,7 +231,7 @@ class Pairing:
         }
         for device in node.devices:
             used = {process.pid: process.used_bytes for process in device.processes or ()}
-            self._device(device.uuid).take(_Reading(node, device, used), self._expiry_seconds)
+            self._device(device.uuid).take(_Reading(node, device, used))
         self._show_devices(node)
         self.processes = {process.key: self._pair(process) for process in processes}
 

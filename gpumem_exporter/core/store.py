@@ -84,7 +84,7 @@ class Store:
         self._next_expiry_seconds = float("inf")
         self._displaced: list[ProcessKey] = []
         self._ooms = LastOoms()
-        self._pairing = Pairing(reading_expiry_seconds)
+        self._pairing = Pairing()
         self._starting = StartingEngines()
         self._kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
         self._orphans = Orphans()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from gpumem_exporter.core.ledger import node_ledgers, node_shares
 from gpumem_exporter.core.store import Store
 from tests.support.builders import UUIDS, device, node, report, sample
@@ -131,6 +133,35 @@ def test_a_process_that_fits_to_no_reading_does_not_delay_the_others() -> None:
     two.report(2)
     two.poll()
     assert two.shown(2) == (5000, CONTEXT)
+
+
+@pytest.mark.parametrize("interval_seconds", [15, 60])
+def test_a_rise_is_shown_within_five_seconds_however_rarely_the_driver_is_polled(interval_seconds: int) -> None:
+    one = Node(1)
+    one.store = Store(report_expiry_seconds=60.0, reading_expiry_seconds=3.0 * interval_seconds, max_processes=8)
+    one.settle()
+    reserved = {one.now: one.reserved[1]}
+    for step in range(8 * interval_seconds):
+        one.reserved[1] += 10
+        one.report()
+        reserved[one.now] = one.reserved[1]
+        if step % (2 * interval_seconds) == 0:
+            one.poll()
+        shown_bytes = one.shown()[0]
+        (shown_seconds,) = [seconds for seconds, value in reserved.items() if value == shown_bytes]
+        assert one.now - shown_seconds <= 6.0
+
+
+def test_a_sample_of_a_long_step_waits_for_the_next_poll() -> None:
+    one = Node(1)
+    one.settle()
+    for _ in range(60):
+        one.poll()
+    one.reserved[1] = 3000
+    one.report()
+    assert one.shown() == (1000, CONTEXT)
+    one.poll()
+    assert one.shown() == (3000, CONTEXT)
 
 
 def test_a_sample_from_before_the_reading_proves_nothing() -> None:
