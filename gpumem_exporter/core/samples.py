@@ -241,6 +241,7 @@ class SilentReporter:
     start_time_ticks: int
     workload: str
     rank: str
+    last_report_seconds: float
     last_report_unix_seconds: float
 
     @property

@@ -43,6 +43,8 @@ _DEVICE_SERIES = 23
 _LINE_BYTES = 120
 # The other series and documents of a process.
 _PROCESS_BYTES = 2000
+# Without a `beat` for this time, the exporter has been paused or cannot take reports: no report expires meanwhile.
+_PAUSE_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class _Entry:
     page_bytes: int
     starting_since_seconds: float | None
     """Since when the session reports that its engine starts; None if it does not."""
+    expires_seconds: float
 
     @property
     def rank(self) -> int:
@@ -82,6 +85,8 @@ class Store:
         self._silent: dict[ProcessKey, SilentReporter] = {}
         # No report expires before this time.
         self._next_expiry_seconds = float("inf")
+        # The time of the last `beat`; None before the first one.
+        self._beat_seconds: float | None = None
         self._displaced: list[ProcessKey] = []
         self._ooms = LastOoms()
         self._pairing = Pairing()
@@ -162,11 +167,27 @@ class Store:
                 self._pairing.forget(lost)
             self._displaced += displaced
             kept = process.without_messages()
-            self._entries[key] = _Entry(kept, seniority, size, starting_since_seconds)
-            self._next_expiry_seconds = min(self._next_expiry_seconds, now_seconds + self.report_expiry_seconds)
+            expires_seconds = now_seconds + self.report_expiry_seconds
+            self._entries[key] = _Entry(kept, seniority, size, starting_since_seconds, expires_seconds)
+            self._next_expiry_seconds = min(self._next_expiry_seconds, expires_seconds)
             self._silent.pop(key, None)
             self._pairing.put_report(kept)
             return process
+
+    def beat(self, now_seconds: float) -> None:
+        """Note that the exporter takes reports; called once a second. A pause before it extends the life of all reports.
+
+        After SIGSTOP, a frozen cgroup or a migration, the reports that were sent meanwhile still wait in the sockets.
+        """
+        with self._lock:
+            before, self._beat_seconds = self._beat_seconds, now_seconds
+            paused_seconds = now_seconds - before if before is not None else 0.0
+            if paused_seconds > _PAUSE_SECONDS:
+                self._entries = {
+                    key: replace(entry, expires_seconds=entry.expires_seconds + paused_seconds)
+                    for key, entry in self._entries.items()
+                }
+                self._next_expiry_seconds += paused_seconds
 
     def take_displaced(self) -> tuple[ProcessKey, ...]:
         """Return the processes that lost their place to others since the last call."""
@@ -290,8 +311,10 @@ class Store:
     def _expire(self, now_seconds: float) -> None:
         if now_seconds <= self._next_expiry_seconds:
             return  # otherwise each report would look at all others
-        oldest_seconds = now_seconds - self.report_expiry_seconds
-        for process in [e.process for e in self._entries.values() if e.process.received_seconds < oldest_seconds]:
+        # Of the threads that call this, any may be the first after a pause.
+        if self._beat_seconds is not None and now_seconds - self._beat_seconds > _PAUSE_SECONDS:
+            return
+        for process in [e.process for e in self._entries.values() if e.expires_seconds < now_seconds]:
             del self._entries[process.key]
             self._pairing.forget(process.key)
             identity = process.report.process
@@ -301,6 +324,7 @@ class Store:
                 start_time_ticks=identity.start_time_ticks,
                 workload=identity.workload,
                 rank=identity.rank,
+                last_report_seconds=process.received_seconds,
                 last_report_unix_seconds=process.received_unix_seconds,
             )
             while len(self._silent) > self.max_processes:
@@ -308,8 +332,7 @@ class Store:
                 candidates = unseen or list(self._silent)
                 (largest, _), *_ = Counter(key.share for key in candidates).most_common(1)
                 del self._silent[next(key for key in candidates if key.share == largest)]
-        received = [entry.process.received_seconds for entry in self._entries.values()]
-        self._next_expiry_seconds = min(received, default=float("inf")) + self.report_expiry_seconds
+        self._next_expiry_seconds = min((e.expires_seconds for e in self._entries.values()), default=float("inf"))
 
     def _without_unknown_devices(self, report: Report) -> Report:
         node, known = self._node, self._known_uuids

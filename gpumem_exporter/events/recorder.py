@@ -192,13 +192,13 @@ class Recorder:
         return self._processes.running(job_id, self._wall_clock())
 
     def sweep(self, snapshot: Snapshot) -> None:
-        """Record the end of processes that are no longer in the snapshot, because their reports expired.
+        """Record the end of processes that the store has dropped; called once a second.
 
-        Called once a second.
+        A silent process has not ended: it may run, and report again.
         """
-        reporting = {process.key for process in snapshot.processes}
-        silent = sorted(self._processes.keys() - reporting, key=lambda key: key[:2])  # an owner may be None
-        self._put(self._processes.remove([(key, self._silent_reason) for key in silent], self._wall_clock()))
+        kept = {each.key for each in (*snapshot.processes, *snapshot.silent)}
+        dropped = sorted(self._processes.keys() - kept, key=lambda key: key[:2])  # an owner may be None
+        self._put(self._processes.remove([(key, self._silent_reason) for key in dropped], self._wall_clock()))
 
     def action_requested(self, submitted: SubmittedAction) -> Future[bool]:
         """Record a requested action; the future is true once the record is committed."""

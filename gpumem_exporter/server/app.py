@@ -237,6 +237,7 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
 def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
     """Return the work that is due once a second, by name."""
     chores: dict[str, Callable[[], None]] = {
+        "beat": lambda: runtime.store.beat(runtime.clock()),
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
         "delete_unconfirmed_profiles": runtime.profile_intake.expire,

@@ -243,7 +243,7 @@ RICH = Snapshot(
         reporting(1, 4026532007, None, DeviceSample(GPU_0, allocated_bytes=5, reserved_bytes=2 * MIB), workload="a"),
         reporting(1, 4026532008, None, DeviceSample(GPU_0, allocated_bytes=6, reserved_bytes=2 * MIB), workload="a"),
     ),
-    silent=(SilentReporter(ProcessKey(4026531836, 300), 300, 7000, "leaky", "1", 1_699_999_970.0),),
+    silent=(SilentReporter(ProcessKey(4026531836, 300), 300, 7000, "leaky", "1", 970.0, 1_699_999_970.0),),
     ooms=(
         LastOom(
             gpu="0",

@@ -13,6 +13,10 @@ from gpumem_exporter.host import Host
 
 _log = logging.getLogger(__name__)
 
+SILENT_SECONDS = 600.0
+"""A reporter whose process the exporter cannot see counts as ended after this time without a report.
+
+Nothing else shows the end of such a process: the reporter runs in another PID namespace or on another machine."""
 # The pauses before the checks of a process whose connection broke. The sockets of a killed process close before it
 # ends, and a large process takes time to end.
 _EXIT_CHECK_DELAYS_SECONDS = (0.0, 0.05, 0.2, 0.5)
@@ -92,6 +96,11 @@ class Presence:
             reason = self._end(reporter)
             if reason:
                 ended.append((reporter.key, reason))
+        ended += [
+            (reporter.key, f"no report for {SILENT_SECONDS:g} s, and the exporter cannot see the process")
+            for reporter in snapshot.silent
+            if reporter.host_pid is None and now - reporter.last_report_seconds >= SILENT_SECONDS
+        ]
         self.forget(*ended)
 
     def connection_lost(self, process: ReportingProcess) -> None:

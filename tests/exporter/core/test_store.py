@@ -196,3 +196,19 @@ def test_a_process_has_the_times_of_its_last_step_and_its_last_use(store: Store)
     assert put(2, 11.0, 1, 5) == (10.0, 10.0)
     assert put(3, 12.0, 1, 6) == (10.0, 12.0)
     assert put(4, 13.0, 2, 6) == (13.0, 13.0)
+
+
+def test_no_report_expires_while_the_exporter_is_paused_nor_because_it_was() -> None:
+    store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=2)
+    store.put_report(report(7), host_pid=7, now_seconds=100.0, now_unix_seconds=0.0)
+    for second in range(100, 111):
+        store.beat(float(second))
+    assert [len(store.snapshot(135.0).processes), len(store.snapshot(135.0).silent)] == [1, 0], (
+        "any thread may be first"
+    )
+    store.beat(135.0)
+    for second in range(136, 141):
+        store.beat(float(second))
+        assert store.snapshot(float(second)).silent == ()
+    store.beat(141.0)
+    assert len(store.snapshot(141.0).silent) == 1, "15 s without the pause"

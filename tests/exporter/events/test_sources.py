@@ -91,8 +91,8 @@ def test_a_user_has_a_limited_number_of_errors_and_starts_in_a_minute() -> None:
     assert len(bench.log.of("oom")) == MAX_OF_OWNER_PER_MINUTE + 1
     assert {event.owner for event in bench.log.events} == {"uid:1001", "uid:1002"}
     assert bench.log.events[-1].pid == "7@1:1002"
-    bench.wait(60)
-    bench.sweep()
+    for process in bench.store.snapshot(bench.now).processes:
+        bench.forget(process, "exited")
     assert len(bench.log.of("process_ended")) == MAX_STARTS_PER_MINUTE + 1
     assert sum(bench.left_out) == 30 * 50 - MAX_OF_OWNER_PER_MINUTE + 2 * 20
 
@@ -153,21 +153,33 @@ def test_driver_values_much_older_than_the_last_report_are_left_out() -> None:
     assert (row["used_bytes"], row["non_torch_bytes"], row["allocated_bytes"]) == (None, None, MIB)
 
 
-def test_a_silent_process_has_ended_and_starts_again_with_its_next_report() -> None:
+def test_a_silent_process_has_not_ended_until_it_exits() -> None:
     bench = Bench()
     bench.report()
     process = bench.process()
-    bench.wait(15)
+    bench.wait(16)
+    bench.sweep()
+    assert bench.store.snapshot(bench.now).silent
+    bench.report(sequence=2)
+    bench.wait(16)
     bench.sweep()
     assert bench.types() == ["process_started"]
-    bench.wait(1)
-    bench.sweep()
-    bench.sweep()
     bench.forget(process, "the process has exited")
     assert bench.types() == ["process_started", "process_ended"]
-    assert "15 s" in bench.log.events[-1].detail["reason"]
-    bench.report(sequence=2)
-    assert bench.types() == ["process_started", "process_ended", "process_started"]
+
+
+def test_a_process_that_lost_its_place_among_the_silent_ones_has_ended() -> None:
+    bench = Bench()
+    for pid in range(bench.store.max_processes):
+        bench.report(10 + pid, session=f"of-{pid}")
+    bench.wait(16)
+    bench.sweep()
+    assert bench.log.of("process_ended") == []
+    bench.report(9, session="one more")
+    bench.wait(16)
+    bench.sweep()
+    (ended,) = bench.log.of("process_ended")
+    assert "15 s" in ended.detail["reason"]
 
 
 def test_a_reporter_that_replaces_another_ends_it() -> None:

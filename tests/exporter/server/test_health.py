@@ -46,7 +46,7 @@ def test_a_healthy_node_is_ok() -> None:
 
 
 LOST = DeviceReading(gpu="1", uuid=UUIDS[1], error="GPU is lost")
-SILENT = SilentReporter(ProcessKey(1, 2), 2, 3, "w", "0", 0.0)
+SILENT = SilentReporter(ProcessKey(1, 2), 2, 3, "w", "0", 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

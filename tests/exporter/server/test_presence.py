@@ -10,7 +10,7 @@ from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.server.background.presence import Presence
+from gpumem_exporter.server.background.presence import SILENT_SECONDS, Presence
 from tests.support.builders import NobodyHost, report
 from tests.support.dispatching import build_dispatcher
 from tests.support.waiting import wait_until_equal
@@ -98,6 +98,21 @@ def test_an_expired_reporter_without_a_host_pid_is_removed_only_if_its_connectio
     bench.now += 16
     bench.presence.sweep()
     assert [silent.key for silent in bench.store.snapshot(bench.now).silent] == [stopped.key, again.key]
+
+
+def test_a_silent_reporter_that_the_exporter_cannot_see_has_ended_after_ten_minutes() -> None:
+    bench = Bench()
+    bench.host.living = {2}
+    bench.take_report(1, host_pid=None)
+    bench.take_report(2, host_pid=2)
+    for _ in range(2):
+        assert bench.now < 100.0 + SILENT_SECONDS
+        bench.now += SILENT_SECONDS - 1
+        bench.presence.sweep()
+        silent = bench.store.snapshot(bench.now).silent
+        if bench.now < 100.0 + SILENT_SECONDS:
+            assert len(silent) == 2
+    assert [each.key.pid for each in silent] == [2]
 
 
 async def test_a_process_that_dies_with_a_held_report_is_removed_at_once_and_one_that_reports_again_is_not() -> None:

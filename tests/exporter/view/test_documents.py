@@ -24,7 +24,7 @@ def one_of_each() -> Snapshot:
             reporting(100, devices=(sample(UUIDS[0], 100 * MIB, 50 * MIB, 10 * MIB),), step=7),
             reporting(400, host_pid=None, devices=(sample(UUIDS[1], 5),)),
         ),
-        silent=(SilentReporter(ProcessKey(1, 200), 200, 5, "old", "3", 1.5),),
+        silent=(SilentReporter(ProcessKey(1, 200), 200, 5, "old", "3", 1.5, 1.5),),
     )
 
 

@@ -222,7 +222,7 @@ def test_lost_devices_failed_checks_silent_reporters_and_starting_engines() -> N
     ]
     found = findings(failed_checks=checks)
     assert {kind: finding.severity for kind, finding in found.items()} == {"driver": "critical", "check": "warning"}
-    silent = SilentReporter(ProcessKey(1, 2, 1001, HERE), 2, 1000, "train", "1", 1.0)
+    silent = SilentReporter(ProcessKey(1, 2, 1001, HERE), 2, 1000, "train", "1", 1.0, 1.0)
     assert findings(silent=(silent,))["silent"].severity == "warning"
     engine = StartingEngine(UUIDS[0], "0", 1, "VLLM::EngineCore", 900.0)
     assert findings(of(1, "engine"), starting=(engine,))["starting"].severity == "info"

@@ -60,7 +60,7 @@ def test_a_job_keeps_its_id_and_the_id_does_not_show_the_owner() -> None:
 
 
 def test_a_silent_rank_belongs_to_its_job_and_makes_the_sums_incomplete() -> None:
-    silent = SilentReporter(ProcessKey(1, 2, ALICE, HERE), 2, 1000, "train", "1", 1.0)
+    silent = SilentReporter(ProcessKey(1, 2, ALICE, HERE), 2, 1000, "train", "1", 1.0, 1.0)
     (job,) = jobs_of(snapshot(of(1), listed={2: 70 * MIB}, silent=(silent,)))
     assert [process.state for process in job.processes] == ["reporting", "silent"]
     assert job.sums["used_bytes"] == 220 * MIB

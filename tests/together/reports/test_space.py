@@ -124,11 +124,11 @@ def test_a_process_that_was_silent_for_a_while_is_one_process_of_its_job() -> No
 
         sample = DeviceSample(UUIDS[0], allocated_bytes=GIB, reserved_bytes=GIB, reclaimable_bytes=0)
         assert exporter.report(report(7, devices=(sample,), slurm_job_id="4711")).status == 200
-        assert running() == [True]
         ahead_seconds = 3601.0
-        eventually(running, lambda found: found == [False])
+        eventually(lambda: exporter.metrics().values("gpumem_reporter_up"), lambda found: found == [0])
+        assert running() == [True]
         assert exporter.report(report(7, devices=(sample,), sequence=2, slurm_job_id="4711")).status == 200
-        assert running() == [False, True]
+        assert running() == [True]
         assert "Still running: 1 of 1 process." in command(exporter.url, "report", "--job", "4711")
 
 
