@@ -51,7 +51,7 @@ class LastOom:
     owner: str = ""
     """The holder of one share of the errors that are shown; see `core.samples.ProcessKey.share`."""
     ended_process: bool = False
-    """Whether the process ended within `FATAL_SECONDS` after the error. False if its end was not seen."""
+    """Whether the process ended within `FATAL_SECONDS` after the error, or while no exporter ran. False if unknown."""
 
 
 class LastOoms:

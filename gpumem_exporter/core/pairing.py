@@ -106,7 +106,7 @@ class _Row:
         return not self.fits or self.non_torch_bytes is None or self.belongs_to(reading)
 
     def has_waited(self) -> bool:
-        """Whether the newest sample has waited long enough for a reading that fits; starts the wait if there is none."""
+        """Whether the newest sample has waited long enough for a reading that fits. The first call starts the wait."""
         now_seconds = self.process.received_seconds
         if self.waits_from is None:
             self.waits_from = now_seconds

@@ -175,7 +175,7 @@ class Store:
             return process
 
     def beat(self, now_seconds: float) -> None:
-        """Note that the exporter takes reports; called once a second. A pause before it extends the life of all reports.
+        """Note that the exporter runs; called once a second. A pause before it extends the life of all reports.
 
         After SIGSTOP, a frozen cgroup or a migration, the reports that were sent meanwhile still wait in the sockets.
         """
@@ -204,6 +204,11 @@ class Store:
         """Restore the out-of-memory errors that an earlier run of the exporter stored."""
         with self._lock:
             self._ooms.restore(ooms)
+
+    def note_end(self, session: str, last_report_seconds: float) -> None:
+        """Note that a process has ended whose out-of-memory errors were restored."""
+        with self._lock:
+            self._ooms.process_ended(session, last_report_seconds)
 
     def put_kv_cache_peaks(self, peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]]) -> None:
         """Replace the peaks of key-value caches; called by the thread of the history."""

@@ -75,6 +75,8 @@ class Query:
     """Only events with a smaller id."""
     job_id: str | None = None
     """Only ends of processes with this Slurm or Ray job id."""
+    subject: str | None = None
+    """Only events about this subject."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,7 @@ class ProcessHistory:
                     for uuid in dict.fromkeys((*samples, *used))
                 ],
             },
-            subject=_subject(process),
+            subject=process_subject(process.report.process.session),
         )
 
     def _started(self, process: ReportingProcess) -> Event:
@@ -269,7 +269,7 @@ class ProcessHistory:
                 **{name: getattr(identity, name) for name in _STARTED},
                 "devices": [{"gpu": self.gpus.get(each.uuid), "uuid": each.uuid} for each in process.report.devices],
             },
-            subject=_subject(process),
+            subject=process_subject(process.report.process.session),
         )
 
     def _columns(self, process: ReportingProcess) -> dict[str, Any]:
@@ -286,8 +286,9 @@ class ProcessHistory:
         }
 
 
-def _subject(process: ReportingProcess) -> str:
-    return f"process:{process.report.process.session}"
+def process_subject(session: str) -> str:
+    """Return the subject of the start and the end of a reporter's session."""
+    return f"process:{session}"
 
 
 def _row(uuid: str, gpu: str | None, sample: DeviceSample | None, used_bytes: int | None) -> dict[str, Any]:

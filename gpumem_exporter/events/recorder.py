@@ -196,7 +196,7 @@ class Recorder:
 
         A silent process has not ended: it may run, and report again.
         """
-        kept = {each.key for each in (*snapshot.processes, *snapshot.silent)}
+        kept = {process.key for process in snapshot.processes} | {reporter.key for reporter in snapshot.silent}
         dropped = sorted(self._processes.keys() - kept, key=lambda key: key[:2])  # an owner may be None
         self._put(self._processes.remove([(key, self._silent_reason) for key in dropped], self._wall_clock()))
 

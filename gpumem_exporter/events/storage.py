@@ -366,6 +366,7 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
         _OF_JOB: query.job,
         _OF_DEVICE: query.device,
         _OF_JOB_ID: query.job_id,
+        "subject = :subject": query.subject,
     }
     conditions = [f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})"]
     conditions += [condition for condition, value in optional.items() if value is not None]

@@ -12,11 +12,13 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpumem_client.wire.errors import StorageError
-from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
+from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.model import Query
 from gpumem_exporter.events.ooms import last_ooms
+from gpumem_exporter.events.processes import process_subject
 
 INTERVAL_SECONDS = 1.0
 RETRY_SECONDS = 1.0
@@ -51,22 +53,55 @@ async def release_free_memory() -> None:
 async def restore_ooms(
     store: Store, log: EventLog, *, clock: Callable[[], float], wall_clock: Callable[[], float]
 ) -> None:
-    """Restore the out-of-memory errors of the last hour that an earlier run stored."""
+    """Restore the out-of-memory errors of the last hour that an earlier run stored, and note which ended a process."""
     # An earlier exporter may still use the storage: until no stored error would be shown any more, this retries.
     end_seconds = clock() + SHOWN_SECONDS
     while clock() < end_seconds:
         try:
             since_unix_seconds = wall_clock() - SHOWN_SECONDS
             query = Query(since_unix_seconds=since_unix_seconds, types=("oom",), newest_of_each=True, limit=MAX_SHOWN)
-            ooms = await log.pages(query)
+            ooms = last_ooms(await log.pages(query), clock(), wall_clock())
+            store.restore_ooms(ooms)
+            without_end = [oom for oom in ooms if not await _has_stored_end(oom, store, log)]
+            # By then each process that runs has reported again.
+            await asyncio.sleep(store.report_expiry_seconds)
+            snapshot = store.snapshot(clock())
+            for oom in without_end:
+                if _has_ended(oom, snapshot):
+                    store.note_end(oom.session, oom.happened_seconds)
         except StorageError:
             await asyncio.sleep(RETRY_SECONDS)  # the event log has logged the error
         except Exception:  # noqa: BLE001 - the exporter works without them
             _log.exception("the out-of-memory errors before this start cannot be restored")
             return
         else:
-            store.restore_ooms(last_ooms(ooms, clock(), wall_clock()))
             return
+
+
+async def _has_stored_end(oom: LastOom, store: Store, log: EventLog) -> bool:
+    """Return whether the end of an error's process is stored, and note it."""
+    query = Query(types=("process_ended",), subject=process_subject(oom.session))
+    for event in (await log.page(query)).events:
+        last_report_unix_seconds: float = event.detail["last_report_unix_seconds"]
+        store.note_end(oom.session, oom.happened_seconds + last_report_unix_seconds - oom.happened_unix_seconds)
+        return True
+    return False
+
+
+def _has_ended(oom: LastOom, snapshot: Snapshot) -> bool:
+    """Return whether an error's process neither reports nor is listed by the driver. False if that is not known."""
+    node = snapshot.node
+    if any(process.report.process.session == oom.session for process in snapshot.processes):
+        return False
+    if node is None or not node.up or not oom.pid.isdecimal():
+        return False
+    if any(device.processes is None for device in node.devices):
+        return False
+    if not any(listed.pid == int(oom.pid) for device in node.devices for listed in device.processes or ()):
+        return True
+    facts = node.facts.get(int(oom.pid))
+    started_seconds = facts.started_seconds if facts is not None else None
+    return started_seconds is not None and started_seconds > oom.happened_seconds  # the pid was reused
 
 
 def take_over_hangup() -> None:

@@ -107,6 +107,32 @@ def test_an_error_stays_after_the_end_of_its_process_and_after_a_restart_with_st
     wait_for(lambda: shown(exporter), "the earlier error")
     assert shown(exporter) == lines
     assert counted(exporter)["oom"] == 0
+    wait_for(lambda: severities(exporter) == {"doomed": "critical"}, "the end of its process")
+
+
+def test_an_error_whose_process_ends_while_no_exporter_runs_is_critical_and_another_one_is_not(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--report.expiry", "2", "--storage.path", str(tmp_path / "events"))
+    caught = {}
+    for name in ("doomed", "other"):
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+        process.call("start_client", workload=name)
+        process.call("alloc", nbytes=1 << 28, device=1)
+        exporter.wait_for_processes(process.pid)
+        process.exec(CAUGHT)
+        caught[name] = process
+    wait_for(lambda: severities(exporter) == dict.fromkeys(caught, "warning"), "both errors")
+    assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
+    caught["doomed"].kill()
+    exporter.start()
+    wait_for(lambda: severities(exporter) == {"doomed": "critical", "other": "warning"}, "the end of one process")
+
+
+def severities(exporter: ExporterProcess) -> dict[str, str]:
+    """Return the severity of the finding of each workload with an error."""
+    findings = exporter.get("/api/v1/live")["findings"]
+    return {each["sentence"].split()[0]: each["severity"] for each in findings if each["kind"] == "oom"}
 
 
 def report(exporter: ExporterProcess, reporter: int) -> None:
