@@ -3,5 +3,5 @@
 `model` defines the types, `recorder` converts the sources to events with `ooms` and `processes`, `log` is the queue
 with its thread, `storage` is the SQLite database, and `entries` has what people read of an event.
 
-Other folders import: `entries`, `log`, `model`, `ooms`, `recorder`, `storage`.
+Other folders import: `entries`, `log`, `model`, `ooms`, `processes`, `recorder`, `storage`.
 """

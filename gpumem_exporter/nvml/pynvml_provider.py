@@ -115,7 +115,7 @@ class PynvmlProvider:
         return str(self._ask(self._nvml.nvmlSystemGetDriverVersion))
 
     def devices(self) -> tuple[DeviceIdentity, ...]:
-        """Return the GPUs; a GPU with MIG on is replaced by its MIG devices.
+        """Return the GPUs; a GPU with MIG on is replaced by its MIG devices. Without one, the GPU has an error.
 
         As in nvidia-smi, a GPU whose handle this user may not get is not listed.
         """
@@ -203,7 +203,12 @@ class PynvmlProvider:
             identity = DeviceIdentity(str(index), uuid, name=gpu.name, pci_bus_id=gpu.pci_bus_id, minor=gpu.minor)
             yield identity, handle
             return
-        for instance, mig_handle in self._mig_handles(handle):
+        instances = list(self._mig_handles(handle))
+        if not instances:
+            # MIG mode survives a reboot, its devices do not. Without a device here, the GPU would vanish.
+            error = "MIG is on, and there is no MIG device: create one with nvidia-smi mig -cgi PROFILE -C"
+            yield DeviceIdentity(str(index), uuid, name=gpu.name, pci_bus_id=gpu.pci_bus_id, error=error), handle
+        for instance, mig_handle in instances:
             try:
                 mig_uuid = self._ask(self._nvml.nvmlDeviceGetUUID, mig_handle)
             except NvmlError as error:

@@ -113,7 +113,7 @@ def find(
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
     there, jobs_of_errors = jobs_by_device(jobs), _JobsOfErrors(jobs)
     found = [
-        *_checks(failed_checks),
+        *_checks(failed_checks, has_devices=bool(devices)),
         *(_lost(device) for device in devices if not device.up),
         *_ooms(snapshot, jobs_of_errors),
         *_growing(jobs, devices, growths or {}),
@@ -190,10 +190,10 @@ def _finding(kind: str, subject: str, title: str, sentence: str, *, severity: st
     return Finding(f"{kind} {subject}".strip(), kind, severity or SEVERITY[kind], title, sentence, **more)
 
 
-def _checks(failed: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
+def _checks(failed: Iterable[Mapping[str, str]], *, has_devices: bool) -> Iterator[Finding]:
     for check in failed:
         part, detail = check["part"], check["detail"]
-        if part == "devices":
+        if part == "devices" and has_devices:
             continue  # each lost device is a finding
         if part == "nvml":
             yield _finding("driver", "", "No driver", f"The driver does not answer: {detail}.")

@@ -245,6 +245,18 @@ def test_a_failing_mig_device_does_not_affect_its_siblings(provider: PynvmlProvi
     ]
 
 
+def test_a_gpu_with_mig_on_and_no_mig_device_is_listed_with_an_error(
+    provider: PynvmlProvider, library: Library
+) -> None:
+    library.gpus[1].migs = []
+    first, second = provider.devices()
+    assert (first.uuid, first.error) == ("GPU-0", "")
+    assert (second.gpu, second.uuid, second.name) == ("1", "GPU-1", library.gpus[1].name)
+    assert "MIG is on" in second.error
+    library.gpus[1].migs = [Gpu("MIG-a")]
+    assert uuids(provider) == ["GPU-0", "MIG-a"]
+
+
 def test_a_library_with_another_version_than_the_driver_is_loaded_again(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,8 +220,11 @@ def test_lost_devices_failed_checks_silent_reporters_and_starting_engines() -> N
         {"part": "events", "status": "degraded", "detail": "disk full"},
         {"part": "devices", "status": "degraded", "detail": "1 of 8"},
     ]
-    found = findings(failed_checks=checks)
-    assert {kind: finding.severity for kind, finding in found.items()} == {"driver": "critical", "check": "warning"}
+    found = findings(node=lost, failed_checks=checks)
+    severities = {kind: finding.severity for kind, finding in found.items()}
+    assert severities == {"driver": "critical", "check": "warning", "device_lost": "critical"}
+    no_device = findings(node=node(), failed_checks=checks[-1:])
+    assert [no_device["check"].severity, "1 of 8" in no_device["check"].sentence] == ["warning", True]
     silent = SilentReporter(ProcessKey(1, 2, 1001, HERE), 2, 1000, "train", "1", 1.0, 1.0)
     assert findings(silent=(silent,))["silent"].severity == "warning"
     engine = StartingEngine(UUIDS[0], "0", 1, "VLLM::EngineCore", 900.0)
