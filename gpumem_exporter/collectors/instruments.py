@@ -22,6 +22,10 @@ from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Metric, Samples, Series, Subject, View, one_of_each
 from gpumem_exporter.events.model import EVENT_TYPES, Event
 
+REPORT_OUTCOMES = (
+    *("accepted", "shortened", "dropped", "busy", "foreign_process", "superseded", "unknown_device"),
+    *("invalid", "too_large", "unauthorized"),
+)
 ALERT_OUTCOMES = ("acted", "repeated", "cooling", "refused", "resolved", "ignored", "invalid")
 
 _ACTION_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -48,6 +52,8 @@ class Instruments:
             self._add_duration(action, seconds=0.0, amount=0)
             for outcome in OUTCOMES:
                 self._add(catalog.ACTIONS, action, outcome, amount=0)
+        for outcome in REPORT_OUTCOMES:
+            self._add(catalog.REPORTS, outcome, amount=0)
         for outcome in ALERT_OUTCOMES:
             self._add(catalog.ALERTS, outcome, amount=0)
         for type_ in EVENT_TYPES:
@@ -73,7 +79,7 @@ class Instruments:
             self._values[metric] = {(metric, (name,)): int(ok) for name, ok in checks.items()}
 
     def count_report(self, outcome: str) -> None:
-        """Count a report; `outcome` becomes a label, so it must have few values."""
+        """Count a report; `outcome` is one of `REPORT_OUTCOMES`."""
         self._add(catalog.REPORTS, outcome)
 
     def count_dropped(self) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
@@ -16,7 +17,8 @@ from gpumem_exporter.events.model import Event
 
 MAX_STARTS_PER_MINUTE = 1024
 """The maximum number of processes of a user whose start in a minute, and whose end, is an event."""
-# What a process used is not known between two values that are further apart; this time does not count.
+# What a process used is not known between two values that are further apart, and further than readings or reports may
+# be; that time does not count.
 _GAP_SECONDS = 60.0
 _FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "start_time_ticks", "command"))
 _JOBS = ("slurm_job_id", "ray_job_id")
@@ -36,12 +38,12 @@ class _Mean:
     _seconds: float = 0.0
     _last: tuple[int, float] | None = None
 
-    def add(self, value: int, now_seconds: float) -> None:
-        """Add a value; later values have later times."""
+    def add(self, value: int, now_seconds: float, gap_seconds: float) -> None:
+        """Add a value; later values have later times. More than `gap_seconds` since the last one are left out."""
         before, last_seconds = self._last or (value, now_seconds)
         self._last = value, now_seconds
         passed = now_seconds - last_seconds
-        if passed <= _GAP_SECONDS:
+        if passed <= gap_seconds:
             self._byte_seconds += (before + value) / 2 * passed
             self._seconds += passed
         self.value = round(self._byte_seconds / self._seconds) if self._seconds else value
@@ -51,6 +53,8 @@ class _Mean:
 class DeviceUsage:
     """The memory of a process on one device. None is unknown."""
 
+    gap_seconds: float = _GAP_SECONDS
+    """Between two values that are further apart, the memory is unknown."""
     used_peak_bytes: int | None = None
     """The highest value of the driver; a peak between two polls is not seen."""
     reserved_highest_bytes: int | None = None
@@ -61,14 +65,14 @@ class DeviceUsage:
     def take_used(self, used_bytes: int, now_seconds: float) -> None:
         """Add a reading of the driver."""
         self.used_peak_bytes = max(used_bytes, self.used_peak_bytes or 0)
-        self._used.add(used_bytes, now_seconds)
+        self._used.add(used_bytes, now_seconds, self.gap_seconds)
 
     def take_sample(self, sample: DeviceSample, now_seconds: float) -> None:
         """Add a sample of the allocator."""
         if sample.reserved_peak_bytes is not None:
             self.reserved_highest_bytes = max(sample.reserved_peak_bytes, self.reserved_highest_bytes or 0)
         if sample.idle_cache_bytes is not None:
-            self._idle_cache.add(sample.idle_cache_bytes, now_seconds)
+            self._idle_cache.add(sample.idle_cache_bytes, now_seconds, self.gap_seconds)
 
     def row(self) -> dict[str, int | None]:
         """Return the values for an event."""
@@ -86,6 +90,8 @@ class _TrackedProcess:
 
     process: ReportingProcess
     """The process with its last report, and the samples of the last report that had samples."""
+    usage: defaultdict[str, DeviceUsage]
+    """By uuid."""
     used: dict[str, tuple[int, float]] = field(default_factory=dict)
     """The driver's last value of the used bytes and its time, by uuid.
 
@@ -93,8 +99,6 @@ class _TrackedProcess:
     """
     facts: ProcessFacts | None = None
     first_report_unix_seconds: float = 0.0
-    usage: defaultdict[str, DeviceUsage] = field(default_factory=lambda: defaultdict(DeviceUsage))
-    """By uuid."""
     left_out: bool = False
     """It has no events, because its user started too many processes."""
 
@@ -120,11 +124,13 @@ class ProcessHistory:
     def __init__(
         self,
         *,
+        report_expiry_seconds: float,
         reading_expiry_seconds: float,
         job_of: Callable[[ReportingProcess], str],
         on_left_out: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._reading_expiry_seconds = reading_expiry_seconds
+        self._gap_seconds = max(_GAP_SECONDS, report_expiry_seconds, reading_expiry_seconds)
         self._job_of = job_of
         self._on_left_out = on_left_out
         self._lock = threading.Lock()
@@ -199,7 +205,8 @@ class ProcessHistory:
             ]
 
     def _start_tracking(self, process: ReportingProcess) -> list[Event]:
-        tracked = _TrackedProcess(process, first_report_unix_seconds=process.received_unix_seconds)
+        usage: defaultdict[str, DeviceUsage] = defaultdict(partial(DeviceUsage, self._gap_seconds))
+        tracked = _TrackedProcess(process, usage, first_report_unix_seconds=process.received_unix_seconds)
         self._tracked[process.key] = tracked
         tracked.take_samples()
         self._apply_reading(tracked)  # the process may exit before the next poll

@@ -124,7 +124,10 @@ class Recorder:
         self._job_of = job_of
         self._device_of = device_of
         self._processes = ProcessHistory(
-            reading_expiry_seconds=reading_expiry_seconds, job_of=job_of, on_left_out=on_left_out
+            report_expiry_seconds=report_expiry_seconds,
+            reading_expiry_seconds=reading_expiry_seconds,
+            job_of=job_of,
+            on_left_out=on_left_out,
         )
         self._ooms = OomDeduplicator()
         self._devices = DeviceHistory()

@@ -39,17 +39,24 @@ class HistoryFile:
     def __str__(self) -> str:
         return str(self._path)
 
-    def load(self, history: History) -> None:
-        """Restore the history of an earlier run. A file that cannot be read is logged, and moved if it is damaged."""
+    def load(self, history: History, *, wait_for_clock: bool = True) -> bool:
+        """Restore the history of an earlier run. A file that cannot be read is logged, and moved if it is damaged.
+
+        Returns False, and restores nothing, if the file has rows that the wall clock has not reached: the clock may be
+        behind until the machine has synchronized it. Do not save then. Without `wait_for_clock`, drops these rows.
+        """
         try:
             with gzip.open(self._path, "rb") as file:
                 while file.read(_PIECE_BYTES):
                     pass  # the checksum is at the end, and no row of a damaged file may be shown
                 file.seek(0)
                 _require_format(_line(file))
-                history.restore(_series(file))
+                saved = list(_series(file))
+            if wait_for_clock and history.is_behind(saved):
+                return False
+            history.restore(saved)
         except FileNotFoundError:
-            return
+            pass
         except (EOFError, zlib.error, ValueError, TypeError, LookupError, gzip.BadGzipFile) as error:
             moved = self._path.with_name(self._path.name + ".unreadable")
             _log.warning(
@@ -63,6 +70,7 @@ class HistoryFile:
                 "the history of earlier runs cannot be read",
                 extra={"fields": {"file": str(self._path), "error": error.strerror or str(error)}},
             )
+        return True
 
     def save(self, history: History) -> int:
         """Replace the file; returns its size in bytes. Raises OSError; the file is then the previous one."""

@@ -29,6 +29,8 @@ _SMALL_BYTES = 4096
 # The maximum number of points in a document, of all series together: then it has about 4 MB.
 _MAX_POINTS = 64_000
 _CLOCK_STEP_SECONDS = 1.0
+# Rows that are further in the future show that the wall clock is behind.
+_BEHIND_SECONDS = 90.0
 # A second without a row is a gap only if the next row is this late.
 _LATE_SECONDS = 3.0
 _FOLD_SECONDS = 10
@@ -181,6 +183,18 @@ class History:
                     for track in series.tracks
                 ]
             yield series.subject, tracks
+
+    def is_behind(self, saved: Iterable[tuple[Subject, list[tuple[int, bytes]]]]) -> bool:
+        """Return whether the series of an earlier run have rows that the wall clock has not reached."""
+        last_seconds = 0.0
+        for _, tracks in saved:
+            for (first, values), resolution in zip(tracks, self._resolutions, strict=True):
+                rows = len(values) // (resolution.width * array("I").itemsize)
+                last_seconds = max(last_seconds, (first + rows) * resolution.step_seconds)
+        with self._lock:
+            self._follow_wall_clock()
+            # The last minute of an earlier run may have been folded before its end.
+            return last_seconds > self.now_seconds + self._shift_seconds + _BEHIND_SECONDS
 
     def restore(self, saved: Iterable[tuple[Subject, list[tuple[int, bytes]]]]) -> None:
         """Put the series of an earlier run before the rows of this run; the time between them is a gap.

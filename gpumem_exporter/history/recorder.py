@@ -17,6 +17,9 @@ _SAVE_SECONDS = 60.0
 # A large history is saved less often, so that the disk writes at most 1.4 GB a day. A normal one has 0.2 MB.
 _SAVED_BYTES_PER_SECOND = 16 << 10
 _MIN_WAIT_SECONDS = 0.05
+# How long a file with rows in the future is kept as it is, because the wall clock may be behind. After that, these rows
+# were written while the clock was ahead.
+_CLOCK_WAIT_SECONDS = 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -81,18 +84,30 @@ class HistoryRecorder:
         return max((0.5 - self._history.now_seconds) % 1.0, _MIN_WAIT_SECONDS)
 
     def _keep(self, file: HistoryFile) -> None:
-        try:
-            file.load(self._history)
-        except Exception:  # noqa: BLE001 - the history works without earlier runs
-            _log.exception("the history of earlier runs cannot be restored")
+        end_seconds = time.monotonic() + _CLOCK_WAIT_SECONDS
+        loaded = self._load(file, wait_for_clock=True)
         failures = FailureLog(_log, time.monotonic)
         size_bytes = 0
         stopping = False
         while not stopping:
             stopping = self._stopping.wait(max(_SAVE_SECONDS, size_bytes / _SAVED_BYTES_PER_SECOND))
+            loaded = loaded or self._load(file, wait_for_clock=time.monotonic() < end_seconds)
+            if not loaded:
+                continue
             try:
                 size_bytes = file.save(self._history)
             except OSError as error:
                 failures.failed(str(file), f"the history cannot be saved: {error.strerror or error}")
             else:
                 failures.recovered(str(file))
+
+    def _load(self, file: HistoryFile, *, wait_for_clock: bool) -> bool:
+        """Restore the history of earlier runs; returns False while the file must stay as it is."""
+        try:
+            loaded = file.load(self._history, wait_for_clock=wait_for_clock)
+        except Exception:  # noqa: BLE001 - the history works without earlier runs
+            _log.exception("the history of earlier runs cannot be restored")
+            return True
+        if not loaded:
+            _log.warning("the history of earlier runs is not restored yet: the wall clock is behind its last values")
+        return loaded

@@ -283,6 +283,10 @@ def test_a_mean_counts_time_without_long_gaps_and_a_peak_outlives_a_reset() -> N
     usage.take_used(1000, 5000.0)
     assert usage.row()["used_mean_bytes"] == (300 * 10 + 200 * 30) // 40
     assert usage.row()["used_peak_bytes"] == 1000
+    rarely = DeviceUsage(gap_seconds=360.0)  # the driver is polled every two minutes
+    for minute in range(100):
+        rarely.take_used(100 if minute < 99 else 1100, 120.0 * minute)
+    assert rarely.row()["used_mean_bytes"] == 100 + round(500 / 99)
     for peak, idle in ((500, None), (100, 40), (None, 20)):
         usage.take_sample(DeviceSample(UUIDS[0], reserved_peak_bytes=peak, idle_cache_bytes=idle), 1.0)
     assert (usage.row()["reserved_highest_bytes"], usage.row()["idle_cache_mean_bytes"]) == (500, 20)

@@ -68,6 +68,22 @@ def test_the_peak_of_a_cache_survives_a_restart_and_the_time_without_an_exporter
     assert 600 <= peaks["24h"].observed_seconds <= 720
 
 
+def test_a_clock_that_is_behind_at_the_start_loses_no_history(bench: HistoryBench, tmp_path: Path) -> None:
+    before = bench.values("used", seconds=300)
+    bench.jumped = -300.0
+    bench.again()
+    file = HistoryFile(tmp_path / "new")
+    bench.run(2, JOB, reading=READING)
+    assert not file.load(bench.history)
+    bench.jumped = 0.0
+    bench.run(2, JOB, reading=READING)
+    assert file.load(bench.history)
+    after = bench.values("used", seconds=300)
+    assert {age: value for age, value in after.items() if age > 8} == {
+        age: value for age, value in before.items() if age > 8
+    }
+
+
 @pytest.mark.parametrize("booted", [5000.0, 3.0])
 def test_the_time_without_an_exporter_is_a_gap(bench: HistoryBench, tmp_path: Path, booted: float) -> None:
     bench.seconds += 180
@@ -85,9 +101,10 @@ def test_the_time_without_an_exporter_is_a_gap(bench: HistoryBench, tmp_path: Pa
     assert len(bench.history.job_minima(job, 3600)) == 11
 
 
-def test_rows_that_the_wall_clock_has_not_reached_are_dropped(bench: HistoryBench, tmp_path: Path) -> None:
+def test_rows_of_a_clock_that_was_ahead_are_dropped_in_the_end(bench: HistoryBench, tmp_path: Path) -> None:
     bench.jumped = -300.0
-    restarted(bench, tmp_path)
+    bench.again()
+    assert HistoryFile(tmp_path / "new").load(bench.history, wait_for_clock=False)
     bench.run(10, reading=READING)
     ends = bench.document(600)["unix_seconds"]
     assert ends == sorted(set(ends))
