@@ -14,7 +14,7 @@ from gpumem_client.wire.units import counted, human_bytes
 from gpumem_exporter.events.model import PLACE, Event
 
 FOLD_SECONDS = 600.0
-"""Starts and ends of a job that are further apart are separate entries."""
+"""Starts and ends of a job, and its errors on a device, that are further apart are separate entries."""
 ACTION_NAMES = {
     "empty_cache": "clear",
     "collect_garbage": "gc",
@@ -27,28 +27,30 @@ ACTION_NAMES = {
 
 _LOCAL_CALLER = re.compile(r"(?:unix|loopback):uid=(\d+)")
 _FOLDED = ("process_started", "process_ended")
+_COUNTED = {"process_started": "starts", "process_ended": "ends", "oom": "errors"}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event, or several starts and ends of processes of one job."""
+    """An event, or several starts and ends of processes of one job, or several of its errors on one device."""
 
     event: Event
     """The event, or the last one; its columns are None where the processes differ."""
     starts: int = 0
     ends: int = 0
+    errors: int = 0
     first_unix_seconds: float = 0.0
     """When the first of several events happened."""
 
     @property
     def folded(self) -> bool:
         """Whether the entry stands for several events."""
-        return self.starts + self.ends > 1
+        return self.starts + self.ends + self.errors > 1
 
     @property
     def title(self) -> str:
         """One or two words: what happened."""
-        if self.folded:
+        if self.folded and not self.errors:
             return "ran" if self.starts and self.ends else "started" if self.starts else "ended"
         event = self.event
         if event.type == "action":
@@ -71,6 +73,8 @@ class Entry:
 
     def _folded_text(self) -> str:
         event = self.event
+        if self.errors:
+            return f"{_WORDS[event.type][2](event)}; {self.errors} times"
         if self.starts == self.ends == 1:
             return _process(event)
         name = event.workload or event.detail.get("command") or "processes without a workload"
@@ -83,11 +87,20 @@ def fold(events: Iterable[Event]) -> list[Entry]:
     """Return the entries of events, in their order; an entry of several events takes the place of the last one.
 
     Starts and ends of processes of one job are one entry, as long as each happens within `FOLD_SECONDS` of the one
-    before and no out-of-memory error of the job lies between. A job is a user's workload, without one its command.
+    before and no new out-of-memory error of the job lies between. So are the errors of one job on one device. A job is
+    a user's workload; without one, it is the command for starts and ends, and the process for errors.
     """
     entries: dict[int, Entry] = {}
-    last: dict[tuple[str, object], int] = {}
-    """For each job, the key of the entry that its next start or end joins."""
+    last: dict[tuple[object, ...], int] = {}
+    """The key of the entry that the next start or end of a job joins, or its next error on a device."""
+
+    def joined(new: Entry, of: tuple[object, ...]) -> Entry:
+        earlier = entries.get(last.get(of, -1))
+        if earlier is None or abs(new.event.time_unix_seconds - earlier.event.time_unix_seconds) > FOLD_SECONDS:
+            return new
+        del entries[last[of]]
+        return _joined(earlier, new)
+
     commands: dict[str, object] = {}
     """The commands of processes without a workload, by subject: an end may have another spelling of it."""
     for number, event in enumerate(events):
@@ -96,25 +109,23 @@ def fold(events: Iterable[Event]) -> list[Entry]:
             command = event.detail.get("command") or f"pid {event.pid}"
             name = commands.setdefault(event.subject, command) if event.subject else command
         job = (event.owner, name)
-        if event.type not in _FOLDED:
-            entries[number] = Entry(event)
-            if event.type == "oom":
+        if event.type == "oom":
+            errors = (event.owner, name or event.pid, event.uuid)
+            entries[number] = new = joined(_entry(event), errors)
+            last[errors] = number
+            if not new.folded:
                 last.pop(job, None)
-            continue
-        new = _process_entry(event)
-        earlier = last.get(job)
-        if earlier is not None:
-            gap_seconds = event.time_unix_seconds - entries[earlier].event.time_unix_seconds
-            if abs(gap_seconds) <= FOLD_SECONDS:
-                new = _joined(entries.pop(earlier), new)
-        entries[number] = new
-        last[job] = number
+        elif event.type in _FOLDED:
+            entries[number] = joined(_entry(event), job)
+            last[job] = number
+        else:
+            entries[number] = Entry(event)
     return list(entries.values())
 
 
-def _process_entry(event: Event) -> Entry:
-    started = event.type == "process_started"
-    return Entry(event, starts=int(started), ends=int(not started), first_unix_seconds=event.time_unix_seconds)
+def _entry(event: Event) -> Entry:
+    counts = {_COUNTED[event.type]: 1}
+    return Entry(event, **counts, first_unix_seconds=event.time_unix_seconds)
 
 
 def _joined(earlier: Entry, later: Entry) -> Entry:
@@ -124,6 +135,7 @@ def _joined(earlier: Entry, later: Entry) -> Entry:
         replace(event, **differing),
         starts=earlier.starts + later.starts,
         ends=earlier.ends + later.ends,
+        errors=earlier.errors + later.errors,
         first_unix_seconds=min(earlier.first_unix_seconds, later.first_unix_seconds),
     )
 

@@ -8,7 +8,7 @@ knowing.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -209,9 +209,13 @@ def _lost(device: DeviceReading) -> Finding:
 
 
 def _ooms(snapshot: Snapshot, jobs_of_errors: _JobsOfErrors) -> Iterator[Finding]:
+    """Yield one finding for the errors of a job on a device: the last of the most severe."""
+    by_job: defaultdict[tuple[str, str, str], list[LastOom]] = defaultdict(list)
     for oom in snapshot.ooms:
-        if not oom.ended_process and snapshot.taken_seconds - oom.happened_seconds > _CAUGHT_SECONDS:
-            continue
+        if oom.ended_process or snapshot.taken_seconds - oom.happened_seconds <= _CAUGHT_SECONDS:
+            by_job[oom.owner, oom.workload or oom.pid, oom.uuid].append(oom)
+    for ooms in by_job.values():
+        oom = max(ooms, key=lambda each: (each.ended_process, each.happened_seconds))
         job = jobs_of_errors.of(oom)
         name = called(job) if job is not None else oom.workload or f"pid {oom.pid}"
         rank = f" rank {oom.rank}" if oom.rank else ""
@@ -219,6 +223,8 @@ def _ooms(snapshot: Snapshot, jobs_of_errors: _JobsOfErrors) -> Iterator[Finding
         fate = "; the process ended" if oom.ended_process else "; the process continues" if continues else ""
         severity = SEVERITY["oom_ended_process" if oom.ended_process else "oom_caught"]
         sentence = f"{name}{rank} {_request(oom)}{fate}."
+        if len(ooms) > 1:
+            sentence += f" {len(ooms)} of its processes failed there."
         yield _finding(
             *("oom", f"{oom.uuid} {oom.session} {oom.number}", "Out of memory", sentence),
             severity=severity,
@@ -235,22 +241,31 @@ class _JobsOfErrors:
     def __init__(self, jobs: Iterable[Job]) -> None:
         # A session is a claim of its reporter, so it counts for the errors of the same user and container only.
         self._by_session: dict[tuple[str, str], Job] = {}
+        # The shares that claim each session. Errors that version 0.2 stored have no owner.
+        self._shares: defaultdict[str, set[str]] = defaultdict(set)
         self._by_workload: dict[tuple[str, str], Job] = {}
         for job in jobs:
             for process in job.processes:
                 if process.reporter is not None:
                     share = process.reporter.key.share
-                    self._by_session[process.reporter.report.process.session, share] = job
+                    session = process.reporter.report.process.session
+                    self._by_session[session, share] = job
+                    self._shares[session].add(share)
                     if job.workload:
                         self._by_workload[job.workload, share] = job
 
     def of(self, oom: LastOom) -> Job | None:
         """Return the job whose process failed; None if the job has ended."""
-        return self._by_session.get((oom.session, oom.owner)) or self._by_workload.get((oom.workload, oom.owner))
+        owner = self._owner(oom)
+        return self._by_session.get((oom.session, owner)) or self._by_workload.get((oom.workload, owner))
 
     def has_process_of(self, oom: LastOom) -> bool:
         """Return whether the process that failed still reports."""
-        return (oom.session, oom.owner) in self._by_session
+        return (oom.session, self._owner(oom)) in self._by_session
+
+    def _owner(self, oom: LastOom) -> str:
+        shares = self._shares.get(oom.session, ())
+        return next(iter(shares)) if not oom.owner and len(shares) == 1 else oom.owner
 
 
 def _request(oom: LastOom) -> str:

@@ -80,7 +80,9 @@ class EventParameters(KnownFields):
     )
     limit: int = Field(100, ge=1, le=MAX_LISTED, description="the maximum number of events; a page may have fewer")
     fold: bool = Field(
-        False, description="return starts and ends of short jobs as one event, whose `folded` has their numbers"
+        False,
+        description="return starts and ends of short jobs, and errors of a job on a device, as one event, whose "
+        "`folded` has their numbers",
     )
 
     @property
@@ -105,10 +107,11 @@ class EventParameters(KnownFields):
 
 
 class FoldedDocument(TypedDict):
-    """Of several starts and ends: how many, and the time of the first."""
+    """Of several starts and ends, or of several errors: how many, and the time of the first."""
 
     starts: int
     ends: int
+    errors: int
     first_unix_seconds: float
 
 
@@ -301,7 +304,12 @@ def _event(entry: Entry) -> EventDocument:
         "severity": entry.severity,
         "folded": None
         if not entry.folded
-        else {"starts": entry.starts, "ends": entry.ends, "first_unix_seconds": entry.first_unix_seconds},
+        else {
+            "starts": entry.starts,
+            "ends": entry.ends,
+            "errors": entry.errors,
+            "first_unix_seconds": entry.first_unix_seconds,
+        },
     }
 
 

@@ -161,3 +161,29 @@ def test_processes_without_a_workload_are_one_entry_if_they_have_one_command() -
     assert [(each.starts, each.ends) for each in fold([*evals, *run(9, "train.py")])] == [(3, 3), (1, 1)]
     hidden = [each for pid in range(3) for each in run(pid, None)]
     assert [(each.starts, each.ends) for each in fold(hidden)] == [(1, 1)] * 3
+
+
+def test_errors_of_a_job_on_a_device_are_one_entry_whatever_restarts_between() -> None:
+    loop = [
+        each
+        for number in range(20)
+        for each in (
+            process(number, 40.0 * number, "process_started"),
+            event("oom", 40.0 * number + 20, pid=number, owner="uid:1001", detail=OOM),
+            process(number, 40.0 * number + 21, "process_ended"),
+        )
+    ]
+    other_device = event("oom", 790.0, owner="uid:1001", uuid="GPU-4", detail=OOM)
+    entries = fold([*loop, other_device])
+    assert [(each.title, each.errors) for each in entries] == [
+        ("started", 0),
+        ("out of memory", 20),
+        ("ran", 0),
+        ("out of memory", 1),
+    ]
+    errors = entries[1]
+    assert (errors.first_unix_seconds, errors.event.time_unix_seconds) == (1e9 + 20, 1e9 + 780)
+    assert errors.event.pid is None
+    assert re.search(r"\b20 times", errors.text)
+    alone = [event("oom", seconds, workload="", detail=OOM) for seconds in (0.0, 5.0, 5.0 + FOLD_SECONDS + 1)]
+    assert [each.errors for each in fold(alone)] == [2, 1]

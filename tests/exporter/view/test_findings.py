@@ -96,6 +96,29 @@ def test_an_error_is_named_after_its_own_process_also_without_a_workload() -> No
     assert another_user.job is None, "a session is a claim"
 
 
+def test_the_errors_of_a_job_on_a_device_are_one_finding() -> None:
+    crashes = [
+        oom(pid=str(pid), session=f"session-{pid}", ended_process=pid < 8, happened_seconds=980.0 + pid)
+        for pid in range(5, 10)
+    ]
+    elsewhere = oom(pid="5", uuid=UUIDS[1], gpu="1")
+    shown = dataclasses.replace(Snapshot(1000.0, node(), ()), ooms=(*crashes, elsewhere))
+    found = [each for each in find(shown, jobs_of(shown), node_ledgers(shown)) if each.kind == "oom"]
+    assert [(each.severity, each.gpu, each.since_seconds) for each in found] == [
+        ("critical", "0", 987.0),
+        ("warning", "1", 990.0),
+    ]
+    assert " 5 of its processes" in found[0].sentence
+
+
+def test_an_error_that_an_earlier_version_stored_without_its_owner_has_its_job() -> None:
+    process = of(7, "train")
+    error = oom(pid="7", session="session-7", owner="")
+    found = findings(process, ooms=(error,))["oom"]
+    assert found.job is not None
+    assert "continues" in found.sentence
+
+
 def test_an_out_of_memory_error_within_a_limit_says_what_was_reserved_of_it() -> None:
     sizes: dict[str, Any] = {"device_free_bytes": 2 * GIB, "limit_bytes": 8 * GIB, "reserved_bytes": 7 * GIB}
     error = dataclasses.replace(oom(), **sizes, fragmented_bytes=4 * GIB)
