@@ -75,9 +75,10 @@ DEVICE_TOTAL = _gauge(
 )
 DEVICE_USED = _gauge(
     "gpumem_device_memory_used_bytes",
-    "Bytes that all processes use on the device: tensors, allocator caches, CUDA contexts, libraries (NVML used). A"
-    " full device is not necessarily a busy one: gpumem_ledger_bytes shows the reclaimable part. Includes the driver's"
-    " reserved memory only if gpumem_device_memory_reserved_bytes is absent.",
+    "Bytes that all processes use on the device: tensors, allocator caches, CUDA contexts, libraries. It is total minus"
+    " free minus reserved; NVML's own used may differ by some MiB. A full device is not necessarily a busy one:"
+    " gpumem_ledger_bytes shows the reclaimable part. Includes the driver's reserved memory only if"
+    " gpumem_device_memory_reserved_bytes is absent.",
     _DEVICE,
 )
 DEVICE_FREE = _gauge(
@@ -133,7 +134,8 @@ PROCESS_INFO = _gauge(
     "Description of a process on the devices; the value is always 1, with one series per pid. reporting is true while"
     " the process reports its allocator. command is program and script without arguments. pid is the host's. If that"
     " is unknown, it is the process' own pid, followed by @, the inode of its PID namespace, and : and the uid of its"
-    " connection if the kernel names it. Join on pid.",
+    " connection if the kernel names it. user is a user of the node: empty for a process in a container, unless a user"
+    " of the node has started the container. Join on pid.",
     (
         *(*_REPORTER, *IDENTITY_FIELDS, "slurm_job_id", "slurm_account", "ray_job_id"),
         *("reporting", "torch_version", "allocator_settings"),
@@ -155,7 +157,7 @@ PROCESS_ORPHAN = _gauge(
 PROCESS_MEMORY_LIMIT = _gauge(
     "gpumem_process_memory_limit_bytes",
     "The most bytes that a reporting process may use on the device: the smallest of the memory fraction of its"
-    " allocator (which limits gpumem_torch_reserved_bytes), HAMi's CUDA_DEVICE_MEMORY_LIMIT and KAI's GPU_MEMORY_LIMIT"
+    " allocator (which limits gpumem_torch_reserved_bytes), HAMi's CUDA_DEVICE_MEMORY_LIMIT and KAI's GPU_PORTION"
     " (which limit its container). Absent if no limit is known.",
     (*_DEVICE, "pid"),
 )

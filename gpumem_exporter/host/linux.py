@@ -143,7 +143,7 @@ class LinuxHost:
             pid=pid,
             start_time_ticks=start_time_ticks,
             command=self._command(pid),
-            user=self._user(folder.st_uid if known_uid is None else known_uid),
+            user=self._user_name(pid, folder.st_uid if known_uid is None else known_uid),
             uid=known_uid,
             started_seconds=self._started_seconds(start_time_ticks),
             container_id=container_id(cgroup),
@@ -192,6 +192,16 @@ class LinuxHost:
         if start_time_ticks <= 0:
             return None
         return self._clock() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start_time_ticks / _TICKS_PER_SECOND)
+
+    def _user_name(self, pid: int, uid: int) -> str:
+        """Return the name of the user whom this machine knows as the owner of a process; empty if there is none.
+
+        The uid of a process in a container is a user of the container's image, such as root, and no person. A container
+        that a user of this machine has started (podman, Apptainer) is that user's.
+        """
+        place = self._places.of(pid)
+        owner = place.user if place.container else uid
+        return "" if owner is None else self._user(owner)
 
     def _user(self, uid: int) -> str:
         now = self._clock()

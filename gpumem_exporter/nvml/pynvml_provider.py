@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,7 +160,8 @@ class PynvmlProvider:
             # A driver with only the first version of the call counts reserved memory as used.
             memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle)
             return _device_memory(memory.total, memory.free, None)
-        return _device_memory(memory.total, memory.free, known_bytes(memory.reserved))
+        own = _device_memory(memory.total, memory.free, known_bytes(memory.reserved))
+        return replace(own, driver_used_bytes=known_bytes(memory.used))
 
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
         """Return the compute, graphics and MPS processes on a device, each once."""

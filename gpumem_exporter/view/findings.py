@@ -180,9 +180,10 @@ def _rank(finding: Finding) -> tuple[int, int, float, str]:
 
 
 def called(job: Job) -> str:
-    """Return the name of a job with its user, as sentences have it: `notebook (carol)`."""
-    user = job.owner()["user"]
-    return f"{job.name} ({user})" if user else job.name
+    """Return the name of a job with its user or namespace, as sentences have it: `notebook (carol)`."""
+    owner = job.owner()
+    who = owner["user"] or owner["k8s_namespace"]
+    return f"{job.name} ({who})" if who else job.name
 
 
 def _finding(kind: str, subject: str, title: str, sentence: str, *, severity: str = "", **more: Any) -> Finding:

@@ -121,8 +121,11 @@ def test_a_disabled_reporter_installs_no_hook(monkeypatch: pytest.MonkeyPatch) -
         ({"CUDA_DEVICE_MEMORY_LIMIT_1": "1g", "CUDA_VISIBLE_DEVICES": "1"}, 0, 1 << 30),
         ({"CUDA_DEVICE_MEMORY_LIMIT_0": "1g", "CUDA_VISIBLE_DEVICES": "GPU-1234"}, 0, 1 << 30),
         ({"CUDA_DEVICE_MEMORY_LIMIT_0": "much"}, 0, None),
-        ({"GPU_MEMORY_LIMIT": "1073741824", "CUDA_DEVICE_MEMORY_LIMIT_0": "512m"}, 0, 512 << 20),
+        ({"GPU_PORTION": "0.5"}, 1, 4 << 30),
+        ({"GPU_PORTION": "0.5", "CUDA_DEVICE_MEMORY_LIMIT": "4063m"}, 0, 4063 << 20),
+        ({"GPU_PORTION": "1"}, 0, None),
+        ({"GPU_PORTION": "half"}, 0, None),
     ],
 )
 def test_the_limits_that_hami_and_kai_set(environ: dict[str, str], index: int, limit: int | None) -> None:
-    assert environment_limit(environ, index) == limit
+    assert environment_limit(environ, index, 8 << 30) == limit

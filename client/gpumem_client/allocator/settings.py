@@ -111,21 +111,26 @@ def _parts(line: str) -> list[str]:
     return [part for part in parts if part]
 
 
-# For all devices; with `_0`, `_1` and so on for one device. Sizes such as `3000m`.
+# For all devices; with `_0`, `_1` and so on for one device. Sizes such as `3000m`. KAI sets it as well, with HAMi-core.
 _HAMI_VARIABLE = "CUDA_DEVICE_MEMORY_LIMIT"
-# Bytes on the device that a container shares.
-_KAI_VARIABLE = "GPU_MEMORY_LIMIT"
+# The container's share of a device's memory, such as `0.5`.
+_KAI_VARIABLE = "GPU_PORTION"
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
 
 
-def environment_limit(environ: Mapping[str, str], index: int) -> int | None:
-    """Return the smallest limit that HAMi and KAI set for the device with this index in PyTorch; None without one."""
+def environment_limit(environ: Mapping[str, str], index: int, total_bytes: int) -> int | None:
+    """Return the smallest limit that HAMi and KAI set for a device, by its index in PyTorch; None without one."""
     # HAMi counts the devices of the container, of which CUDA_VISIBLE_DEVICES may select some.
     visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     in_container = visible[index].strip() if index < len(visible) and visible[index].strip().isdigit() else str(index)
     of_hami = environ.get(f"{_HAMI_VARIABLE}_{in_container}", environ.get(_HAMI_VARIABLE, ""))
-    sizes = (_size(of_hami), _size(environ.get(_KAI_VARIABLE, "")))
+    sizes = (_size(of_hami), _portion(environ.get(_KAI_VARIABLE, ""), total_bytes))
     return min((size for size in sizes if size), default=None)
+
+
+def _portion(text: str, total_bytes: int) -> int | None:
+    found = re.fullmatch(r"0?\.\d+", text.strip())
+    return int(float(found[0]) * total_bytes) if found else None
 
 
 def _size(text: str) -> int | None:

@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gpumem_client.wire.peer import PeerCredentials, unix_peer, user_name
+from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding
 from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:
+    from gpumem_exporter.core.samples import DeviceMemory
     from gpumem_exporter.nvml.provider import DeviceIdentity, Provider
 
 _SOCKET_SECONDS = 2.0
+# On real drivers, total = used + free + reserved within 2 MiB: NVML rounds each value.
+_ROUNDING_BYTES = 4 << 20
 _NO_DEMO = "run serve without --demo on a node with GPUs"
 
 
@@ -54,14 +58,19 @@ def check_driver(
     `health` is the document of the exporter's `/health`, or empty. A driver that takes longer than the timeout counts
     as hanging; the thread that waits for it is abandoned.
     """
-    answers: list[tuple[str, Sequence[DeviceIdentity]] | Exception] = []
+    answers: list[tuple[str, Sequence[DeviceIdentity], dict[str, DeviceMemory]] | Exception] = []
 
     def query() -> None:
         try:
             provider = make_provider()
             provider.open()
             try:
-                answers.append((provider.driver_version(), tuple(provider.devices())))
+                devices = tuple(provider.devices())
+                memory = {}
+                for each in devices:
+                    with suppress(NvmlError):  # a device that is lost is a finding already
+                        memory[each.gpu] = provider.read_memory(each.uuid)
+                answers.append((provider.driver_version(), devices, memory))
             finally:
                 provider.close()
         except Exception as error:  # noqa: BLE001 - the error is the finding
@@ -76,9 +85,10 @@ def check_driver(
     elif isinstance(answers[0], Exception):
         yield _driver_not_usable(answers[0], health)
     else:
-        version, devices = answers[0]
+        version, devices, memory = answers[0]
         yield Finding("driver", PASS, f"NVML answers, driver {version}")
         yield from _check_devices(devices)
+        yield from _check_memory(memory)
 
 
 def check_driver_elsewhere(health: Mapping[str, Any]) -> Finding:
@@ -124,6 +134,19 @@ def _check_devices(devices: Sequence[DeviceIdentity]) -> Iterator[Finding]:
     working = [f"{device.gpu} {device.name}".strip() for device in devices if not device.error]
     if working:
         yield Finding("devices", PASS, f"{len(working)} of {len(devices)} answer: {', '.join(working)}")
+
+
+def _check_memory(memory: Mapping[str, DeviceMemory]) -> Iterator[Finding]:
+    """Compare NVML's own `used` with the exporter's, which is total - free - reserved."""
+    for gpu, found in memory.items():
+        theirs = found.driver_used_bytes
+        if theirs is not None and abs(theirs - found.used_bytes) > _ROUNDING_BYTES:
+            detail = (
+                f"gpu {gpu}: NVML counts {human_bytes(theirs)} as used, and total - free - reserved is "
+                f"{human_bytes(found.used_bytes)}"
+            )
+            fix = "the exporter shows the second value; look for a library between NVML and this process (vGPU, HAMi)"
+            yield Finding("memory", WARN, detail, fix)
 
 
 def socket_path(urls: tuple[str, ...]) -> Path | None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,6 +103,26 @@ def test_a_real_process_is_alive_until_it_exits_even_as_a_zombie(child: subproce
     child.wait()
     assert not host.alive(child.pid, started)
     assert host.facts(child.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("uid", "cgroup", "user"),
+    [
+        (1000, "0::/user.slice/user-1000.slice/session-1.scope\n", "name-of-1000"),
+        (0, f"0::/system.slice/docker-{ID}.scope\n", ""),
+        (1000, f"0::/kubepods.slice/cri-containerd-{ID}.scope\n", ""),
+        (100_999, f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope\n", "name-of-1000"),
+    ],
+    ids=["host", "docker", "pod", "rootless podman"],
+)
+def test_the_user_of_a_process_is_a_user_of_this_machine(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, uid: int, cgroup: str, user: str
+) -> None:
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=f"name-of-{uid}"))
+    folder = tree.process(30, uid=uid, cgroup=cgroup)
+    for each in (tree.root / "1", folder):
+        (each / "uid_map").write_text("0 0 4294967295\n")
+    assert (facts_of(tree).user, facts_of(tree).uid) == (user, uid)
 
 
 def test_facts_are_read_again_after_a_minute_and_a_user_name_once_its_directory_service_answers(

@@ -86,9 +86,7 @@ def test_a_process_reports_its_memory_limit_and_nccl_s_bytes(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, "--report.interval", "0.1")
-    process = start_torch(
-        GPUMEM_EXPORTER_URL=exporter.url, CUDA_DEVICE_MEMORY_LIMIT_0="6144m", GPU_MEMORY_LIMIT=str(7 * GIB)
-    )
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, CUDA_DEVICE_MEMORY_LIMIT_0="6144m", GPU_PORTION="0.9")
     process.call("alloc", nbytes=MIB)
     process.call("start_client", workload="train")
     exporter.wait_for_processes(process.pid)
