@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_client.wire.nvml_processes import ProcessListError, processes_on_device
-from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE, pid_namespace
+from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE, nvml_interceptor, pid_namespace
 
 _SUCCESS = 0
 
@@ -35,7 +35,12 @@ class DriverReading:
 
 
 def read_driver(uuid: str) -> DriverReading:
-    """Read one device by its UUID (`GPU-…`, `MIG-…`). Takes a few milliseconds. Any thread may call this."""
+    """Read one device by its UUID (`GPU-…`, `MIG-…`). Takes a few milliseconds. Any thread may call this.
+
+    Nothing is known where another library answers for NVML.
+    """
+    if nvml_interceptor():
+        return DriverReading()
     try:
         nvml = _library()
         if not uuid or nvml.nvmlInit_v2() != _SUCCESS:

@@ -32,7 +32,7 @@ from gpumem_exporter.core.samples import (
 _SAMPLE_MAPPINGS = ("phase_peak_bytes", "component_bytes", "component_unmapped_bytes", "kv_cache_bytes")
 _SAMPLE_NUMBERS = tuple(f.name for f in fields(DeviceSample) if f.name not in ("uuid", *_SAMPLE_MAPPINGS))
 _DEVICE = ("gpu", "uuid", "name", "pci_bus_id", "mig_profile", "parent_uuid", "up", "error", "utilization_ratio")
-_IDENTITY = ("world_size", "torch_version", "allocator_settings", "client_version")
+_IDENTITY = ("world_size", "torch_version", "allocator_settings", "client_version", "nvml_interceptor")
 _REPORT = ("step_seconds", "pinned_host_bytes")
 _FACTS_ALWAYS = ("user", "k8s_namespace", "k8s_pod")
 _FACTS = tuple(name for name in IDENTITY_FIELDS if name not in ("command", *_FACTS_ALWAYS))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumem_client.wire import procfs
 from gpumem_client.wire.procfs import describe_command, parse_stat, pid_namespace, split_cmdline, start_time_ticks
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 
@@ -89,3 +90,17 @@ def test_unreadable_values_are_zero() -> None:
 def test_a_process_and_its_host_describe_its_command_identically() -> None:
     cmdline = Path("/proc/self/cmdline").read_bytes()
     assert describe_command(split_cmdline(cmdline)) == describe_command(sys.orig_argv)
+
+
+def test_a_preloaded_library_that_answers_for_nvml_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    preload = tmp_path / "ld.so.preload"
+    assert procfs.nvml_interceptor(str(preload)) == ""
+    preload.write_text("/usr/local/vgpu/libvgpu.so\n")
+    procfs.nvml_interceptor.cache_clear()
+    assert procfs.nvml_interceptor(str(preload)) == "libvgpu.so"
+    preload.unlink()
+    monkeypatch.setenv("LD_PRELOAD", "/usr/local/vgpu/libvgpu.so")
+    procfs.nvml_interceptor.cache_clear()
+    assert procfs.nvml_interceptor(str(preload)) == "libvgpu.so"
+    procfs.nvml_interceptor.cache_clear()

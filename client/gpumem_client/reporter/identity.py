@@ -38,6 +38,7 @@ def current_process(
         slurm_account=os.environ.get("SLURM_JOB_ACCOUNT", "")[:MAX_LABEL_LENGTH],
         ray_job_id=procfs.known_ray_job_id(os.environ.get("RAY_JOB_ID", ""))[:MAX_LABEL_LENGTH],
         world_size=settings.world_size,
+        nvml_interceptor=procfs.nvml_interceptor(),
     )
 
 

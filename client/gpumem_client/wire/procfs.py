@@ -7,6 +7,7 @@ are thread-safe.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ _OPTIONS_WITH_VALUE = "WX"
 _LONG_OPTIONS_WITH_VALUE = ("--check-hash-based-pycs",)
 _MULTIPROCESSING = ("from multiprocessing.spawn import ", "from multiprocessing.forkserver import ")
 _RAY_NIL_JOB_ID = "f" * 8
+_INTERCEPTOR = "libvgpu.so"
 
 
 def describe_command(argv: Sequence[str]) -> str:
@@ -164,3 +166,17 @@ def pid_namespace(proc_entry: str = "/proc/self") -> int:
         return os.stat(f"{proc_entry}/ns/pid").st_ino  # noqa: PTH116
     except OSError:
         return 0
+
+
+@functools.lru_cache(maxsize=None)  # libraries are preloaded when a program starts
+def nvml_interceptor(preload: str = "/etc/ld.so.preload") -> str:
+    """Return the name of a preloaded library that answers for NVML in this process; empty if there is none.
+
+    HAMi's libvgpu.so shows a container's share of a device as the device, and other values of processes.
+    """
+    try:
+        with open(preload, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - a client imports no pathlib
+            preloaded = file.read(1 << 16)
+    except OSError:
+        preloaded = ""
+    return _INTERCEPTOR if _INTERCEPTOR in f"{preloaded} {os.environ.get('LD_PRELOAD', '')}" else ""

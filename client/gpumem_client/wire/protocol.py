@@ -75,6 +75,8 @@ class ProcessIdentity:
     """The job of a Ray worker or driver, from Ray itself, otherwise RAY_JOB_ID of its environment."""
     world_size: int | None = None
     """The number of ranks, at least 1, from the launcher that set the rank."""
+    nvml_interceptor: str = ""
+    """A library that answers for NVML in this process, such as HAMi's libvgpu.so; empty if there is none."""
 
 
 # Not frozen, though no code may change a sample: a frozen class of so many fields takes 9 µs for each object instead of

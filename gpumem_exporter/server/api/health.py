@@ -10,6 +10,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from typing_extensions import TypedDict
 
+from gpumem_client.wire.procfs import nvml_interceptor
 from gpumem_client.wire.units import counted
 from gpumem_exporter.core.samples import NodeReading, Snapshot
 from gpumem_exporter.events.log import EventLog, EventLogStatus
@@ -147,6 +148,9 @@ def _poller_check(poller: PollerStatus) -> Check:
 
 
 def _nvml_check(node: NodeReading | None, poller: PollerStatus) -> Check:
+    interceptor = nvml_interceptor()
+    if interceptor:
+        return _check("degraded", f"{interceptor} answers for NVML here: it shows a container's share as the device")
     if node is None:
         return _check("degraded", poller.error or "the driver has not answered recently")
     if not node.up:

@@ -103,6 +103,7 @@ class ProcessDocument(TypedDict):
     torch_version: str | None
     allocator_settings: str | None
     client_version: str | None
+    nvml_interceptor: str | None
     step: int | None
     step_seconds: float | None
     pinned_host_bytes: int | None

@@ -71,6 +71,7 @@ function settingsOf(process, device) {
     ["Command", process.command],
     ["Launcher", process.orphan && launcherOf(process.orphan)],
     ["Memory limit", device.memory_limit_bytes ? bytes(device.memory_limit_bytes) : null],
+    ["NVML in it", process.nvml_interceptor ? `answered by ${process.nvml_interceptor}` : null],
     ["Reserved, peak", device.reserved_peak_bytes ? bytes(device.reserved_peak_bytes) : null],
     ["NCCL", device.nccl_bytes ? bytes(device.nccl_bytes) : null],
     ["Allocation retries", device.alloc_retries ? String(device.alloc_retries) : null],
