@@ -26,7 +26,7 @@ REPORT_OUTCOMES = (
     *("accepted", "shortened", "dropped", "busy", "foreign_process", "superseded", "unknown_device"),
     *("invalid", "too_large", "unauthorized"),
 )
-ALERT_OUTCOMES = ("acted", "repeated", "cooling", "refused", "resolved", "ignored", "invalid")
+ALERT_OUTCOMES = ("acted", "repeated", "waiting", "cooling", "refused", "resolved", "ignored", "invalid")
 
 _ACTION_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BUCKET = catalog.ACTION_DURATION.part("_bucket", "le")

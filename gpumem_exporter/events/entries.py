@@ -185,6 +185,12 @@ def _action(event: Event) -> str:
     return f"{target}: {', '.join(filter(None, (state, freed)))}, by {caller_text(detail['requested_by'])}{reason}"
 
 
+def _policy_stopped(event: Event) -> str:
+    # An earlier version did not record the end of a stop.
+    until = f"; until {event.detail['until'][:16].replace('T', ' ')} UTC" if event.detail.get("until") else ""
+    return f"{event.detail['rule']}: {event.detail['reason']}{until}"
+
+
 def caller_text(requested_by: str) -> str:
     """Return who requested an action, without the socket and the pid of the request: `uid 1001`, `policy:hoard`."""
     local = _LOCAL_CALLER.match(requested_by)
@@ -211,5 +217,5 @@ _WORDS: dict[str, tuple[str, str, Callable[[Event], str]]] = {
     "process_started": ("started", "info", _process),
     "process_ended": ("ended", "info", lambda event: f"{_process(event)}: {event.detail['reason']}"),
     "action": ("action", "info", _action),
-    "policy_stopped": ("rule stopped", "warning", lambda event: f"{event.detail['rule']}: {event.detail['reason']}"),
+    "policy_stopped": ("rule stopped", "warning", _policy_stopped),
 }

@@ -284,7 +284,7 @@ def read_action(event: Event) -> Action:
     return replace(_action(detail, detail["state"]), results=results, duration_seconds=detail["duration_seconds"])
 
 
-def policy_stopped_event(stop: Stop, stopped_unix_seconds: float) -> Event:
+def policy_stopped_event(stop: Stop, stopped_unix_seconds: float, until: str) -> Event:
     """Build the event of a rule that stops acting on a process or the ranks of a workload, because it did not help."""
     return Event(
         "policy_stopped",
@@ -295,6 +295,7 @@ def policy_stopped_event(stop: Stop, stopped_unix_seconds: float) -> Event:
             "rule": stop.rule.name,
             "action": stop.action.action,
             "reason": stop.reason,
+            "until": until,
             "tries": [asdict(tried) for tried in stop.tries],
         },
     )

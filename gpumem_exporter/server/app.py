@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
 from gpumem_exporter.server.api.actions import actions_router, caller_router
-from gpumem_exporter.server.api.alerts import alerts_router
+from gpumem_exporter.server.api.alerts import AlertReceiver, alerts_router
 from gpumem_exporter.server.api.events import events_router, jobs_router
 from gpumem_exporter.server.api.health import health_router
 from gpumem_exporter.server.api.history import history_router
@@ -135,11 +135,17 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
             snapshot=runtime.snapshot,
         ),
         alerts_router(
-            dispatcher=dispatcher,
-            audit=audit,
+            AlertReceiver(
+                dispatcher,
+                runtime.policies,
+                runtime.snapshot,
+                clock=runtime.clock,
+                wall_clock=runtime.wall_clock,
+                # By then, every process that still runs has reported to an exporter that has just started.
+                complete_seconds=runtime.clock() + runtime.settings.report_expiry,
+            ),
+            own_names=runtime.own_names,
             count_alert=runtime.instruments.count_alert,
-            clock=runtime.clock,
-            wall_clock=runtime.wall_clock,
         ),
         policy_router(runtime.policies),
         profiles_router(

@@ -242,7 +242,7 @@ def _actions() -> list[Any]:
         "Policy rules, by result",
         "Evaluations per second of a rule for a process on a device, without the evaluations whose conditions were"
         " not met. Dry runs appear only here. A rule with only the results stopped, limited, held_back or cooling is"
-        " met and is held back.",
+        " met and is held back. A rule for alerts is pending until an alert names it.",
         (f"sum by (rule, result) (rate({evaluations}[$__rate_interval])) > 0", "{{rule}} {{result}}"),
         unit=units.CountsPerSecond,
     ).no_value("No rule, or no rule whose conditions were met.")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isinf
+from math import inf, isinf
 from typing import NamedTuple
 
 from gpumem_client.wire.reason_codes import ReasonCode
@@ -23,6 +23,7 @@ from gpumem_exporter.actions.engine_starts import describe, devices_of, starts_o
 from gpumem_exporter.actions.model import Action, is_done
 from gpumem_exporter.actions.policy.rules import Rule, StopAfter
 from gpumem_exporter.actions.policy.values import FIELDS, IdleClock, Observation, observations, shown_quantity
+from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 
 MAX_DECISIONS = 16
@@ -65,6 +66,8 @@ class Stop:
     action: Action
     """The last action that did not help."""
     tries: tuple[UnhelpfulAction, ...]
+    resume_seconds: float
+    """When the rule may act there again, on the clock of the snapshots."""
 
     @property
     def reason(self) -> str:
@@ -78,7 +81,8 @@ class _SubjectState:
     acted_seconds: float
     unhelpful: list[UnhelpfulAction] = field(default_factory=list)
     """The last consecutive actions that did not help."""
-    stopped: bool = False
+    resume_seconds: float = 0.0
+    """When the stop of the rule ends; the past if it has not stopped."""
 
 
 class RuleState:
@@ -103,7 +107,7 @@ class RuleState:
     def objection(self, subject: str, share: str, now: float) -> str:
         """Return why the rule does not act now, as one of `RESULTS`; empty if it may act."""
         known = self._subjects.get(subject)
-        if known is not None and known.stopped:
+        if known is not None and now < known.resume_seconds:
             return "stopped"
         if known is not None and now - known.acted_seconds < self.rule.cooldown:
             return "cooling"
@@ -118,14 +122,19 @@ class RuleState:
         self._acted.setdefault(share, deque(maxlen=self.rule.max_per_hour)).append(now)
         self._subjects.setdefault(subject, _SubjectState(now)).acted_seconds = now
 
+    def take_back(self, subject: str, share: str) -> None:
+        """Forget the last call of `acted`, because the action was refused."""
+        self._acted[share].pop()
+        self._subjects[subject].acted_seconds = -inf
+
     def judge(self, subject: str, action: Action) -> Stop | None:
         """Judge an action that has finished and settled. Returns a `Stop` if the rule stops now because of it."""
         stop_after, known = self.rule.stop_after, self._subjects.get(subject)
-        freed, done = action.freed_bytes, any(is_done(result.outcome) for result in action.results)
+        freed, done = _freed_bytes(action), any(is_done(result.outcome) for result in action.results)
         little = stop_after is not None and done and freed is not None and freed < stop_after.freed_under
         if action.dry_run and not little:
             self.presumed.add(subject)
-        if stop_after is None or known is None or known.stopped:
+        if stop_after is None or known is None or known.acted_seconds < known.resume_seconds:
             return None
         why = _why_unhelpful(action, self.rule, stop_after)
         if why is None:
@@ -134,12 +143,15 @@ class RuleState:
             known.unhelpful.clear()
             return None
         known.unhelpful.append(UnhelpfulAction(action.id, freed if done else None, why))
-        known.stopped = len(known.unhelpful) >= stop_after.clears
-        return Stop(self.rule, action, tuple(known.unhelpful)) if known.stopped else None
+        if len(known.unhelpful) < stop_after.clears:
+            return None
+        tries, known.unhelpful = tuple(known.unhelpful), []
+        known.resume_seconds = known.acted_seconds + stop_after.resume_after
+        return Stop(self.rule, action, tries, known.resume_seconds)
 
-    def stopped(self) -> int:
-        """Return the number of subjects for which the rule has stopped."""
-        return sum(known.stopped for known in self._subjects.values())
+    def stopped(self, now: float) -> list[float]:
+        """Return when the rule may act again, for each subject for which it has stopped."""
+        return [known.resume_seconds for known in self._subjects.values() if now < known.resume_seconds]
 
     def forget(self, present: Container[str], now: float) -> None:
         """Forget absent subjects after a while."""
@@ -148,7 +160,9 @@ class RuleState:
         for subject, known in list(self._subjects.items()):
             if subject not in present and now - known.acted_seconds > keep_seconds:
                 del self._subjects[subject]
-        self._acted = {share: acted for share, acted in self._acted.items() if now - acted[-1] < _HOUR_SECONDS}
+        self._acted = {
+            share: acted for share, acted in self._acted.items() if acted and now - acted[-1] < _HOUR_SECONDS
+        }
 
     def take_over(self, earlier: RuleState) -> None:
         """Take over the state from before a reload. If the rule has changed, only the times of its actions are kept."""
@@ -177,15 +191,16 @@ class PolicyEvaluator:
         self._clock = IdleClock(stale_seconds)
         self._needs_clock = any(condition.field == "idle_seconds" for rule in rules for condition in rule.when)
         self._forgot_seconds = 0.0
+        self._evaluated_seconds = 0.0
 
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The rules that are evaluated."""
         return tuple(state.rule for state in self._states.values())
 
-    def stopped(self, rule: str) -> int:
-        """Return the number of processes, or workloads, for which a rule has stopped."""
-        return self._states[rule].stopped()
+    def stopped(self, rule: str) -> list[float]:
+        """Return when a rule may act again, for each process or workload for which it has stopped."""
+        return self._states[rule].stopped(self._evaluated_seconds)
 
     def held_back(self, rule: str) -> tuple[str, ...]:
         """Return for which engines a rule waits now, for people."""
@@ -193,24 +208,31 @@ class PolicyEvaluator:
 
     def take_over(self, earlier: PolicyEvaluator) -> None:
         """Continue the state of the evaluator before a reload, for the rules with the same names."""
-        self._clock = earlier._clock
+        self._clock, self._evaluated_seconds = earlier._clock, earlier._evaluated_seconds
         for name, state in self._states.items():
             before = earlier._states.get(name)
             if before is not None:
                 state.take_over(before)
 
-    def evaluate(self, snapshot: Snapshot, under_way: Callable[[], AbstractSet[ProcessKey]]) -> Evaluation:
-        """Evaluate every rule on every process that it concerns.
+    def evaluate(
+        self,
+        snapshot: Snapshot,
+        under_way: Callable[[], AbstractSet[ProcessKey]],
+        alerted: tuple[str, Callable[[Observation], bool]] | None = None,
+    ) -> Evaluation:
+        """Evaluate every rule on every process that it concerns; or for an alert, one rule on what the alert admits.
 
         `under_way` returns the processes with a running action; it is called only if there is something to decide.
         """
-        now = snapshot.taken_seconds
+        now = self._evaluated_seconds = snapshot.taken_seconds
         clock = self._clock if self._needs_clock else None
         seen = _Observed(tuple(observations(snapshot, self._stale_seconds, clock)))
         round_ = _Round(snapshot, under_way)
-        for state in self._states.values():
-            before, state.held_back = state.held_back, {}
-            self._evaluate_rule(state, seen, round_)
+        name, admits = alerted or (None, None)
+        for state in self._states.values() if name is None else (self._states[name],):
+            before = state.held_back
+            state.held_back = {} if admits is None else dict(before)
+            self._evaluate_rule(state, seen, round_, admits)
             for subject in state.held_back.keys() - before.keys():
                 fields = {"rule": state.rule.name, "reason": state.held_back[subject]}
                 _log.info("a policy rule waits until an inference engine has started", extra={"fields": fields})
@@ -221,22 +243,33 @@ class PolicyEvaluator:
                 state.forget(present, now)
         return Evaluation(round_.decisions, round_.counts)
 
+    def refused(self, decision: Decision) -> None:
+        """Let a rule act on the process of a decision again at once, because the exporter refused its action."""
+        state, seen = self._states[decision.rule.name], decision.observation
+        state.take_back(decision.subject, seen.process.key.share)
+        state.met_since[seen.key] = -inf
+
     def finished(self, decision: Decision, action: Action) -> Stop | None:
         """Take the settled action of a decision; return the stop of its rule, if the rule stops now."""
         state = self._states.get(decision.rule.name)
         # An action from before a change or removal of its rule says nothing about the new one.
         return state.judge(decision.subject, action) if state is not None and state.rule == decision.rule else None
 
-    def _evaluate_rule(self, state: RuleState, seen: _Observed, round_: _Round) -> None:
+    def _evaluate_rule(
+        self, state: RuleState, seen: _Observed, round_: _Round, admits: Callable[[Observation], bool] | None
+    ) -> None:
         rule = state.rule
         concerned = seen.concerned(rule)
         met = seen.met(rule, concerned)
-        round_.count(rule, "unmet", len(concerned) - len(met))
         since = state.met_since
         state.met_since = since = {seen.keys[i]: since.get(seen.keys[i], seen.all[i].sampled_seconds) for i in met}
         if state.presumed:
             state.presumed &= {state.subject(seen.all[i]) for i in met}
-        ready = [i for i in met if seen.all[i].sampled_seconds - since[seen.keys[i]] >= rule.for_seconds]
+        if admits is not None:
+            concerned, met = ([i for i in each if admits(seen.all[i])] for each in (concerned, met))
+        round_.count(rule, "unmet", len(concerned) - len(met))
+        waits = admits is None and rule.trigger == "alert"
+        ready = [i for i in met if not waits and seen.all[i].sampled_seconds - since[seen.keys[i]] >= rule.for_seconds]
         round_.count(rule, "pending", len(met) - len(ready))
         for i in ready:
             # After an action, the conditions have to be true again for the whole time.
@@ -249,7 +282,7 @@ class _Observed:
 
     def __init__(self, all_: tuple[Observation, ...]) -> None:
         self.all = all_
-        self.keys = [f"{each.reporter_id}:{each.sample.uuid}" for each in all_]
+        self.keys = [each.key for each in all_]
         self._by_workload: dict[str, list[int]] = {}
         for index, each in enumerate(all_):
             self._by_workload.setdefault(each.workload, []).append(index)
@@ -363,6 +396,15 @@ def _reason(rule: Rule, seen: Observation) -> str:
     return ", ".join(texts)
 
 
+def _freed_bytes(action: Action) -> int | None:
+    """Return what an action freed: a garbage collection frees tensors, whose memory stays in the cache."""
+    if action.action != "collect_garbage":
+        return action.freed_bytes
+    sizes = [(result.allocated_before_bytes, result.allocated_after_bytes) for result in action.results]
+    freed = [None if before is None or after is None else max(0, before - after) for before, after in sizes]
+    return sum_of_known(freed) if freed else None
+
+
 def _why_unhelpful(action: Action, rule: Rule, stop_after: StopAfter) -> str | None:
     """Return why an action did not help; empty if it helped, None if that is unknown."""
     outcomes = {result.outcome for result in action.results}
@@ -372,7 +414,7 @@ def _why_unhelpful(action: Action, rule: Rule, stop_after: StopAfter) -> str | N
         if any(result.reason_code in _CHANGED_SINCE for result in action.results):
             return None  # this came after the decision, and says nothing about the rule
         return "; ".join(dict.fromkeys(f"{result.outcome}: {result.reason}" for result in action.results))
-    freed, least = action.freed_bytes, stop_after.freed_under
+    freed, least = _freed_bytes(action), stop_after.freed_under
     if freed is None:
         return None  # not measured
     if freed < least:

@@ -169,6 +169,8 @@ class StopAfter(FileSection):
     """An action that released less than this did not help."""
     still_free_after: Annotated[float, BeforeValidator(_quantity("seconds", most=MAX_SETTLE_SECONDS))] = 10.0
     """Of a clear, only what is still free after this settling time counts. 0: everything that it released counts."""
+    resume_after: Annotated[float, BeforeValidator(_quantity("seconds", 1.0))] = _DAY_SECONDS
+    """The rule acts again after this time since the last action."""
 
 
 class Rule(FileSection):
@@ -182,6 +184,8 @@ class Rule(FileSection):
     """The workloads of the rule, as shell patterns."""
     when: Annotated[tuple[Condition, ...], PlainValidator(_read_conditions)]
     """All of them must be true."""
+    trigger: Annotated[str, _require(("conditions", "alert").__contains__, "conditions or alert")] = "conditions"
+    """`alert`: the rule acts only if an alert names it, on a process that meets the conditions at that moment."""
     for_seconds: Annotated[float, BeforeValidator(_quantity("seconds", most=_DAY_SECONDS)), Field(alias="for")] = 0.0
     """All conditions must have been true for this time, without a break."""
     do: _Do

@@ -16,16 +16,21 @@ from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 
-RESULTS = ("unmet", "pending", "acted", "would_act", "refused", "cooling", "busy", "held_back", "limited", "stopped")
-"""The result of evaluating a rule for one process on one device, once a second.
-
-`unmet`: a condition is false or its value is unknown. `pending`: all conditions are true, but not for long enough.
-`acted`, or `would_act` in a dry run: the rule requested its action. `refused`: the exporter rejected the action.
-`cooling`: the rule waits after its last action there; in a dry run also until the conditions have been false once,
-because the action would have changed them. `busy`: another action is running or settling there. `held_back`: an
-inference engine starts on a device there, and released memory would spoil its start. `limited`: the rule
-has reached its number of actions per hour. `stopped`: the rule has stopped there because its actions did not help.
-"""
+RESULTS: Mapping[str, str] = MappingProxyType(
+    {
+        "unmet": "a condition is false or its value is unknown",
+        "pending": "all conditions are true; the rule waits for the time of `for`, or for an alert",
+        "acted": "the rule requested its action",
+        "would_act": "the rule requested its action as a dry run",
+        "refused": "the exporter refused the action",
+        "cooling": "the rule waits after its last action there; a dry run also until the conditions were false once",
+        "busy": "another action is running or settling there",
+        "held_back": "an inference engine starts on a device there, and released memory would spoil its start",
+        "limited": "the rule has reached its number of actions per hour",
+        "stopped": "the rule has stopped there for a while, because its actions did not help",
+    }
+)
+"""The results of evaluating a rule for one process on one device, once a second and for each alert."""
 
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)")
 _BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -70,6 +75,11 @@ class Observation(NamedTuple):
     """None if the driver does not answer."""
     idle_seconds: float
     sampled_seconds: float
+
+    @property
+    def key(self) -> str:
+        """The process on the device."""
+        return f"{self.reporter_id}:{self.sample.uuid}"
 
     @property
     def workload(self) -> str:

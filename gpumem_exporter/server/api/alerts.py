@@ -1,61 +1,54 @@
 """`POST /api/v1/alerts`: the webhook receiver of Alertmanager (version 4). The request guard has authorized the caller.
 
-An alert requests an action with labels or annotations whose names start with `gpumem_`. The reply has an outcome for
-each alert, and the exporter counts them.
+An alert names a rule of the policy file with the label or annotation `gpumem_rule`. Its other labels narrow the rule to
+the processes of the alert. The reply has an outcome for each alert, and the exporter counts them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.declarations import (
-    ACTIONS,
-    MAX_REASON_LENGTH,
-    OPTIONS,
-    ORPHANS,
-    SELECTORS,
-    ActionRequest,
-    RequestOption,
-    Target,
-    invalid_fields,
-)
+from gpumem_exporter.actions.declarations import OUTSIDE_ACTIONS, SELECTORS, ActionRequest, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.errors import ActionRefusedError, IdempotencyConflictError
-from gpumem_exporter.server.api.audit import Audit
-from gpumem_exporter.server.http.problems import ProblemError, field_errors, problems
-from gpumem_exporter.server.http.replies import json_reply, json_response
-from gpumem_exporter.server.security.request_guard import ALERTS_PATH
+from gpumem_exporter.actions.model import Action, is_done
+from gpumem_exporter.actions.selection import (
+    OutsideTarget,
+    SelectedProcess,
+    nothing_matches,
+    select_listed,
+    select_reporting,
+)
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.errors import ActionRefusedError, TargetNotFoundError, TooManyActionsError
+from gpumem_exporter.server.api.alert_actions import PREFIX, AlertRequestError, requested_action
+from gpumem_exporter.server.http.problems import ProblemError, field_errors, problems, retry_after
+from gpumem_exporter.server.http.replies import iso_time, json_reply, json_response
+from gpumem_exporter.server.security.request_guard import ALERTS_PATH, OwnNames
+
+if TYPE_CHECKING:
+    from gpumem_exporter.server.background.policy_runner import PolicyRunner
 
 MAX_ALERTS = 1000
 MAX_REMEMBERED = 4096
-DEFAULT_COOLDOWN_SECONDS = 300.0
-MAX_COOLDOWN_SECONDS = 30 * 86400.0
-PREFIX = "gpumem_"
-_TARGET = "target_"
+RULE = "gpumem_rule"
+DEPRECATED = f"gpumem_action is deprecated, and goes in 0.5: name a rule of the policy file with {RULE}"
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 _log = logging.getLogger(__name__)
 
-# The values of an alert's request, by name without the prefix.
-_OPTIONS: Mapping[str, RequestOption] = {
-    "action": RequestOption({}, choices=ACTIONS),
-    **{_TARGET + name: option for name, option in SELECTORS.items()},
-    _TARGET + "orphans": ORPHANS,
-    _TARGET + "all": RequestOption({}, kind=bool),
-    # The step of a group is known to no alert, and what stays free is shown to no caller of an alert.
-    **{name: option for name, option in OPTIONS.items() if name not in ("at_step", "settle_seconds")},
-    "cooldown_seconds": RequestOption({}, kind=float, least=0, most=MAX_COOLDOWN_SECONDS, unit="seconds"),
-}
-ALERT_KEYS = frozenset(f"{PREFIX}{name}" for name in _OPTIONS)
-"""The labels and annotations with which an alert requests an action."""
 _BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -78,7 +71,7 @@ class AlertBody(_Lenient):
     status: Literal["firing", "resolved"]
     labels: dict[str, str]
     annotations: dict[str, str] = Field(default_factory=dict)
-    starts_at: Annotated[str, Field(alias="startsAt", pattern=r"^[ -~]{1,64}$", description="the start of the firing")]
+    starts_at: Annotated[AwareDatetime, Field(alias="startsAt", description="the start of the firing")]
     fingerprint: Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]{1,64}$", description="of its labels")]
 
     @property
@@ -86,24 +79,34 @@ class AlertBody(_Lenient):
         """The alert's name for people."""
         return self.labels.get("alertname", self.fingerprint)
 
+    @property
+    def reason(self) -> str:
+        """The reason of its actions."""
+        return f"alert {self.name[:128]} ({self.fingerprint})"
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The labels and annotations for the exporter, without the prefix.
+
+        Raises AlertRequestError if a label and an annotation have different values.
+        """
+        texts: dict[str, str] = {}
+        for source in (self.labels, self.annotations):
+            for key, text in source.items():
+                name = key.removeprefix(PREFIX)
+                # A template without a value produces an empty string.
+                if name == key or not text.strip():
+                    continue
+                if texts.setdefault(name, text.strip()) != text.strip():
+                    raise AlertRequestError(f"{key}: the label and the annotation differ")
+        return texts
+
 
 class AlertsBody(_Lenient):
     """A message of Alertmanager's webhook."""
 
     version: Literal["4"]
     alerts: Annotated[list[AlertBody], Field(max_length=MAX_ALERTS)]
-
-
-class AlertRequestError(ActionRefusedError):
-    """The action that an alert requests is invalid; the message says why."""
-
-
-class RequestedAction(NamedTuple):
-    """The action that an alert requests."""
-
-    request: ActionRequest
-    cooldown_seconds: float
-    """The exporter does not act on another firing of the same alert for this time."""
 
 
 def read_alerts(body: bytes) -> AlertsBody:
@@ -114,61 +117,14 @@ def read_alerts(body: bytes) -> AlertsBody:
         raise ProblemError.invalid(field_errors(error.errors(include_url=False, include_input=False))) from None
 
 
-def requested_action(alert: AlertBody) -> RequestedAction | None:
-    """Return the action that an alert requests; None if it requests none. Raises AlertRequestError if it is invalid."""
-    texts = _texts(alert)
-    if "action" not in texts:
-        return None
-    values = {name: _read(name, text) for name, text in texts.items()}
-    cooldown_seconds = values.pop("cooldown_seconds", DEFAULT_COOLDOWN_SECONDS)
-    target = {name.removeprefix(_TARGET): values.pop(name) for name in tuple(values) if name.startswith(_TARGET)}
-    reason = f"alert {alert.name[:128]} ({alert.fingerprint})"
-    given = values.pop("reason", "")
-    values["reason"] = (f"{reason}: {given}" if given else reason)[:MAX_REASON_LENGTH]
-    request = ActionRequest(target=Target(**target), **values)
-    if invalid := invalid_fields(request):
-        raise AlertRequestError(
-            "; ".join(f"{PREFIX}{each.field.replace('.', '_')}: {each.message}" for each in invalid)
-        )
-    return RequestedAction(request, cooldown_seconds)
-
-
-def _texts(alert: AlertBody) -> dict[str, str]:
-    """Return the labels and annotations for the exporter, without the prefix.
-
-    Raises AlertRequestError if a label and an annotation have different values.
-    """
-    texts: dict[str, str] = {}
-    for source in (alert.labels, alert.annotations):
-        for key, text in source.items():
-            name = key.removeprefix(PREFIX)
-            # A template without a value produces an empty string.
-            if name == key or not text.strip():
-                continue
-            if texts.setdefault(name, text.strip()) != text.strip():
-                raise AlertRequestError(f"{key}: the label and the annotation differ")
-    return texts
-
-
-def _read(name: str, text: str) -> Any:
-    option = _OPTIONS.get(name)
-    # Rejected, because a mistyped name could widen the target.
-    if option is None:
-        known = ", ".join(f"{PREFIX}{each}" for each in _OPTIONS)
-        raise AlertRequestError(f"{PREFIX}{name[:64]} is unknown; the names are {known}")
-    try:
-        return option.read(text)
-    except ValueError:
-        raise AlertRequestError(f"{PREFIX}{name}: {text[:64]!r} is invalid: expected {option.expected}") from None
-
-
 class AlertOutcome(TypedDict):
-    """The outcome of one alert: acted, repeated, cooling, refused, resolved or ignored."""
+    """The outcome of one alert: acted, repeated, waiting, cooling, refused, resolved or ignored."""
 
     fingerprint: str
     outcome: str
     reason: str
-    action_id: str | None
+    action_id: Annotated[str | None, Field(description="the first action")]
+    warning: Annotated[str, Field(description="what is deprecated; empty if nothing is")]
 
 
 class AlertsDocument(TypedDict):
@@ -177,103 +133,208 @@ class AlertsDocument(TypedDict):
     alerts: list[AlertOutcome]
 
 
-def alerts_router(
-    *,
-    dispatcher: Dispatcher,
-    audit: Audit,
-    count_alert: Callable[[str], None],
-    clock: Callable[[], float],
-    wall_clock: Callable[[], float],
-) -> APIRouter:
+def alerts_router(receiver: AlertReceiver, *, own_names: OwnNames, count_alert: Callable[[str], None]) -> APIRouter:
     """Return the route of the receiver."""
     router = APIRouter(tags=["alerts"])
-    receiver = AlertReceiver(dispatcher, clock, wall_clock)
 
     @router.post(
         ALERTS_PATH,
-        responses={200: json_reply(AlertsDocument), **problems(401, 403, 413, 415, 422)},
+        responses={200: json_reply(AlertsDocument), **problems(401, 403, 413, 415, 422, 503)},
         openapi_extra=_BODY,
     )
     async def receive(request: Request) -> Response:
-        """Act once on each firing alert that requests an action; does not wait for the actions."""
+        """Act once on each firing alert that names a rule; does not wait for the actions.
+
+        503 if an alert was refused for a reason that passes: Alertmanager then repeats the message. The other alerts of
+        the message have had their effect, and are not acted on again.
+        """
         try:
             message = read_alerts(await request.body())
         except ProblemError:
             count_alert("invalid")
             raise
-        await audit.wait_until_restored()  # otherwise an alert that was acted on before a restart would count as new
-        # Without an await from here on, a second message with the same alerts finds these actions.
-        outcomes = [receiver.take(alert, request.state.caller) for alert in message.alerts]
-        for each in outcomes:
-            count_alert(each["outcome"])
-        return json_response({"alerts": outcomes})
+        address = (request.scope.get("server") or ("",))[0].removeprefix("::ffff:")
+        taken = []
+        for alert in message.alerts:
+            here = own_names.name_this_node(alert.labels.get("instance", ""), address)
+            # Without an await in it, so that a second message with the same alert finds its actions.
+            taken.append(receiver.take(alert, request.state.caller, of_this_node=here))
+            count_alert(taken[-1][0]["outcome"])
+            await asyncio.sleep(0)  # each alert takes about a millisecond where many processes report
+        passing = [(outcome["reason"], seconds) for outcome, seconds in taken if seconds is not None]
+        if passing:
+            reason, seconds = passing[0]
+            detail = f"{len(passing)} of {len(taken)} alerts were refused for a reason that passes: {reason}"
+            raise ProblemError(503, detail, headers={"Retry-After": retry_after(seconds)})
+        return json_response({"alerts": [outcome for outcome, _ in taken]})
 
     return router
 
 
-class _Acted(NamedTuple):
-    """A firing that became an action."""
+class _Firing(NamedTuple):
+    """A firing that became actions."""
 
-    starts_at: str
+    starts_at: datetime
     seconds: float
     cooldown_seconds: float
+    action_ids: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class AlertReceiver:
-    """Acts on alerts once per firing."""
+    """Acts on alerts until an action of each firing is done."""
 
     dispatcher: Dispatcher
+    policies: PolicyRunner | None
+    snapshot: Callable[[], Snapshot]
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
-    acted: OrderedDict[str, _Acted] = field(default_factory=OrderedDict)
-    """The last firing of each alert that became an action, by fingerprint, the least recently seen first."""
+    complete_seconds: float = 0.0
+    """Before this time, a target that is not known may not have reported yet."""
+    firings: OrderedDict[str, _Firing] = field(default_factory=OrderedDict)
+    """The last firing of each alert that became actions, by fingerprint, the least recently seen first."""
 
-    def take(self, alert: AlertBody, caller: Caller) -> AlertOutcome:
-        """Take one alert and return its outcome."""
+    def take(self, alert: AlertBody, caller: Caller, *, of_this_node: bool) -> tuple[AlertOutcome, float | None]:
+        """Take one alert, whose `instance` may name this node.
+
+        Return its outcome, and for a refusal whose reason passes the seconds until then.
+        """
         fields = {"alert": alert.name, "fingerprint": alert.fingerprint, "requested_by": str(caller)}
-        reason, action_id = "", None
+        reason, action_id, warning, retry_seconds = "", None, "", None
         try:
-            if alert.status == "firing":
-                outcome, reason, action_id = self._fire(alert, caller)
-            else:
+            if alert.status == "resolved":
                 outcome = "resolved"
-                if alert.fingerprint in self.acted:
+                if alert.fingerprint in self.firings:
                     _log.info("alert resolved", extra={"fields": fields})
+            else:
+                warning = DEPRECATED if "action" in alert.texts else ""
+                outcome, reason, action_id = self._fire(alert, caller, of_this_node)
         except ActionRefusedError as error:
             # An invalid alert does not fail the whole message: Alertmanager would drop the other alerts with it.
             outcome, reason = "refused", str(error)
             _log.warning("alert refused", extra={"fields": {**fields, "error": reason}})
-        return {"fingerprint": alert.fingerprint, "outcome": outcome, "reason": reason, "action_id": action_id}
+            if isinstance(error, TooManyActionsError):
+                retry_seconds = error.retry_seconds
+            elif isinstance(error, TargetNotFoundError) and self.clock() < self.complete_seconds:
+                retry_seconds = self.complete_seconds - self.clock()
+        shown: AlertOutcome = {
+            "fingerprint": alert.fingerprint,
+            "outcome": outcome,
+            "reason": reason,
+            "action_id": action_id,
+            "warning": warning,
+        }
+        return shown, retry_seconds
 
-    def _fire(self, alert: AlertBody, caller: Caller) -> tuple[str, str, str | None]:
-        """Return the outcome of a firing alert, its reason, and the id of its action."""
-        now = self.clock()
-        requested = requested_action(alert)
-        if requested is None:
-            return "ignored", "the alert has no label or annotation gpumem_action", None
+    def _fire(self, alert: AlertBody, caller: Caller, of_this_node: bool) -> tuple[str, str, str | None]:
+        """Return the outcome of a firing alert, its reason, and the id of its first action."""
+        texts, now = alert.texts, self.clock()
+        if "rule" not in texts and "action" not in texts:
+            return "ignored", f"the alert has no label or annotation {RULE}", None
+        requested = None if "rule" in texts else requested_action(texts, alert.reason)
         # Alertmanager sends a firing alert repeatedly. An alert that fires again after it was resolved has another
         # start.
-        known = self.acted.get(alert.fingerprint)
+        known = self.firings.get(alert.fingerprint)
         if known is not None:
-            self.acted.move_to_end(alert.fingerprint)
+            self.firings.move_to_end(alert.fingerprint)
             if known.starts_at == alert.starts_at:
-                return "repeated", "", None
-            if now - known.seconds < known.cooldown_seconds:
+                if any(map(self._acted, known.action_ids)):
+                    return "repeated", "", None
+            elif now - known.seconds < known.cooldown_seconds:
                 return "cooling", "", None
-        started_unix_seconds = self.wall_clock()
-        try:
-            action = self.dispatcher.submit(
-                requested.request,
-                requested_by=Caller.alert(alert.name, caller),
-                idempotency_key=f"{alert.fingerprint}:{alert.starts_at}",
-            )
-        except IdempotencyConflictError:
-            action = None  # the alert's template now produces another request
-        self.acted[alert.fingerprint] = _Acted(alert.starts_at, now, requested.cooldown_seconds)
-        self.acted.move_to_end(alert.fingerprint)
-        while len(self.acted) > MAX_REMEMBERED:
-            self.acted.popitem(last=False)
-        if action is None or action.created_unix_seconds < started_unix_seconds:
-            return "repeated", "", None  # an earlier run of the exporter acted on it
-        return "acted", "", action.id
+        requested_by = Caller.alert(alert.name, caller)
+        if requested is None:
+            actions, why = self._act_by_rule(alert, texts, requested_by, of_this_node)
+            if not actions:
+                return "waiting", why, None
+        else:
+            actions = [self._act_by_request(alert, requested.request, requested_by, of_this_node)]
+        self.firings[alert.fingerprint] = _Firing(
+            alert.starts_at,
+            now,
+            requested.cooldown_seconds if requested is not None else 0.0,
+            tuple(action.id for action in actions),
+        )
+        self.firings.move_to_end(alert.fingerprint)
+        while len(self.firings) > MAX_REMEMBERED:
+            self.firings.popitem(last=False)
+        return "acted", "", actions[0].id
+
+    def _acted(self, action_id: str) -> bool:
+        """Return whether an action is done or may still be, or is too old to be known."""
+        action = self.dispatcher.get(action_id)
+        return action is None or not action.finished or any(is_done(result.outcome) for result in action.results)
+
+    def _act_by_rule(
+        self, alert: AlertBody, texts: dict[str, str], requested_by: Caller, of_this_node: bool
+    ) -> tuple[list[Action], str]:
+        """Return the actions of the alert's rule, and if there is none, why the rule does not act now."""
+        rule, others = texts["rule"], sorted(texts.keys() - {"rule"})
+        if others:  # ignored, they could let a rule do more than the author of the alert expects
+            raise AlertRequestError(f"{PREFIX}{others[0][:64]} has no effect beside {RULE}: the rule says what is done")
+        if self.policies is None:
+            raise AlertRequestError(f"{RULE}: the exporter was started without --policy.file")
+        names = [each.name for each in self.policies.evaluator.rules]
+        if rule not in names:
+            raise AlertRequestError(f"{RULE}: no rule {rule[:64]!r}; the rules are {', '.join(names) or 'none'}")
+        snapshot = self.snapshot()
+        target = _narrowed(alert, Target(all=True), of_this_node=of_this_node)
+        selected = _required(select_reporting(target, snapshot), target, snapshot)
+        older = [one for one in selected if not self._younger(one, alert)]
+        if not older:
+            raise AlertRequestError(self._younger(selected[0], alert))
+        admitted = {(one.process.key, sample.uuid) for one in older for sample in one.samples}
+        return self.policies.act_on_alert(
+            rule,
+            lambda seen: (seen.process.key, seen.sample.uuid) in admitted,
+            requested_by=requested_by,
+            reason=alert.reason,
+        )
+
+    def _act_by_request(
+        self, alert: AlertBody, request: ActionRequest, requested_by: Caller, of_this_node: bool
+    ) -> Action:
+        _log.warning("an alert with gpumem_action is deprecated", extra={"fields": {"alert": alert.name}})
+        snapshot = self.snapshot()
+        target = _narrowed(alert, request.target, of_this_node=of_this_node)
+        listed = select_listed(target, snapshot) if request.action in OUTSIDE_ACTIONS else ()
+        for one in _required((*select_reporting(target, snapshot), *listed), target, snapshot):
+            if why := self._younger(one, alert):
+                raise AlertRequestError(why)
+        return self.dispatcher.submit(replace(request, target=target), requested_by=requested_by)
+
+    def _younger(self, one: SelectedProcess | OutsideTarget, alert: AlertBody) -> str:
+        """Return that a process is not known to be older than the firing; empty if it is older."""
+        # The alert is about an earlier process with the same pid.
+        ticks = one.start_time_ticks if isinstance(one, OutsideTarget) else one.process.start_time_ticks
+        age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / _TICKS_PER_SECOND
+        started, starts_at = self.wall_clock() - age_seconds, alert.starts_at.timestamp()
+        if ticks and started <= starts_at:
+            return ""
+        return (
+            f"{one} started at {iso_time(started) if ticks else 'an unknown time'}, the alert at {iso_time(starts_at)}"
+        )
+
+
+def _narrowed(alert: AlertBody, target: Target, *, of_this_node: bool) -> Target:
+    """Return a target narrowed by the alert's labels. Raises AlertRequestError if a label contradicts the target.
+
+    The uuid of a device names its node, too; a pid and an index do not.
+    """
+    labels = {name: label for name in SELECTORS if (label := alert.labels.get(name))}
+    for name, label in labels.items():
+        if not target.admits(name, label):
+            raise AlertRequestError(f"{PREFIX}target_{name} contradicts the alert's label {name}={label[:64]!r}")
+    given = {**target.given, **labels}
+    if "uuid" not in given and not of_this_node:
+        instance = alert.labels.get("instance", "")[:64]
+        raise AlertRequestError(
+            f"the alert may be of another node: it has no label uuid, and its instance {instance!r} is not this node"
+        )
+    return Target(**given, orphans=target.orphans, all=not given and target.all)
+
+
+def _required(selected: Sequence[SelectedProcess | OutsideTarget], target: Target, snapshot: Snapshot) -> Sequence[Any]:
+    if not selected:
+        raise TargetNotFoundError(nothing_matches(target, snapshot.names.reporting))
+    return selected

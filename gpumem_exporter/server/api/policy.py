@@ -23,6 +23,7 @@ class RuleDocument(TypedDict):
     name: str
     dry_run: bool
     stopped: int
+    stopped_until: Annotated[str | None, Field(description="when the last of these stops ends")]
     held_back: Annotated[list[str], Field(description="the inference engines whose start the rule waits for now")]
 
 
@@ -49,7 +50,8 @@ def policy_router(policies: PolicyRunner | None) -> APIRouter:
             {
                 "name": rule.name,
                 "dry_run": rule.dry_run,
-                "stopped": policies.evaluator.stopped(rule.name),
+                "stopped": len(policies.evaluator.stopped(rule.name)),
+                "stopped_until": policies.stopped_until(rule.name),
                 "held_back": list(policies.evaluator.held_back(rule.name)),
             }
             for rule in rules

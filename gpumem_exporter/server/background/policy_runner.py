@@ -9,19 +9,23 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.declarations import MAX_REASON_LENGTH
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.evaluation import Decision, PolicyEvaluator
+from gpumem_exporter.actions.policy.evaluation import Decision, Evaluation, PolicyEvaluator
 from gpumem_exporter.actions.policy.rules import Rule, read_policy
+from gpumem_exporter.actions.policy.values import RESULTS, Observation
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
-from gpumem_exporter.errors import ActionRefusedError
+from gpumem_exporter.errors import ActionRefusedError, TooManyActionsError
 from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.recorder import policy_stopped_event
+from gpumem_exporter.server.http.replies import iso_time
 
 _log = logging.getLogger(__name__)
 
@@ -68,10 +72,49 @@ class PolicyRunner:
                 if action is not None:
                     self._finished(decision, action)
         found = self.evaluator.evaluate(self._snapshot(), self._under_way)
+        self._count(found)
+        for decision in found.decisions:
+            # `_submit` has logged the error, and the rule acts again after its cooldown.
+            with contextlib.suppress(ActionRefusedError):
+                self._submit(decision, Caller.policy(decision.rule.name))
+
+    def act_on_alert(
+        self, rule: str, admits: Callable[[Observation], bool], *, requested_by: Caller, reason: str
+    ) -> tuple[list[Action], str]:
+        """Let a rule act on the processes that an alert admits and that meet the rule's conditions now.
+
+        Return the actions, and if there is none, why the rule does not act. Raises ActionRefusedError if the exporter
+        refuses all actions.
+        """
+        found = self.evaluator.evaluate(self._snapshot(), self._under_way, (rule, admits))
+        self._count(found)
+        actions: list[Action] = []
+        refusals: list[ActionRefusedError] = []
+        for decision in found.decisions:
+            request = replace(decision.request, reason=f"{reason}: {decision.request.reason}"[:MAX_REASON_LENGTH])
+            try:
+                actions.append(self._submit(replace(decision, request=request), requested_by))
+            except ActionRefusedError as error:
+                refusals.append(error)
+                if isinstance(error, TooManyActionsError):
+                    self.evaluator.refused(decision)  # the alert is repeated before the cooldown ends
+        if refusals and not actions:
+            raise refusals[0]
+        why = "; ".join(RESULTS[result] for _, result in found.counts)
+        why = why or "it is not for this workload, or the last sample is old"
+        return actions, "" if actions else f"the rule {rule} does not act now: {why}"
+
+    def stopped_until(self, rule: str) -> str | None:
+        """Return when the last stop of a rule ends, as ISO 8601; None if the rule has not stopped."""
+        resume_seconds = max(self.evaluator.stopped(rule), default=None)
+        return None if resume_seconds is None else iso_time(self._unix_seconds(resume_seconds))
+
+    def _unix_seconds(self, seconds: float) -> float:
+        return self._wall_clock() + seconds - self._snapshot().taken_seconds
+
+    def _count(self, found: Evaluation) -> None:
         for (rule, result), count in found.counts.items():
             self._instruments.count_policy(rule, result, count)
-        for decision in found.decisions:
-            self._instruments.count_policy(decision.rule.name, self._submit(decision), 1)
 
     async def reload(self, requested_by: str) -> tuple[Rule, ...]:
         """Read the file again. If it is invalid, raise ConfigurationError; then the earlier rules stay in force."""
@@ -111,34 +154,37 @@ class PolicyRunner:
         own = {decision.observation.process.key for decision in self._running.values()}
         return {*self._dispatcher.under_way(), *own}
 
-    def _submit(self, decision: Decision) -> str:
-        """Submit the action of a decision and return its result, one of `values.RESULTS`."""
+    def _submit(self, decision: Decision, requested_by: Caller) -> Action:
+        """Submit the action of a decision, and count it. Raises ActionRefusedError, which is logged."""
         rule = decision.rule
         try:
-            action = self._dispatcher.submit(decision.request, requested_by=Caller.policy(rule.name))
+            action = self._dispatcher.submit(decision.request, requested_by=requested_by)
         except ActionRefusedError as error:
             fields = {"rule": rule.name, "target": decision.request.target.describe(), "error": str(error)}
             _log.warning("the action of a policy rule was refused", extra={"fields": fields})
-            return "refused"
+            self._instruments.count_policy(rule.name, "refused", 1)
+            raise
         if action.finished:
             self._finished(decision, action)
         else:
             self._running[action.id] = decision
-        return "would_act" if rule.dry_run else "acted"
+        self._instruments.count_policy(rule.name, "would_act" if rule.dry_run else "acted", 1)
+        return action
 
     def _finished(self, decision: Decision, action: Action) -> None:
         """Log that a rule stops, and record it as an event. The stop of a dry run has no event."""
         stop = self.evaluator.finished(decision, action)
         if stop is None:
             return
-        dry_run = stop.rule.dry_run
+        dry_run, until = stop.rule.dry_run, iso_time(self._unix_seconds(stop.resume_seconds))
         fields = {
             "rule": stop.rule.name,
             "target": stop.action.target.describe(),
             "reason": stop.reason,
+            "until": until,
             "dry_run": str(dry_run).lower(),
         }
         verb = "would stop" if dry_run else "stopped"
         _log.warning(f"a policy rule {verb}, because its action does not help", extra={"fields": fields})
         if not dry_run:
-            self._event_log.put((policy_stopped_event(stop, self._wall_clock()),))
+            self._event_log.put((policy_stopped_event(stop, self._wall_clock(), until),))

@@ -183,8 +183,8 @@ class OwnNames:
         # In a DNS rebinding attack, another site's name resolves to this machine's address; the name reveals the
         # attack. An IP address cannot be rebound, so every IP address is accepted.
         authority = headers.get(b"host", b"").decode("latin-1")
-        host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
-        if not authority or host.lower().rstrip(".") in self._names:
+        host = _host(authority)
+        if not authority or host in self._names:
             return
         try:
             ipaddress.ip_address(host)
@@ -192,6 +192,20 @@ class OwnNames:
             shown = repr(authority[:200])
             detail = f"the Host {shown} is not this exporter's: use its IP address, the machine's name or a token"
             raise ProblemError(403, detail) from None
+
+    def name_this_node(self, authority: str, address: str) -> bool:
+        """Return whether `host:port` names this machine and no other; `address` is the one that a request came to."""
+        host = _host(authority)
+        try:
+            ip = ipaddress.ip_address(host)
+        except ValueError:
+            return host in self._names - _LOOPBACK_NAMES
+        return not ip.is_loopback and not ip.is_unspecified and host in (*self._names, address)
+
+
+def _host(authority: str) -> str:
+    host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
+    return host.lower().rstrip(".")
 
 
 def require_own_page(headers: Mapping[bytes, bytes]) -> None:

@@ -20,8 +20,8 @@ from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 SLACK = Condition("slack_bytes", over=100 * MIB)
 
 
-def stop_after(clears: int = 3, freed_under: float = 64 << 20, still_free_after: float = 0.0) -> dict[str, Any]:
-    return {"clears": clears, "freed_under": freed_under, "still_free_after": still_free_after}
+def stop_after(clears: int = 3, freed_under: float = 64 << 20, **changes: Any) -> dict[str, Any]:
+    return {"clears": clears, "freed_under": freed_under, "still_free_after": 0.0, **changes}
 
 
 def rule(name: str = "r", *when: Condition, group: bool = False, **changes: Any) -> Rule:
@@ -30,9 +30,10 @@ def rule(name: str = "r", *when: Condition, group: bool = False, **changes: Any)
     do |= {key: changes.pop(key) for key in ("action", "force") if key in changes}
     bounds = {each.field: {"over": each.over, "under": each.under} for each in when or (SLACK,)}
     known = {name: {key: bound for key, bound in both.items() if not isinf(bound)} for name, both in bounds.items()}
-    stop = changes.pop("stop_after", stop_after()) or "never"
+    default = stop_after() if do["action"] == "empty_cache" else {}
+    stop = changes.pop("stop_after", default) or "never"
     document = {"name": name, "workloads": ["*"], "when": known, "do": do, "cooldown": 10.0, "dry_run": False}
-    if do["action"] == "empty_cache":
+    if do["action"] in ("empty_cache", "collect_garbage"):
         document["stop_after"] = stop
     return Rule.model_validate(as_texts({**document, **changes}), context=ACTIONS)
 
@@ -85,11 +86,12 @@ class Bench:
         outcome: str = "done",
         still_free: int | None = None,
         code: ReasonCode | None = None,
+        **sizes: int,
     ) -> Stop | None:
-        sizes: dict[str, Any] = {"freed_bytes": freed, "still_free_bytes": still_free}
-        row = ActionResult(1, "train", "", "0", UUIDS[0], outcome, "why", reason_code=code, **sizes)
-        dry = decision.request.dry_run
-        action = Action(f"a{self.now}", "empty_cache", "done", "policy:r", 0.0, Target(pid=1), dry_run=dry)
+        known: dict[str, Any] = {"freed_bytes": freed, "still_free_bytes": still_free, **sizes}
+        row = ActionResult(1, "train", "", "0", UUIDS[0], outcome, "why", reason_code=code, **known)
+        name, dry = decision.request.action, decision.request.dry_run
+        action = Action(f"a{self.now}", name, "done", "policy:r", 0.0, Target(pid=1), dry_run=dry)
         return self.evaluator.finished(decision, replace(action, results=(row,)))
 
 
@@ -292,7 +294,7 @@ def test_a_rule_stops_after_consecutive_clears_that_release_little() -> None:
     assert stop is not None
     assert re.search(r"\bempty_cache\b.*\b3\b.*\b2\.0 MiB", stop.reason)
     assert [tried.freed_bytes for tried in stop.tries] == [MIB, 0, 2 * MIB]
-    assert bench.evaluator.stopped("r") == 1
+    assert bench.evaluator.stopped("r") == [stop.resume_seconds]
     assert only(bench.hoarding(1000.0), "stopped")
     found = bench.evaluate(process(1, at=bench.now), process(2, at=bench.now))
     assert [decision.observation.process.key for decision in found.decisions] == [ProcessKey(1, 2)]
@@ -305,6 +307,49 @@ def test_a_helpful_clear_resets_the_count(dry_run: bool) -> None:
         assert bench.act(freed=freed) is None
         bench.evaluate(process(1, sample(), at=bench.now))  # a dry run acts again after its conditions were false
     assert bench.act(freed=0) is not None
+
+
+def test_a_stopped_rule_starts_again_after_a_day_or_the_time_in_the_file() -> None:
+    for resume_after, changes in ((86400.0, {}), (7200.0, {"resume_after": "2h"})):
+        bench = Bench(rule(stop_after=stop_after(2, 64 * MIB, **changes)))
+        for _ in range(2):
+            bench.act(freed=0)
+            bench.act(freed=0)
+            acted = bench.now
+            assert bench.evaluator.stopped("r") == [acted + resume_after]
+            assert only(bench.hoarding(resume_after - 1.0), "stopped")
+            bench.now += 1.0
+            bench.evaluate()
+            assert not bench.evaluator.stopped("r")
+            assert bench.act(0.0, freed=200 * MIB) is None
+
+
+@pytest.mark.parametrize(("after", "helps"), [(1 * MIB, True), (800 * MIB, False), (900 * MIB, False)])
+def test_a_garbage_collection_is_judged_by_the_bytes_that_were_allocated(after: int, helps: bool) -> None:
+    bench = Bench(rule(action="collect_garbage", stop_after={"clears": "1", "freed_under": "64MiB"}))
+    stop = bench.act(freed=0, allocated_before_bytes=801 * MIB, allocated_after_bytes=after)
+    assert (stop is None) == helps
+    bench = Bench(rule(action="collect_garbage", stop_after={"clears": "1"}))
+    assert bench.act(freed=0) is None, "not measured"
+
+
+def test_a_rule_for_alerts_acts_only_for_an_alert_and_on_what_the_alert_admits() -> None:
+    bench = Bench(rule("r", trigger="alert"), rule("other", workloads=("eval",)))
+    assert only(bench.hoarding(), "pending")
+    pair = [process(pid, at=bench.now) for pid in (1, 2)]
+
+    def of(*pids: int) -> Evaluation:
+        alerted = "r", lambda seen: seen.process.key.pid in pids
+        return bench.evaluator.evaluate(
+            Snapshot(bench.now, bench.reading, tuple(pair)), lambda: bench.under_way, alerted
+        )
+
+    assert of(3) == ([], {})
+    assert [decision.request.target for decision in of(2).decisions] == [Target(pid=2)]
+    found = of(1, 2)
+    assert [decision.request.target for decision in found.decisions] == [Target(pid=1)]
+    assert found.counts == {("r", "cooling"): 1}
+    assert only(bench.hoarding(100.0), "pending")
 
 
 def test_a_dry_run_acts_again_only_after_its_conditions_were_false() -> None:
@@ -353,7 +398,7 @@ def test_a_silent_process_is_remembered_for_an_hour() -> None:
     assert only(bench.hoarding(), "stopped")
     bench.now += 1800
     bench.evaluate()
-    assert bench.evaluator.stopped("r") == 0
+    assert not bench.evaluator.stopped("r")
 
 
 def starting(uuid: str = UUIDS[0], host_pid: int = 50) -> StartingEngine:

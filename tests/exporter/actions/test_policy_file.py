@@ -56,14 +56,16 @@ rules:
     do: {action: empty_cache, mode: idle, collect_garbage: true, deadline: 2m}
     cooldown: 1h
     max_per_hour: 6
-    stop_after: {clears: 2, freed_under: 1GB, still_free_after: 30}
+    stop_after: {clears: 2, freed_under: 1GB, still_free_after: 30, resume_after: 2d}
+    trigger: alert
     dry_run: false
 """,
     )
     assert (rule.name, rule.workloads, rule.dry_run) == ("full.rule-1", ["notebook-*", "eval"], False)
     assert rule.when == (Condition("device_free_ratio", under=0.05), Condition("idle_seconds", 90.0, 7200.0))
     assert (rule.for_seconds, rule.cooldown, rule.max_per_hour) == (90.0, 3600.0, 6)
-    assert rule.stop_after == StopAfter.model_validate({"clears": "2", "freed_under": "1GB", "still_free_after": "30"})
+    stop = {"clears": "2", "freed_under": "1GB", "still_free_after": "30", "resume_after": "48h"}
+    assert (rule.trigger, rule.stop_after) == ("alert", StopAfter.model_validate(stop))
     request = rule.request
     assert (request.action, request.mode, request.collect_garbage) == ("empty_cache", "idle", True)
     assert request.deadline_seconds == 120.0
@@ -74,7 +76,7 @@ def test_a_minimal_rule_is_a_dry_run_with_default_limits(tmp_path: Path) -> None
     assert rule.dry_run is True
     assert (rule.request.mode, rule.request.group) == ("now", False)
     assert (rule.for_seconds, rule.cooldown, rule.max_per_hour) == (0.0, 300.0, 12)
-    assert rule.stop_after == StopAfter()
+    assert (rule.trigger, rule.stop_after) == ("conditions", StopAfter())
     assert rule.request.settle_seconds == 10.0
 
 
@@ -93,7 +95,18 @@ def test_the_documented_rules_are_dry_runs_and_clear_only_what_stays_free(tmp_pa
             assert rule.dry_run
             assert rule.request.action != "empty_cache" or "idle_cache_bytes" in [each.field for each in rule.when]
     assert [name for name in FIELDS if name not in example] == []
-    for key in ("for", "cooldown", "max_per_hour", "stop_after", "still_free_after", "dry_run", "group", "deadline"):
+    for key in (
+        "trigger",
+        "resume_after",
+        "for",
+        "cooldown",
+        "max_per_hour",
+        "stop_after",
+        "still_free_after",
+        "dry_run",
+        "group",
+        "deadline",
+    ):
         assert f"{key}:" in example
 
 
@@ -120,6 +133,8 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
             6,
             ("still_free_after", "empty_cache"),
         ),
+        (lambda text: text + "    trigger: alerts\n", 6, ("trigger: 'alerts'", "conditions or alert")),
+        (lambda text: text + "    stop_after: {resume_after: 0}\n", 6, ("resume_after: '0'", " 1 s")),
         (lambda text: text + "    cooldown: soon\n", 6, ("cooldown: 'soon'", "60s, 5m or 1h")),
         (lambda text: text + "    max_per_hour: 0\n", 6, ("max_per_hour: '0'", "equal to 1")),
         (lambda text: text + "    dry_run: yes\n", 6, ("dry_run: 'yes'", "true", "false")),

@@ -78,7 +78,12 @@ def runs(count: int, every_seconds: float = 60.0, **changes: Any) -> list[Event]
         (event("process_ended", detail={"reason": "it exited"}), "ended", "info", ("llm (pid 7)", "it exited")),
         (event("action", detail=ACTION), "clear", "info", ("llm:", "freed 3.0 GiB", "by uid 1001", "make room")),
         (event("action", detail={**ACTION, "state": "expired"}), "clear", "info", ("llm: expired", "3.0 GiB")),
-        (event("policy_stopped", detail={"rule": "hoard", "reason": "in vain"}), "rule stopped", "warning", ("hoard",)),
+        (
+            event("policy_stopped", detail={"rule": "hoard", "reason": "in vain", "until": "2026-01-31T12:00:00.000Z"}),
+            "rule stopped",
+            "warning",
+            ("hoard: in vain; until 2026-01-31 12:00 UTC",),
+        ),
     ],
 )
 def test_an_event_has_a_title_a_severity_and_a_text(

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,12 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import QUICK
+from tests.support.policies import rule, written
 from tests.support.running_exporter import RunningExporter, problem, running_exporter
 from tests.support.waiting import eventually, patient, wait_for
 
 RELOAD = "/-/reload"
 EVALUATIONS = "gpumem_policy_evaluations_total"
-
-
-def rule(name: str = "tidy", **changes: Any) -> dict[str, Any]:
-    """A rule that acts on any process with slack."""
-    return {
-        "name": name,
-        "workloads": ["*"],
-        "when": {"slack_bytes": {"over": "10MiB"}},
-        "do": {"action": "empty_cache"},
-        "dry_run": False,
-        **changes,
-    }
-
-
-def written(path: Path, *rules: dict[str, Any]) -> Path:
-    """A policy file: JSON is YAML."""
-    path.write_text(json.dumps({"rules": list(rules)}, indent=1))
-    return path
 
 
 @pytest.fixture
@@ -143,8 +127,8 @@ def test_reload_applies_the_file_and_returns_its_rules(exporter: RunningExporter
     answer = exporter.request("POST", RELOAD, Content_Type="application/x-www-form-urlencoded")
     assert answer.status == 200
     assert json.loads(answer.body)["rules"] == [
-        {"name": "one", "dry_run": False, "stopped": 0, "held_back": []},
-        {"name": "two", "dry_run": True, "stopped": 0, "held_back": []},
+        {"name": "one", "dry_run": False, "stopped": 0, "stopped_until": None, "held_back": []},
+        {"name": "two", "dry_run": True, "stopped": 0, "stopped_until": None, "held_back": []},
     ]
     assert exporter.sample(EVALUATIONS, rule="two", result="acted") == 0
     assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") is None
@@ -207,4 +191,10 @@ def test_a_rule_that_does_not_help_stops_with_an_event(tmp_path: Path) -> None:
 
         eventually(evaluated_as_stopped)
         assert len(process.ran) == 2
-        assert json.loads(exporter.request("POST", RELOAD).body)["rules"][0]["stopped"] == 1
+        (listed,) = json.loads(exporter.request("POST", RELOAD).body)["rules"]
+        assert listed["stopped"] == 1
+        until, recorded = (
+            datetime.fromisoformat(text.replace("Z", "+00:00")) for text in (listed["stopped_until"], detail["until"])
+        )
+        assert 23 < (until - datetime.now(timezone.utc)).total_seconds() / 3600 <= 24
+        assert abs((until - recorded).total_seconds()) < 1

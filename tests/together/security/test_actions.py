@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,9 @@ def test_an_idempotency_key_cannot_be_taken_from_another_caller_or_an_alert(
         assert act(eve, url, "reset_peak", target={"pid": eve.pid}, key=key).status == 200
     assert targets(act(ada, url, target={"pid": ada.pid}, key=keys[0])) == {ada.pid}
     labels = {"alertname": f"Leak by policy:x{url}", "gpumem_action": "reset_peak", "gpumem_target_pid": str(eve.pid)}
-    alert = {"status": "firing", "labels": labels, "startsAt": f"monday-{url}", "fingerprint": fingerprint}
+    labels["uuid"] = UUIDS[0]
+    starts_at = datetime.now(timezone.utc).isoformat()
+    alert = {"status": "firing", "labels": labels, "startsAt": starts_at, "fingerprint": fingerprint}
     message = {"version": "4", "alerts": [alert]}
     (outcome,) = root.request(url, "POST", "/api/v1/alerts", message).document["alerts"]
     assert outcome["outcome"] == "acted"
