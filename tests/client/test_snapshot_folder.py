@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from gpumem_client.allocator import snapshot_file
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import SnapshotFile
+from gpumem_client.wire.reason_codes import ReasonCode
 
 
 @pytest.fixture
@@ -64,6 +67,46 @@ def test_only_the_newest_files_are_kept(folder: Path) -> None:
     newest = Path(write().path)
     assert len(list(folder.iterdir())) == 64
     assert newest.exists()
+
+
+def large_snapshots(folder: Path, count: int, mib: int) -> None:
+    """Sparse files, the newest with the highest number."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for number in range(count):
+        file = folder / f"gpumem-{number:03}.pickle"
+        file.touch()
+        os.truncate(file, mib << 20)
+        os.utime(file, (number, number))
+
+
+def free_space(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    found = SimpleNamespace(f_bavail=free_bytes, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+
+
+def test_all_files_together_take_at_most_two_gib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_space(monkeypatch, 1 << 40)
+    large_snapshots(folder, 20, mib=256)
+    newest = write().path
+    files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
+    assert sum(file.stat().st_size for file in files) <= 2 << 30
+    assert [file.name for file in files] == [*(f"gpumem-{i:03}.pickle" for i in range(13, 20)), Path(newest).name]
+
+
+def test_the_files_take_at_most_a_tenth_of_the_free_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large_snapshots(folder, 4, mib=100)
+    free_space(monkeypatch, 1600 << 20)  # and 400 of the files
+    newest = write().path
+    assert {file.name for file in folder.iterdir()} == {"gpumem-003.pickle", Path(newest).name}
+
+
+def test_a_snapshot_that_is_too_large_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(mode=0o700)
+    free_space(monkeypatch, 100)
+    with pytest.raises(CommandRefusedError, match="larger than 10 B") as refused:
+        write()
+    assert refused.value.reason_code is ReasonCode.SNAPSHOT_NOT_WRITTEN
+    assert list(folder.iterdir()) == []
 
 
 def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:

@@ -11,18 +11,23 @@ import heapq
 import os
 import pickle
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gpumem_client.allocator.allocator import AnyAllocator, attached, no_cuda
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import MAX_TEXT_LENGTH, SnapshotBlock, SnapshotFile, SnapshotSegment
 from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_client.wire.units import human_bytes
 
 _KEPT_FILES = 64
+# The limit of all files together, and the part of the free space that they may take: many systems keep /tmp in memory.
+_KEPT_BYTES = 2 << 30
+_PART_OF_FREE = 10
 # The file keeps this number of the newest history entries per device; an entry with its stack takes kilobytes.
 _TRACE_ENTRIES_MAX = 50_000
 # memory_viz rejected protocol 5 until May 2026.
@@ -62,34 +67,46 @@ def _own_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"gpumem-snapshots-{os.getuid()}"
 
 
-def _age_order(file: Path) -> float:
-    """Return the time of the file; 0 if another process has removed it."""
+def _status(file: Path) -> tuple[float, int]:
+    """Return the time and the bytes of the file; zeros if another process has removed it."""
     try:
-        return file.stat().st_mtime
+        status = file.stat()
     except OSError:
-        return 0.0
+        return 0.0, 0
+    return status.st_mtime, status.st_size
 
 
 def write_snapshot(allocator: AnyAllocator) -> SnapshotFile:
     """Take a snapshot and write it into `snapshot_folder()`, where the last 64 are kept.
 
+    Together they take at most 2 GiB, and at most a tenth of the space that is free without them.
+
     Keeps the GIL for about half a microsecond per block.
 
     Raises:
-        CommandRefusedError: there is no snapshot, the folder is another user's, or the file cannot be written.
+        CommandRefusedError: there is no snapshot, the folder is another user's, or the file is too large or cannot be
+            written.
     """
     taken = allocator.snapshot()
     taken["device_traces"] = [trace[-_TRACE_ENTRIES_MAX:] for trace in taken.get("device_traces", ())]
     try:
         file = _next_file(snapshot_folder())
-        size = write_file(file, taken)
+        most = _make_room(file.parent)
+        size = write_file(file, taken, most)
+        _make_room(file.parent, new=file)
+    except _TooLargeError:
+        raise CommandRefusedError(
+            f"the snapshot is larger than {human_bytes(most)}, which snapshots may take in {file.parent}: 2 GiB, or a "
+            "tenth of the free space if that is less; set GPUMEM_SNAPSHOT_DIR to a larger file system",
+            ReasonCode.SNAPSHOT_NOT_WRITTEN,
+        ) from None
     except OSError as error:
         raise CommandRefusedError(f"the snapshot cannot be written: {error}", ReasonCode.SNAPSHOT_NOT_WRITTEN) from None
     return _summary(allocator, taken, file, size)
 
 
 def _next_file(folder: Path) -> Path:
-    """Return a name for a new file in the folder, and remove the oldest snapshots there."""
+    """Return a name for a new file in the folder."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder == _own_folder():
         # Another user may have created the path before: as a folder that others may write to, or as a link.
@@ -100,25 +117,58 @@ def _next_file(folder: Path) -> Path:
                 f"{folder} is not a private folder of this user; set GPUMEM_SNAPSHOT_DIR to a private folder",
                 ReasonCode.SNAPSHOT_NOT_WRITTEN,
             )
-    snapshots = sorted(folder.glob("gpumem-*.pickle"), key=_age_order)
-    for old in snapshots[: max(0, len(snapshots) + 1 - _KEPT_FILES)]:
-        with contextlib.suppress(OSError):
-            old.unlink()
     taken = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     return folder / f"gpumem-{os.getpid()}-{taken}-{time.monotonic_ns()}.pickle"
 
 
-def write_file(file: Path, taken: dict[str, Any]) -> int:
-    """Write a complete file that only this user may read. Returns its bytes.
+def _make_room(folder: Path, new: Path | None = None) -> int:
+    """Remove the oldest files, but not `new`, until the others are within the limits. Returns the limit in bytes."""
+    # Also the parts of processes that were killed while they wrote.
+    found = (*folder.glob("gpumem-*.pickle"), *folder.glob(".gpumem-*.pickle.*.part"))
+    files = sorted(found, key=lambda file: (file == new, _status(file)[0]))
+    kept_bytes = sum(_status(file)[1] for file in files)
+    space = os.statvfs(folder)
+    most = min(_KEPT_BYTES, (space.f_bavail * space.f_frsize + kept_bytes) // _PART_OF_FREE)
+    count = len(files) + (new is None)
+    for old in files:
+        if old == new or (count <= _KEPT_FILES and kept_bytes <= most):
+            break
+        kept_bytes, count = kept_bytes - _status(old)[1], count - 1
+        with contextlib.suppress(OSError):
+            old.unlink()
+    return most
+
+
+class _TooLargeError(Exception):
+    """A file would exceed its limit."""
+
+
+class _Bounded:
+    """A stream for `pickle.dump` that takes at most `most` bytes."""
+
+    def __init__(self, stream: BinaryIO, most: int) -> None:
+        self._stream = stream
+        self._left = most
+
+    def write(self, data: bytes) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            raise _TooLargeError
+        return self._stream.write(data)
+
+
+def write_file(file: Path, taken: dict[str, Any], most: int = sys.maxsize) -> int:
+    """Write a complete file that only this user may read, of at most `most` bytes. Returns its bytes.
 
     Raises:
         OSError: the file cannot be written.
+        _TooLargeError: it would be longer.
     """
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            pickle.dump(taken, stream, protocol=_PICKLE_PROTOCOL)
+            pickle.dump(taken, _Bounded(stream, most), protocol=_PICKLE_PROTOCOL)
             size = stream.tell()
         part.replace(file)
     except BaseException:
