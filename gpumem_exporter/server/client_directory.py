@@ -18,7 +18,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -54,45 +54,76 @@ def put_client(folder: Path) -> None:
         ClientDirectoryError: another user could change what jobs import, or the folder cannot be written.
     """
     try:
-        _require_safe(folder)
-        replaced = _current(folder)
-        for each in (folder, folder / _BYTECODE):
-            if not each.is_dir():
-                each.mkdir(0o755)
-                each.chmod(0o755)
-        files = _files()
-        version = f"{__version__}-{_digest(files)}"
-        if not _is_complete(folder / version, files):
-            _write_version(folder, version, files)
-        if version != replaced:
-            _make_current(folder, version, replaced)
+        with _opened(folder) as opened:
+            replaced = _current(opened)
+            _make_folder(opened / _BYTECODE)
+            files = _files()
+            version = f"{__version__}-{_digest(files)}"
+            if not _is_complete(opened / version, files):
+                _write_version(opened, version, files)
+            _require_safe(folder, opened)
+            if version != replaced:
+                _make_current(opened, version, replaced)
+                _log.info("client installed", extra={"fields": {"directory": folder, "version": version}})
+            _remove_old(opened, version)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ClientDirectoryError(
             f"--client.directory: cannot put the client into {folder}: {reason[:1].lower()}{reason[1:]}"
         ) from error
-    _remove_old(folder, version)
 
 
-def _require_safe(folder: Path) -> None:
-    """Raise OSError if a user other than root and this one could replace the folder or a file in it."""
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[Path]:
+    """Make the folder if it is missing, and yield a path that keeps naming this folder. Raises OSError."""
+    _require_safe_parents(folder)
+    # In a sticky folder, another user may make the folder first: what counts is the owner of the folder that is open.
+    _make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        opened = Path(f"/proc/self/fd/{descriptor}")
+        _require_safe(folder, opened)
+        yield opened
+    finally:
+        os.close(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o755)
+        folder.chmod(0o755)
+
+
+def _require_safe_parents(folder: Path) -> None:
     if Path(os.path.realpath(folder)) != folder:
         raise OSError(0, f"a part of it is a symbolic link: name the real folder {os.path.realpath(folder)}")
+    for each in folder.parents:
+        _require_own(each, each.lstat(), may_be_sticky=True)
+
+
+def _require_safe(folder: Path, opened: Path) -> None:
+    """Raise OSError if a user other than root and this one could replace the folder or a file in it.
+
+    `opened` is another name of the folder, which nobody can give to another one.
+    """
+    _require_safe_parents(folder)
+    _require_own(folder, opened.stat())
+    if not os.path.samestat(folder.lstat(), opened.stat()):
+        raise OSError(0, "it was replaced meanwhile")
     # The folder may have been writable for others before.
-    inside = (Path(path, name) for path, *names in os.walk(folder) for name in chain(*names))
-    for each in chain((folder, *folder.parents), inside):
-        try:
-            status = each.lstat()
-        except FileNotFoundError:
-            continue
-        if status.st_uid not in (0, os.geteuid()):
-            raise OSError(0, f"{each} belongs to {user_name(status.st_uid)}, who could change what jobs import")
-        mode = 0 if stat.S_ISLNK(status.st_mode) else stat.S_IMODE(status.st_mode)
-        # In a sticky folder, such as /tmp, only the owner can replace an entry.
-        if mode & WRITABLE_BY_OTHERS and (each not in folder.parents or not mode & stat.S_ISVTX):
-            raise OSError(
-                0, f"others may write to {each} (mode {mode:04o}) and change what jobs import; chmod go-w {each}"
-            )
+    for path, *names in os.walk(opened):
+        for each in (Path(path, name) for name in chain(*names)):
+            with contextlib.suppress(FileNotFoundError):
+                _require_own(folder / each.relative_to(opened), each.lstat())
+
+
+def _require_own(each: Path, status: os.stat_result, *, may_be_sticky: bool = False) -> None:
+    if status.st_uid not in (0, os.geteuid()):
+        raise OSError(0, f"{each} belongs to {user_name(status.st_uid)}, who could change what jobs import")
+    mode = 0 if stat.S_ISLNK(status.st_mode) else stat.S_IMODE(status.st_mode)
+    # In a sticky folder, such as /tmp, only the owner can replace an entry.
+    if mode & WRITABLE_BY_OTHERS and not (may_be_sticky and mode & stat.S_ISVTX):
+        raise OSError(0, f"others may write to {each} (mode {mode:04o}) and change what jobs import; chmod go-w {each}")
 
 
 def _files() -> dict[str, bytes]:
@@ -161,7 +192,6 @@ def _make_current(folder: Path, version: str, replaced: str | None) -> None:
     new.replace(folder / _LINK)
     if replaced is not None and (folder / replaced).is_dir():
         os.utime(folder / replaced)  # from now on it is old
-    _log.info("client installed", extra={"fields": {"directory": folder, "version": version}})
 
 
 def _remove_old(folder: Path, version: str) -> None:

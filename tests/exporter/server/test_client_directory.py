@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpumem_exporter.server import client_directory
 from gpumem_exporter.server.client_directory import KEPT_SECONDS, ClientDirectoryError, put_client
-from tests.support.other_user import needs_root
+from tests.support.other_user import OTHER_UID, needs_root
 from tests.support.paths import REPOSITORY
 
 CLIENT = REPOSITORY / "client"
@@ -131,6 +132,37 @@ def test_the_sticky_folder_of_temporary_files_is_accepted(folder: Path) -> None:
     folder.chmod(0o1777)
     put_client(folder / "client")
     assert versions(folder / "client")
+
+
+@needs_root
+def test_a_folder_that_another_user_makes_first_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    folder.chmod(0o1777)
+    client = folder / "client"
+    lstat, mkdir = Path.lstat, Path.mkdir
+
+    def attack() -> None:
+        if not os.path.lexists(client):
+            os.mkdir(client)  # noqa: PTH102 - not the patched one
+            os.chown(client, OTHER_UID, OTHER_UID)
+
+    def lstat_then_attack(path: Path) -> os.stat_result:
+        try:
+            return lstat(path)
+        finally:
+            if path == client:
+                attack()
+
+    def attack_then_mkdir(path: Path, *args: Any, **options: Any) -> None:
+        if path == client:
+            attack()
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(Path, "lstat", lstat_then_attack)
+    monkeypatch.setattr(Path, "mkdir", attack_then_mkdir)
+    with pytest.raises(ClientDirectoryError, match="belongs to"):
+        put_client(client)
+    assert list(client.iterdir()) == []
 
 
 @needs_root
