@@ -24,6 +24,12 @@ MOUNT = "/run/gpumem"
 """Where the client looks for the exporter's socket."""
 CLIENT = f"{MOUNT}/client"
 _VOLUME = "gpumem"
+# The API server asks before it checks the limits of a pod, whose author would otherwise choose the length of the
+# answer: the names in the annotation that count, the reasons that are shown, the containers, the name of a volume.
+_NAMES = 64
+_REASONS = 8
+_CONTAINERS = 256
+_VOLUME_NAME_CHARACTERS = 63
 # All annotations of a pod have 256 KiB together. With more, the API server refuses the pod.
 _RESULT_CHARACTERS = 2000
 
@@ -43,7 +49,13 @@ class Injection:
 
     def describe(self) -> str:
         """Return one line for people; empty if the webhook does not handle the pod."""
-        return "; ".join([*(f"injected: {name}" for name in self.injected), *self.reasons])[:_RESULT_CHARACTERS]
+        return "; ".join([*(f"injected: {name}" for name in self.injected), *self.shown_reasons])[:_RESULT_CHARACTERS]
+
+    @property
+    def shown_reasons(self) -> list[str]:
+        """The first reasons, and how many there are besides."""
+        left = len(self.reasons) - _REASONS
+        return [*self.reasons[:_REASONS], *([f"and {left} more"] if left > 0 else [])]
 
 
 def inject(pod: Object, *, host_path: str = MOUNT, forbidden: str = "") -> Injection:
@@ -59,7 +71,9 @@ def inject(pod: Object, *, host_path: str = MOUNT, forbidden: str = "") -> Injec
     if label not in (None, "true") or "kubernetes.io/config.mirror" in (metadata.get("annotations") or {}):
         return result
     containers = list(_chosen(pod, result))
-    if not containers:
+    if len(containers) > _CONTAINERS:
+        result.reasons.append(f"not injected: {len(containers)} containers would change, and at most {_CONTAINERS} may")
+    elif not containers:
         if label == "true" and not result.reasons:
             result.reasons.append(f"not injected: no container requests an NVIDIA GPU; name them in {CONTAINERS}")
     elif reason := forbidden or _pod_conflict(spec):
@@ -73,7 +87,8 @@ def inject(pod: Object, *, host_path: str = MOUNT, forbidden: str = "") -> Injec
 def _chosen(pod: Object, result: Injection) -> Iterator[tuple[str, Object]]:
     """Yield the containers to change, with their JSON pointers: init containers and sidecars, too."""
     wanted = (pod["metadata"].get("annotations") or {}).get(CONTAINERS)
-    names = {name.strip() for name in wanted.split(",") if name.strip()} if wanted is not None else None
+    listed = wanted.split(",", _NAMES)[:_NAMES] if wanted is not None else []
+    names = {name.strip() for name in listed if name.strip()} if wanted is not None else None
     found = set()
     for key in ("initContainers", "containers"):
         for index, container in enumerate(pod["spec"].get(key) or ()):
@@ -106,7 +121,8 @@ def _pod_conflict(spec: Object) -> str:
 
 def _inject_into(containers: Sequence[tuple[str, Object]], pod: Object, host_path: str, result: Injection) -> None:
     volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes") or ()}
-    own = next((name for name, volume in volumes.items() if _path_of_host(volume) == host_path), None)
+    named = (name for name, volume in volumes.items() if _path_of_host(volume) == host_path)
+    own = next((name for name in named if len(name) <= _VOLUME_NAME_CHARACTERS), None)
     volume_name = own or _free_name(volumes)
     variables = default_names(pod["metadata"])
     changes: list[dict[str, Any]] = []

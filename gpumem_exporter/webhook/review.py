@@ -14,6 +14,8 @@ FORBIDDEN = "the namespace enforces a Pod Security Standard that forbids hostPat
 """The reason for pods of a namespace that enforces `baseline` or `restricted`. The API server would refuse the pod."""
 
 _VERSION = "admission.k8s.io/v1"
+# The longest name of a pod.
+_NAME_CHARACTERS = 253
 # The API server cuts a warning after 256 bytes.
 _WARNING_CHARACTERS = 250
 
@@ -45,7 +47,7 @@ def answer(document: object, *, host_path: str = MOUNT, forbidden: str = "") -> 
         patch = json.dumps(injection.operations).encode()
         response |= {"patchType": "JSONPatch", "patch": base64.b64encode(patch).decode()}
     if injection.reasons:
-        response["warnings"] = [f"gpumem: {reason}"[:_WARNING_CHARACTERS] for reason in injection.reasons]
+        response["warnings"] = [f"gpumem: {reason}"[:_WARNING_CHARACTERS] for reason in injection.shown_reasons]
     return {"apiVersion": _VERSION, "kind": "AdmissionReview", "response": response}
 
 
@@ -71,7 +73,7 @@ def _inject(request: Mapping[str, Any], host_path: str, forbidden: str) -> Injec
         metadata = request["object"]["metadata"]
         fields = {
             "namespace": request.get("namespace"),
-            "pod": metadata.get("name") or metadata.get("generateName"),
+            "pod": (metadata.get("name") or metadata.get("generateName") or "")[:_NAME_CHARACTERS],
             "result": text,
         }
         _log.info("pod reviewed", extra={"fields": fields})

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import posixpath
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter import __version__
@@ -37,6 +38,8 @@ MAX_OBJECTS = 250_000
 """The maximum number of objects and lists in a review, also within strings: tens of times what the largest pods have.
 Each takes up to 200 bytes, and the webhook has 192 MiB: above, the kernel would end it, and pods would be created
 without the client."""
+_LONG_BYTES = 256 << 10
+"""A longer body waits for other long bodies. The pods of a cluster are far below."""
 # One client, the API server, sends nearly all requests, and waits for a few seconds.
 _LIMITS = Limits(max_connections=512, bodies=64, bodies_bytes=32 << 20, request_seconds=5.0)
 # The time for running requests when the webhook stops.
@@ -101,15 +104,16 @@ def run(options: Options) -> int:
 def create_app(host_path: str) -> FastAPI:
     """Return the application; `host_path` is the exporter's folder on the nodes."""
     app = FastAPI(openapi_url=None)
+    reviews = _Reviews(host_path)
     install_problem_handlers(app)
 
     @app.post(PODS)
     async def pods(request: Request) -> Response:
-        return await _review(request, host_path)
+        return await reviews.answer(request)
 
     @app.post(PODS_WITHOUT_HOST_PATH)
     async def pods_without_host_path(request: Request) -> Response:
-        return await _review(request, host_path, FORBIDDEN)
+        return await reviews.answer(request, FORBIDDEN)
 
     @app.get("/health")
     def health() -> dict[str, Any]:
@@ -118,16 +122,28 @@ def create_app(host_path: str) -> FastAPI:
     return app
 
 
-async def _review(request: Request, host_path: str, forbidden: str = "") -> Response:
-    try:
-        body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
+class _Reviews:
+    """Answers reviews in two threads, one of them for long bodies: a short one never waits for many long ones."""
+
+    def __init__(self, host_path: str) -> None:
+        self._host_path = host_path
+        self._short, self._long = (ThreadPoolExecutor(1, "gpumem-reviews") for _ in range(2))
+
+    async def answer(self, request: Request, forbidden: str = "") -> Response:
+        """Return the reply to a request with an AdmissionReview."""
+        try:
+            body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
+            thread = self._long if len(body) > _LONG_BYTES else self._short
+            reply = await asyncio.get_running_loop().run_in_executor(thread, self._review, body, forbidden)
+            return Response(reply, media_type="application/json")
+        except NotAReviewError as error:
+            raise ProblemError(400, str(error)) from None
+        except (ValueError, RecursionError):
+            raise ProblemError(400, "the body is not JSON; expected an AdmissionReview") from None
+        except DisconnectedError:
+            return Response(status_code=400)  # for no reader
+
+    def _review(self, body: bytes, forbidden: str) -> bytes:
         if body.count(b"{") + body.count(b"[") > MAX_OBJECTS:
             raise ProblemError(413, f"the body has more than {MAX_OBJECTS} objects and lists")
-        document = json.loads(body)
-        return JSONResponse(answer(document, host_path=host_path, forbidden=forbidden))
-    except NotAReviewError as error:
-        raise ProblemError(400, str(error)) from None
-    except (ValueError, RecursionError):
-        raise ProblemError(400, "the body is not JSON; expected an AdmissionReview") from None
-    except DisconnectedError:
-        return Response(status_code=400)  # for no reader
+        return json.dumps(answer(json.loads(body), host_path=self._host_path, forbidden=forbidden)).encode()

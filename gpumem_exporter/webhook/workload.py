@@ -18,6 +18,8 @@ _LWS = "leaderworkerset.sigs.k8s.io/"
 _JOBSET = "jobset.sigs.k8s.io/"
 # Labels with the name of a workload whose pods have another controller: a JobSet creates Jobs.
 _WORKLOADS = (f"{_JOBSET}jobset-name", "training.kubeflow.org/job-name", f"{_LWS}name")
+# The longest name of an object. The API server checks it only later.
+_NAME_CHARACTERS = 253
 _COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 
 
@@ -31,7 +33,7 @@ def _workload(metadata: Mapping[str, Any]) -> Source:
     labels = metadata.get("labels") or {}
     for label in _WORKLOADS:
         if labels.get(label):
-            return {"value": labels[label]}
+            return {"value": labels[label][:_NAME_CHARACTERS]}
     kind, name = _controller(metadata)
     if kind == "ReplicaSet":
         # The name of the Deployment or of Argo's Rollout, which is not an owner of the pod itself.
@@ -39,7 +41,7 @@ def _workload(metadata: Mapping[str, Any]) -> Source:
         name = name.removesuffix(f"-{template}")
     name = name or metadata.get("name") or ""
     # The API server chooses the name of a pod with `generateName` after the admission.
-    return {"value": name} if name else _field("metadata.name")
+    return {"value": name[:_NAME_CHARACTERS]} if name else _field("metadata.name")
 
 
 def _rank(metadata: Mapping[str, Any]) -> Source | None:
@@ -54,7 +56,7 @@ def _rank(metadata: Mapping[str, Any]) -> Source | None:
     kind, owner = _controller(metadata)
     if not index and kind == "StatefulSet":
         index = (metadata.get("name") or "").removeprefix(f"{owner}-")
-    return {"value": index} if index and index.isdecimal() else None
+    return {"value": index[:_NAME_CHARACTERS]} if index and index.isdecimal() else None
 
 
 def _controller(metadata: Mapping[str, Any]) -> tuple[str, str]:

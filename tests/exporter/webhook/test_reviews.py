@@ -164,3 +164,20 @@ def test_no_value_of_a_pod_is_logged_or_sent_again(caplog: pytest.LogCaptureFixt
 def test_another_document_is_an_error(document: object) -> None:
     with pytest.raises(NotAReviewError):
         answer(document)
+
+
+def test_a_pod_with_600_000_names_gets_a_short_answer() -> None:
+    names = ",".join(f"n{number}" for number in range(600_000))
+    hostile = pod(annotations={"gpumem.io/containers": names})
+    hostile["metadata"].setdefault("labels", {})["gpumem.io/inject"] = "true"
+    review = answer(review_of(hostile))
+    assert len(str(review)) < 20_000
+    assert len(review["response"]["warnings"]) == 9
+    assert review["response"]["warnings"][-1] == "gpumem: and 56 more"
+
+
+def test_texts_that_no_pod_may_have_do_not_multiply() -> None:
+    hostile = pod(*(container(f"c{number}") for number in range(200)))
+    hostile["metadata"].setdefault("labels", {})["jobset.sigs.k8s.io/jobset-name"] = "x" * 1_000_000
+    hostile["spec"]["volumes"] = [{"name": "v" * 1_000_000, "hostPath": {"path": "/run/gpumem"}}]
+    assert len(str(answer(review_of(hostile)))) < 1_000_000
