@@ -7,12 +7,14 @@ stack that only one of them has is compared with the stack of the same functions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
 from typing import TypeAlias
 
-from gpumem_exporter.profiles.lines import PATH_KINDS, Line, Moment, summed, without_numbers
-from gpumem_exporter.profiles.model import SavedProfile, StoredProfile
+from gpumem_client.profile.model import Frame
+from gpumem_exporter.profiles.lines import PATH_KINDS, Line, Moment, joined, without_numbers
+from gpumem_exporter.profiles.model import ProfileFacts, SavedProfile, StoredProfile
 
 Comparable: TypeAlias = StoredProfile | SavedProfile
 
@@ -21,8 +23,8 @@ Comparable: TypeAlias = StoredProfile | SavedProfile
 class Difference:
     """Two profiles, and the lines that differ."""
 
-    before: Comparable
-    after: Comparable
+    before: ProfileFacts
+    after: ProfileFacts
     moment: Moment
     lines: tuple[Line, ...]
     """The lines of both profiles, also the lines that are equal."""
@@ -36,8 +38,17 @@ class Difference:
         return self.before.gpus | self.after.gpus
 
 
+def at_moment(profile: StoredProfile, moment: Moment) -> SavedProfile:
+    """Return a profile with the lines of one moment, which takes less memory.
+
+    Raises NoPeakError for the highest moment if it was taken without a recording.
+    """
+    facts = {each.name: getattr(profile, each.name) for each in fields(ProfileFacts)}
+    return SavedProfile(**facts, saved_lines=tuple(profile.lines(moment)))
+
+
 def difference(before: Comparable, after: Comparable, moment: Moment = "live") -> Difference:
-    """Return what grew and what shrank from one profile to another.
+    """Return what grew and what shrank from one profile to another; a `SavedProfile` has the lines of this moment.
 
     Raises NoPeakError for the highest moment if one of the profiles was taken without a recording.
     """
@@ -48,14 +59,40 @@ def difference(before: Comparable, after: Comparable, moment: Moment = "live") -
         notes.append("One of the profiles has no stacks, so only owners are compared.")
         old, new = ([line._replace(stack=()) for line in lines] for lines in (old, new))
     uuids, places = _devices(before.uuids, after.uuids)
-    moved = [
-        line._replace(device=places[line.device], bytes=0, blocks=0, before_bytes=line.bytes, before_blocks=line.blocks)
-        for line in old
-    ]
-    lines = _joined((*new, *moved), _exact)
+    moved = (
+        Line(places[line.device], line.pool, line.owner, line.stack, 0, 0, line.bytes, line.blocks) for line in old
+    )
+    numbers = _StackNumbers()
+    lines = joined(chain(new, moved), lambda line: _exact(line, numbers))
     if before.process_key != after.process_key:
-        lines = _with_moved_code(lines)
+        lines = _with_moved_code(lines, numbers)
     return Difference(before, after, moment, tuple(lines), uuids, tuple(notes))
+
+
+class _StackNumbers:
+    """Gives each distinct stack a number, once: the lines of a profile share their stacks."""
+
+    def __init__(self) -> None:
+        # By the ids of stacks, which the lines keep.
+        self._exact: dict[int, int] = {}
+        self._without_lines: dict[int, int] = {}
+        self._stacks: dict[tuple[Frame, ...], int] = {}
+        self._functions: dict[Hashable, int] = {}
+
+    def exact(self, stack: tuple[Frame, ...]) -> int:
+        """Return the number of a stack."""
+        number = self._exact.get(id(stack))
+        if number is None:
+            number = self._exact[id(stack)] = self._stacks.setdefault(stack, len(self._stacks))
+        return number
+
+    def without_lines(self, stack: tuple[Frame, ...]) -> int:
+        """Return the number of a stack without its line numbers."""
+        number = self._without_lines.get(id(stack))
+        if number is None:
+            functions = tuple([frame[:2] for frame in stack])
+            number = self._without_lines[id(stack)] = self._functions.setdefault(functions, len(self._functions))
+        return number
 
 
 def _devices(old: Sequence[str], new: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
@@ -69,14 +106,10 @@ def _devices(old: Sequence[str], new: Sequence[str]) -> tuple[tuple[str, ...], l
     return uuids, [uuids.index(uuid) for uuid in old]
 
 
-def _exact(line: Line) -> Hashable:
+def _exact(line: Line, numbers: _StackNumbers) -> Hashable:
     """What identifies a line: a module's tensor by its name, because only some profiles have the stack of it."""
     named = line.owner is not None and line.owner.kind in PATH_KINDS
-    return (line.device, line.pool, _owner(line), () if named else line.stack)
-
-
-def _without_line_numbers(line: Line) -> Hashable:
-    return (line.device, line.pool, _owner(line), tuple((frame.function, frame.file) for frame in line.stack))
+    return (line.device, line.pool, _owner(line), None if named else numbers.exact(line.stack))
 
 
 def _owner(line: Line) -> Hashable:
@@ -86,17 +119,12 @@ def _owner(line: Line) -> Hashable:
     return line.owner._replace(name=without_numbers(line.owner.name))
 
 
-def _joined(lines: Iterable[Line], key: Callable[[Line], Hashable]) -> list[Line]:
-    """Return one line for each key, with the stack and the owner of its first line."""
-    found: dict[Hashable, list[Line]] = {}
-    for line in lines:
-        found.setdefault(key(line), []).append(line)
-    return [summed(members) for members in found.values()]
-
-
-def _with_moved_code(lines: Sequence[Line]) -> list[Line]:
+def _with_moved_code(lines: Sequence[Line], numbers: _StackNumbers) -> list[Line]:
     """Return lines in which a stack of one profile only is joined with its counterpart at other line numbers."""
     in_both = [line for line in lines if line.bytes and line.before_bytes]
-    later = [line for line in lines if not line.before_bytes]
-    earlier = [line for line in lines if not line.bytes]
-    return [*in_both, *_joined((*later, *earlier), _without_line_numbers)]
+    later = (line for line in lines if not line.before_bytes)
+    earlier = (line for line in lines if not line.bytes)
+    return in_both + joined(
+        chain(later, earlier),
+        lambda line: (line.device, line.pool, _owner(line), numbers.without_lines(line.stack)),
+    )

@@ -36,8 +36,9 @@ from gpumem_exporter.profiles.model import OUT_OF_MEMORY, ProfileFacts
 T = TypeVar("T")
 
 MAX_BODY_BYTES = MAX_COMPRESSED_BYTES
-MAX_LISTS = 200_000
-"""The maximum number of lists and objects in a profile: of 50,000 blocks and 5,000 stacks it has up to 80,000."""
+MAX_LISTS = 130_000
+"""The maximum number of lists and objects in a profile: of 50,000 blocks and 5,000 stacks it has up to 80,000, and
+with an owner for each block 110,000."""
 MAX_VALUES = 1_000_000
 """The maximum number of values in a profile. The parser takes 50 ms for as many."""
 MAX_ROWS = 60_000
@@ -46,6 +47,9 @@ MAX_DEVICES = 64
 MAX_NOTES = 64
 MAX_TEXT = 4096
 """The maximum length of a path, a function or a name in characters."""
+# The pools of PyTorch's allocator. All others are one: its name would be as good as another key for each row.
+_POOLS = {name: name for name in ("default", "private")}
+_OTHER_POOL = "other"
 # The argument of zlib that stands for gzip.
 _GZIP = 31
 
@@ -128,14 +132,14 @@ def _row(value: Any, where: str) -> Row:
     if type(value) is not list or len(value) < len(Row._fields):
         raise ProfileInvalidError(f"{where}: {value!r:.64} is not a row")
     row = Row(*value[: len(Row._fields)])
-    if type(row.pool) is not str or len(row.pool) > MAX_TEXT_LENGTH:
+    if type(row.pool) is not str:
         raise ProfileInvalidError(f"{where}: {row.pool!r:.64} is not a pool")
     if not _is_number(row.device) or not _is_number(row.live_bytes) or not _is_number(row.live_blocks):
         raise ProfileInvalidError(f"{where}: {value!r:.64} has a value that is not a number from 0")
     for number in (row.stack, row.owner, row.peak_bytes, row.peak_blocks):
         if number is not None and not _is_number(number):
             raise ProfileInvalidError(f"{where}: {number!r:.64} is not a number from 0, and not null")
-    return row
+    return row._replace(pool=_POOLS.get(row.pool, _OTHER_POOL))
 
 
 def _stack(value: Any, where: str) -> tuple[int, ...]:

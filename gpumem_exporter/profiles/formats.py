@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 from gpumem_client.profile.model import Owner
@@ -23,10 +24,10 @@ from gpumem_exporter.profiles.lines import (
     caller,
     forget_names,
     frames,
+    joined,
     owner_name,
     place,
     stack_names,
-    summed,
     user_frame,
 )
 from gpumem_exporter.profiles.model import Format, ProfileFacts, StoredProfile, device_names
@@ -36,11 +37,11 @@ SUFFIXES: Mapping[Format, str] = {"html": "html", "pprof": "pb.gz", "folded": "f
 
 LARGEST = 100
 """How many owners and lines of code a JSON document has. Its rows are complete."""
-# The length of all rows as text. Each is written in full, so a compressed profile of 1 MiB could become gigabytes. A
-# reply of this size keeps the exporter well below the memory limit of the chart's pod.
-_MAX_TEXT_LENGTH = 16 << 20
-# The length of a row without its names.
-_ROW_LENGTH = 200
+# The length of all rows. Each is written in full, so a compressed profile of 1 MiB could become gigabytes. A reply of
+# this size keeps the exporter well below the memory limit of the chart's pod.
+_MAX_LENGTH = 8 << 20
+# The length of a row without its names, as text and in pprof, where each frame is a number.
+_ROW_LENGTH, _SAMPLE_LENGTH, _LOCATION_LENGTH = 200, 40, 3
 _SEPARATORS = re.compile(r"[;\x00-\x1f\x7f\u2028\u2029]+")
 
 
@@ -67,8 +68,15 @@ def _rendered(profile: StoredProfile | Difference, form: Format, moment: Moment)
     if form == "folded":
         return _folded(profile, changed), "text/plain; charset=utf-8"
     head = _difference_head(profile) if isinstance(profile, Difference) else _profile_head(profile, moment)
-    document = {**head, **_tables(lines, changed, [each["uuid"] for each in head["devices"]], differs=differs)}
-    return json.dumps(document, separators=(",", ":")).encode(), "application/json"
+    document = json.dumps({**head, **_tables(lines, differs=differs)}, separators=(",", ":"))
+    # The rows one by one: as objects, they take several times their size.
+    text = bytearray(document[:-1].encode() + b',"rows":[')
+    for row in _rows(changed, [each["uuid"] for each in head["devices"]], differs=differs):
+        text += json.dumps(row, separators=(",", ":")).encode() + b","
+    if text.endswith(b","):
+        del text[-1:]
+    text += b"]}"
+    return bytes(text), "application/json"
 
 
 def _profile_head(stored: StoredProfile, moment: Moment) -> dict[str, Any]:
@@ -109,13 +117,15 @@ def _identity(stored: ProfileFacts) -> dict[str, Any]:
     }
 
 
-def _tables(lines: Sequence[Line], changed: Sequence[Line], uuids: Sequence[str], *, differs: bool) -> dict[str, Any]:
-    """Return the largest owners, the largest lines of code, and all rows, from the largest change to the smallest."""
+def _sizes(of: Line | Group, *, differs: bool) -> Mapping[str, int]:
+    if not differs:
+        return {"bytes": of.bytes, "blocks": of.blocks}
+    return {"before_bytes": of.before_bytes, "after_bytes": of.bytes, "change_bytes": of.change_bytes}
 
-    def sizes(of: Line | Group) -> Mapping[str, int]:
-        if not differs:
-            return {"bytes": of.bytes, "blocks": of.blocks}
-        return {"before_bytes": of.before_bytes, "after_bytes": of.bytes, "change_bytes": of.change_bytes}
+
+def _tables(lines: Sequence[Line], *, differs: bool) -> dict[str, Any]:
+    """Return the kinds of owners, the largest owners and the largest lines of code."""
+    sizes = partial(_sizes, differs=differs)
 
     def largest(groups: Iterable[Group]) -> list[dict[str, Any]]:
         changed_groups = [group for group in groups if group.change_bytes][:LARGEST]
@@ -131,18 +141,20 @@ def _tables(lines: Sequence[Line], changed: Sequence[Line], uuids: Sequence[str]
         ],
         "owners": largest(by_owner(lines)),
         "lines": largest(by_code(lines)),
-        "rows": [
-            {
-                **_owner(line),
-                **_code(line),
-                "uuid": uuids[line.device],
-                "pool": line.pool,
-                **sizes(line),
-                "stack": [*frames(line)][::-1],
-            }
-            for line in _bounded(changed)
-        ],
     }
+
+
+def _rows(changed: Iterable[Line], uuids: Sequence[str], *, differs: bool) -> Iterator[dict[str, Any]]:
+    """Yield all rows, from the largest change to the smallest."""
+    for line in _bounded(changed, _text_length):
+        yield {
+            **_owner(line),
+            **_code(line),
+            "uuid": uuids[line.device],
+            "pool": line.pool,
+            **_sizes(line, differs=differs),
+            "stack": [*frames(line)][::-1],
+        }
 
 
 def _listed_owner(line: Line) -> str | None:
@@ -168,18 +180,26 @@ def _code(line: Line) -> dict[str, Any]:
     }
 
 
-def _bounded(lines: Iterable[Line]) -> Iterator[Line]:
-    """Yield lines, from the largest to the smallest, until their text is too long; then the sums of the others."""
+def _text_length(line: Line) -> int:
+    return _ROW_LENGTH + sum(map(len, line.owner or ())) + sum(len(f.function) + len(f.file) for f in line.stack)
+
+
+def _sample_length(line: Line) -> int:
+    return _SAMPLE_LENGTH + _LOCATION_LENGTH * len(line.stack)
+
+
+def _bounded(lines: Iterable[Line], length_of: Callable[[Line], int]) -> Iterator[Line]:
+    """Yield lines, from the largest to the smallest, until they are too long; then the sums of the others."""
     length = 0
-    others: dict[tuple[int, str], list[Line]] = {}
+    others: list[Line] = []
     for line in lines:
-        length += _ROW_LENGTH + sum(map(len, line.owner or ())) + sum(len(f.function) + len(f.file) for f in line.stack)
-        if length <= _MAX_TEXT_LENGTH:
+        length += length_of(line) if length <= _MAX_LENGTH else 0
+        if length <= _MAX_LENGTH:
             yield line
         else:
-            others.setdefault((line.device, line.pool), []).append(line)
-    for (device, pool), merged in others.items():
-        yield summed(merged)._replace(device=device, pool=pool, owner=Owner("merged"), stack=())
+            others.append(line)
+    for merged in joined(others, lambda line: line[:2]):
+        yield merged._replace(owner=Owner("merged"), stack=())
 
 
 def _folded(profile: StoredProfile | Difference, changed: Sequence[Line]) -> bytes:
@@ -187,7 +207,7 @@ def _folded(profile: StoredProfile | Difference, changed: Sequence[Line]) -> byt
     devices = device_names(profile.uuids, profile.gpus)
     paths = OwnerPaths()
     sums: dict[str, int] = {}
-    for line in _bounded(changed):
+    for line in _bounded(changed, _text_length):
         frames = (devices[line.device], *stack_names(line, paths))
         stack = ";".join(_SEPARATORS.sub(" ", frame) for frame in frames)
         sums[stack] = sums.get(stack, 0) + line.change_bytes
@@ -197,7 +217,7 @@ def _folded(profile: StoredProfile | Difference, changed: Sequence[Line]) -> byt
 def _pprof(profile: StoredProfile | Difference, changed: Sequence[Line]) -> bytes:
     stored = profile.after if isinstance(profile, Difference) else profile
     return pprof.encode(
-        changed,
+        _bounded(changed, _sample_length),
         device_names(profile.uuids, profile.gpus),
         time_unix_seconds=stored.time_unix_seconds,
         duration_seconds=stored.recorded_seconds,

@@ -7,7 +7,7 @@ of both profiles.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -90,14 +90,15 @@ def lines_of(profile: Profile, moment: Moment = "live") -> list[Line]:
     return lines
 
 
-def summed(lines: Sequence[Line]) -> Line:
-    """Return the first of some lines with the sizes of all."""
-    return lines[0]._replace(
-        bytes=sum(line.bytes for line in lines),
-        blocks=sum(line.blocks for line in lines),
-        before_bytes=sum(line.before_bytes for line in lines),
-        before_blocks=sum(line.before_blocks for line in lines),
-    )
+def joined(lines: Iterable[Line], key: Callable[[Line], Hashable]) -> list[Line]:
+    """Return one line for each key: the first one, with the sizes of all."""
+    found: dict[Hashable, Line] = {}
+    for line in lines:
+        first = found.setdefault(identity := key(line), line)
+        if first is not line:
+            sizes = (one + other for one, other in zip(first[4:], line[4:], strict=True))
+            found[identity] = Line(*first[:4], *sizes)
+    return list(found.values())
 
 
 def has_peak(profile: Profile) -> bool:
@@ -135,20 +136,41 @@ def without_numbers(name: str) -> str:
 
 
 def forget_names() -> None:
-    """Release the texts of the profiles that were shown."""
+    """Release the texts and the stacks of the profiles that were shown."""
+    _shown_frames.clear()
     for each in (_is_in_torch, _is_in_package, _without_indices, without_numbers):
         each.cache_clear()
 
 
+class _ShownFrames(NamedTuple):
+    """The frames that stand for a stack, which it keeps: another stack would have its id."""
+
+    stack: Sequence[Frame]
+    user: Frame | None
+    caller: Frame | None
+
+
+_shown_frames: dict[int, _ShownFrames] = {}
+"""By the id of the stack: the rows of a profile share their stacks, and a hash reads all frames."""
+
+
+def _frames_of(stack: Sequence[Frame]) -> _ShownFrames:
+    known = _shown_frames.get(id(stack))
+    if known is None:
+        user = next((frame for frame in stack if not _is_in_torch(frame.file)), stack[0] if stack else None)
+        own = next((frame for frame in stack if not _is_in_package(frame.file)), None)
+        known = _shown_frames[id(stack)] = _ShownFrames(stack, user, None if own == user else own)
+    return known
+
+
 def user_frame(stack: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame outside of torch; the innermost one if all are in torch."""
-    return next((frame for frame in stack if not _is_in_torch(frame.file)), stack[0] if stack else None)
+    return _frames_of(stack).user
 
 
 def caller(stack: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame outside of installed packages, if it is not the user frame itself."""
-    own = next((frame for frame in stack if not _is_in_package(frame.file)), None)
-    return None if own == user_frame(stack) else own
+    return _frames_of(stack).caller
 
 
 def place(frame: Frame | None) -> str:
@@ -241,15 +263,21 @@ def by_code(lines: Iterable[Line]) -> list[Group]:
 
 
 def _groups(lines: Iterable[Line], key: Callable[[Line], object]) -> list[Group]:
-    found: dict[object, list[Line]] = {}
+    found: dict[object, Group] = {}
     for line in lines:
-        found.setdefault(key(line), []).append(line)
-    groups = []
-    for members in found.values():
-        total, largest = summed(members), max(members, key=_weight)
-        code = max((line for line in members if line.stack), key=_weight, default=largest)
-        groups.append(Group(total.bytes, total.blocks, total.before_bytes, largest, code))
-    return sorted(groups, key=lambda group: -abs(group.change_bytes))
+        identity = key(line)
+        group = found.get(identity)
+        if group is None:
+            found[identity] = Group(line.bytes, line.blocks, line.before_bytes, line, line)
+            continue
+        size, blocks, before, largest, code = group
+        if _weight(line) > _weight(largest):
+            largest = line
+        if line.stack and (not code.stack or _weight(line) > _weight(code)):
+            code = line
+        code = code if code.stack else largest
+        found[identity] = Group(size + line.bytes, blocks + line.blocks, before + line.before_bytes, largest, code)
+    return sorted(found.values(), key=lambda group: -abs(group.change_bytes))
 
 
 def _weight(line: Line) -> tuple[int, bool]:

@@ -16,7 +16,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from gpumem_client.profile.model import Owner
+from gpumem_client.profile.model import Frame, Owner
 from gpumem_exporter.profiles.diff import Difference
 from gpumem_exporter.profiles.lines import OwnerPaths, has_peak, is_torch, kind_text
 from gpumem_exporter.profiles.model import StoredProfile, device_names
@@ -42,14 +42,16 @@ def render(profile: StoredProfile | Difference) -> bytes:
         _buttons(views),
         *(view_tables(view, hidden=view is not views[0], differs=differs) for view in views),
         _file("graph.html"),
-        f'<script id="data" type="application/json">{_graph_data(views, devices)}</script>',
+        '<script id="data" type="application/json">',
+        _graph_data(views, devices),
+        "</script>",
         *(f"<script>{_file(name)}</script>" for name in _SCRIPTS),
     )
     # The body is last: it has texts that look like the other places.
-    page = _file("page.html").replace("<!--policy-->", escape(policy())).replace("<!--title-->", text(title(profile)))
-    return (
-        page.replace("<!--style-->", _file(_STYLE)).replace("<!--body-->", "\n".join(parts)).encode("utf-8", "replace")
-    )
+    before, after = _file("page.html").split("<!--body-->")
+    before = before.replace("<!--policy-->", escape(policy())).replace("<!--title-->", text(title(profile)))
+    before = before.replace("<!--style-->", _file(_STYLE))
+    return b"".join(part.encode("utf-8", "replace") for part in (before, *parts, after))
 
 
 @cache
@@ -102,17 +104,19 @@ def _buttons(views: Sequence[View]) -> str:
 def _graph_data(views: Sequence[View], devices: Sequence[str]) -> str:
     """Return what the flame graph is drawn from, as JSON that is safe in a script element."""
     frames: dict[Any, int] = {}
-    stacks: dict[Any, int] = {}
+    # By the id of the stack, which the lines keep and share: a hash would read all frames of each line.
+    stacks: dict[int, tuple[int, Sequence[Frame]]] = {}
     owners: dict[Any, int] = {}
-    rows: dict[str, list[list[int]]] = {view.name: [] for view in views}
+    rows: dict[str, list[tuple[int, ...]]] = {view.name: [] for view in views}
     for view in views:
         for line in view.lines:
             if (size := view.size(line)) > 0:
                 owner = line.owner or (None if line.stack else Owner("unseen"))
-                place = (line.device, _index(stacks, line.stack or None), _index(owners, owner))
-                rows[view.name].append([*place, size, line.blocks, line.change_bytes])
+                number = stacks.setdefault(id(line.stack), (len(stacks), line.stack))[0] if line.stack else -1
+                holder = -1 if owner is None else owners.setdefault(owner, len(owners))
+                rows[view.name].append((line.device, number, holder, size, line.blocks, line.change_bytes))
     paths = OwnerPaths()
-    indices = [[frames.setdefault(frame, len(frames)) for frame in stack] for stack in stacks]
+    indices = [[frames.setdefault(frame, len(frames)) for frame in stack] for _, stack in stacks.values()]
     document = {
         "devices": devices,
         "no_owner": kind_text(None),
@@ -123,8 +127,3 @@ def _graph_data(views: Sequence[View], devices: Sequence[str]) -> str:
     }
     # No text can end the element, or start a comment in it.
     return json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _index(table: dict[Any, int], key: object) -> int:
-    """Return the number of a key in a table, which gets a new key at its end; -1 for None."""
-    return -1 if key is None else table.setdefault(key, len(table))

@@ -39,15 +39,20 @@ def encode(
     functions: _Table[tuple[str, str]] = _Table()
     locations: _Table[_Location] = _Table()
     body = bytearray()
+    # By the id of the stack, which the lines keep and share: a hash would read all frames of each line.
+    packed: dict[int, bytes] = {}
     for name, unit in (("inuse_objects", "count"), ("inuse_space", "bytes")):
         body += _message(1, _number(1, texts[name]), _number(2, texts[unit]))
     for line in lines:
         values = _packed(2, (line.change_blocks, line.change_bytes))
         owner = line.owner and " ".join(filter(None, (kind_text(line.owner.kind), line.owner.name)))
         labels = (("device", devices[line.device]), ("pool", line.pool), ("owner", owner))
+        key = id(line.stack) if line.stack else 0
+        if not key or key not in packed:
+            packed[key] = _packed(1, [locations[each] + 1 for each in _locations(line, paths)])
         body += _message(
             2,
-            _packed(1, [locations[each] + 1 for each in _locations(line, paths)]),
+            packed[key],
             values,
             *(_message(3, _number(1, texts[name]), _number(2, texts[text])) for name, text in labels if text),
         )

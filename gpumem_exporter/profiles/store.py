@@ -207,6 +207,8 @@ class Profiles:
 def stored_profile(facts: ProfileFacts, body: bytes) -> StoredProfile:
     """Return a profile with its rows. Raises ProfileInvalidError."""
     _, profile = read_profile(body)
+    if facts.uuids != tuple(device.uuid for device in profile.devices):
+        raise ProfileInvalidError("devices: differ from the devices in the facts")
     # The reporter does not know whether a caller or the interval requested it.
     return StoredProfile(**vars(facts), profile=replace(profile, cause=facts.cause))
 

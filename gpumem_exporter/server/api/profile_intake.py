@@ -189,6 +189,9 @@ class ProfileIntake:
         identity = process.report.process
         gpus = self._snapshot().gpus
         known = {*gpus, *(sample.uuid for sample in process.report.devices)}
+        for index, device in enumerate(profile.devices):
+            if device.uuid not in known:
+                raise ProfileInvalidError(f"devices.{index}: this node has no device {device.uuid[:64]!r}")
         return ProfileFacts(
             id=uuid4().hex,
             time_unix_seconds=self._wall_clock() - min(profile.age_seconds, _MAX_AGE_SECONDS),
@@ -203,7 +206,6 @@ class ProfileIntake:
             devices=tuple(
                 KeptDevice(each.uuid, gpus.get(each.uuid, ""), each.allocated_bytes, each.peak_bytes)
                 for each in profile.devices
-                if each.uuid in known
             ),
             recorded_seconds=profile.recorded_seconds,
             step=profile.step,

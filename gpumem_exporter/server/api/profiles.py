@@ -21,7 +21,7 @@ from gpumem_exporter.errors import NoPeakError
 from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.ooms import session_of
 from gpumem_exporter.profiles.lines import Moment
-from gpumem_exporter.profiles.model import CAUSES, Format, ProfileFacts, StoredProfile
+from gpumem_exporter.profiles.model import CAUSES, Format, ProfileFacts, SavedProfile, StoredProfile
 from gpumem_exporter.profiles.store import Profiles, stored_profile
 from gpumem_exporter.server.api.actions import KnownFields, refusals_as_problems
 from gpumem_exporter.server.api.profile_intake import ProfileIntake, ScrapedProfiles
@@ -234,11 +234,16 @@ class ProfileRoutes:
         self, request: Request, profile_id: _Id, later_id: _Id, parameters: Annotated[FormatParameters, Query()]
     ) -> Response:
         """What grew and what shrank from one profile to another, by stack and by owner."""
-        from gpumem_exporter.profiles.diff import difference
+        from gpumem_exporter.profiles.diff import at_moment, difference
 
         before, after = (self._access.find(request.state.caller, each).id for each in (profile_id, later_id))
+
+        def lines(profile_id: str) -> SavedProfile:
+            # One after the other: a large profile takes more memory than its lines.
+            return at_moment(self._read(profile_id), parameters.moment)
+
         return await self._reply(
-            request, parameters, lambda: difference(self._read(before), self._read(after), parameters.moment)
+            request, parameters, lambda: difference(lines(before), lines(after), parameters.moment)
         )
 
     async def take(

@@ -115,7 +115,7 @@ def test_json_has_names_and_the_largest_first() -> None:
 def test_a_long_profile_keeps_its_sum_and_merges_its_smallest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = stored(many_stacks(stacks=200))
     total = sum(device.allocated_bytes for device in profile.profile.devices)
-    monkeypatch.setattr(formats, "_MAX_TEXT_LENGTH", 50_000)
+    monkeypatch.setattr(formats, "_MAX_LENGTH", 50_000)
     rows = json.loads(render(profile, "json")[0])["rows"]
     folded = render(profile, "folded")[0].decode().splitlines()
     assert len(rows) < 200

@@ -170,6 +170,19 @@ def test_the_event_of_an_error_has_its_profile_whichever_arrives_first(tmp_path:
         assert exporter.document(f"{EVENTS}/{events[0]['id']}")["event"]["detail"]["profile"] is None
 
 
+def test_a_profile_that_names_an_unknown_device_is_refused() -> None:
+    with running_exporter() as exporter:
+        reporter = Reporter(exporter)
+        reporter.fail(1)
+        known = reporter.error_profile(1)
+        unknown = replace(known.devices[0], uuid="GPU-of-another-node", allocated_bytes=0, peak_bytes=0)
+        for devices in ((unknown, *known.devices), (*known.devices, unknown)):
+            rows = [row._replace(device=devices.index(known.devices[0])) for row in known.rows]
+            answer = reporter.send(replace(known, devices=devices, rows=tuple(rows)))
+            assert "GPU-of-another-node" in problem(answer, 422)["detail"]
+        assert listed(exporter) == []
+
+
 def test_the_profile_of_an_error_that_no_report_names_is_deleted() -> None:
     clock = Clock(1000.0)
     with running_exporter(clock=clock, report_expiry=3600.0) as exporter:

@@ -1,0 +1,114 @@
+"""Valid profiles that any local user can send, made to take as much memory and time as possible."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gpumem_client.profile.model import FORMAT
+from gpumem_exporter.profiles.document import MAX_ROWS, MAX_TEXT
+from tests.support.builders import UUIDS, report
+
+Document = dict[str, Any]
+
+
+def _document(rows: list[list[Any]], **parts: Any) -> bytes:
+    size = sum(row[4] for row in rows)
+    document: Document = {
+        "id": "a" * 32,
+        "cause": "action",
+        "format": FORMAT,
+        "process": vars(report(100).process),
+        "devices": [{"uuid": UUIDS[0], "allocated_bytes": size, "peak_bytes": size}],
+        "recorded_seconds": 1.0,
+        "rows": rows,
+        **parts,
+    }
+    return gzip.compress(json.dumps(document).encode())
+
+
+def _rows(count: int, pool: Callable[[int], str], stack: Any = None, owner: Any = None) -> list[list[Any]]:
+    """Return rows whose stack and owner are the index that a function returns, or None."""
+    return [
+        [0, pool(i), stack and stack(i), owner and owner(i), size, 1, size, 1]
+        for i in range(count)
+        for size in [512 * (i % 7 + 1)]
+    ]
+
+
+def many_pools(number: int) -> bytes:
+    """Each row has a pool of its own and the same deep stack."""
+    frames = [[f"f{i}", f"/src/{i}.py", i + number] for i in range(128)]
+    return _document(_rows(MAX_ROWS, lambda i: f"p{i}", lambda _: 0), stacks=[list(range(128))], frames=frames)
+
+
+def many_kinds(number: int) -> bytes:
+    """Each row has an owner of an own kind."""
+    owners = [[f"kind{number}.{i}"] for i in range(MAX_ROWS)]
+    return _document(_rows(MAX_ROWS, lambda _: "default", owner=lambda i: i), owners=owners)
+
+
+def many_owners(number: int) -> bytes:
+    """Each row has an owner of its own, with numbers in its text and a deep stack."""
+    frames = [[f"f{i}", f"/src/{i}.py", i + number] for i in range(128)]
+    owners = [["tensors", f"list of {i} in x{i:x} {number}", f"{i}x{i}", "float32"] for i in range(MAX_ROWS)]
+    return _document(
+        _rows(MAX_ROWS, lambda _: "default", lambda _: 0, lambda i: i),
+        stacks=[list(range(128))],
+        frames=frames,
+        owners=owners,
+    )
+
+
+def deep_stacks(number: int) -> bytes:
+    """Thousands of different stacks, each as deep as is shown."""
+    frames = [[f"f{i}", f"/src/{i}.py", i + number] for i in range(256)]
+    stacks = [[i % 256, i // 256, *range(126)] for i in range(3_400)]
+    return _document(
+        _rows(MAX_ROWS, lambda _: "default", lambda i: i % len(stacks), lambda i: i % 9),
+        stacks=stacks,
+        frames=frames,
+        owners=[["tensors", f"o{i}"] for i in range(9)],
+    )
+
+
+def many_frames(number: int) -> bytes:
+    """As many frames as a profile may have, each in a stack of its own."""
+    count = 35_000
+    frames = [[f"f{number}{i}", f"{i}.py", i] for i in range(count)]
+    return _document(
+        _rows(MAX_ROWS, lambda _: "default", lambda i: i % count), stacks=[[i] for i in range(count)], frames=frames
+    )
+
+
+def many_stacks(number: int) -> bytes:
+    """A stack for each row, as many values as a profile may have."""
+    choose = random.Random(number)
+    frames = [[f"f{i}", f"{i}.py", i] for i in range(100)]
+    stacks = [[choose.randrange(100) for _ in range(7)] for _ in range(MAX_ROWS)]
+    return _document(_rows(MAX_ROWS, lambda _: "default", lambda i: i), stacks=stacks, frames=frames)
+
+
+def long_texts(number: int) -> bytes:
+    """Names and files of the maximum length, of which every prefix looks like what the readers search for."""
+    file = ("/site-packages/torc" * MAX_TEXT)[: MAX_TEXT - 8]
+    name = ("1.2." * MAX_TEXT)[: MAX_TEXT - 8]
+    count = 1_200
+    frames = [[name, f"{file}{number}{i}", i] for i in range(count)]
+    owners = [["parameters", f"{name}{number}{i}", "1x1", "f"] for i in range(count)]
+    return _document(
+        _rows(MAX_ROWS, lambda _: "default", lambda i: i % count, lambda i: i // 7 % count),
+        stacks=[[i, (i + 1) % count] for i in range(count)],
+        frames=frames,
+        owners=owners,
+    )
+
+
+HOSTILE: Mapping[str, Callable[[int], bytes]] = {
+    each.__name__: each
+    for each in (many_pools, many_kinds, many_owners, deep_stacks, many_frames, many_stacks, long_texts)
+}
+"""Each returns the body of a profile; another number makes another profile of the same shape."""
