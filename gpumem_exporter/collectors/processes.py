@@ -128,6 +128,7 @@ def _described(
 ) -> tuple[str, ...]:
     """Return the labels from workload to ray_job_id. The reported `job` (the last three) precedes the host's."""
     of_host_job = (facts.slurm_job_id, facts.slurm_account, facts.ray_job_id)
+    shown = [own or of_host for own, of_host in zip(job, of_host_job, strict=True)]
     identity = (
         command_of(facts.command, command),
         facts.user,
@@ -141,7 +142,7 @@ def _described(
         workload,
         rank,
         *(("",) * len(IDENTITY_FIELDS) if hide_identities else identity),
-        *(own or of_host for own, of_host in zip(job, of_host_job, strict=True)),
+        *(("", "", shown[-1]) if hide_identities else shown),
     )
 
 

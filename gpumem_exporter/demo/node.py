@@ -196,6 +196,9 @@ class DemoHost:
     def place(self, host_pid: int) -> Place:  # noqa: ARG002
         return HERE
 
+    def slurm_job(self, pid: int | None) -> str | None:  # noqa: ARG002
+        return None  # the processes say it
+
     def program(self, host_pid: int) -> int | None:  # noqa: ARG002
         return None  # they never exec
 

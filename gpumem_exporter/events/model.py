@@ -77,6 +77,14 @@ class Query:
     """Only ends of processes with this Slurm or Ray job id."""
     subject: str | None = None
     """Only events about this subject."""
+    uid: int | None = None
+    """Only ends of processes of this user."""
+    owner: str | None = None
+    """Only events of this `Event.owner`."""
+    first_owner: str | None = None
+    """Not by id: first the events of this owner, then one of each other owner in turn. Continued by `skip`."""
+    skip: int = 0
+    """The number of events, in the order of `first_owner`, to leave out."""
 
 
 @dataclass(frozen=True, slots=True)

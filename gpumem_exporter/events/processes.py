@@ -249,6 +249,7 @@ class ProcessHistory:
                 "command": command_of(tracked.facts.command if tracked.facts else "", process.report.process.command),
                 **{name: getattr(tracked.facts, name, None) for name in _FACTS},
                 **tracked.job_ids(),
+                **({} if process.owner_uid is None else {"uid": process.owner_uid}),
                 "first_report_unix_seconds": tracked.first_report_unix_seconds,
                 "step": process.report.step,
                 "last_report_unix_seconds": process.received_unix_seconds,

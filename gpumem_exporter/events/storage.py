@@ -10,7 +10,7 @@ import json
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -367,6 +367,8 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
         _OF_DEVICE: query.device,
         _OF_JOB_ID: query.job_id,
         "subject = :subject": query.subject,
+        "json_extract(detail, '$.uid') = :uid": query.uid,
+        "owner = :owner": query.owner,
     }
     conditions = [f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})"]
     conditions += [condition for condition, value in optional.items() if value is not None]
@@ -377,8 +379,18 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
     if query.before is not None:
         conditions.append("id < :before")
     order = "DESC" if latest else "ASC"
-    rows = connection.execute(
-        f"SELECT {', '.join(_COLUMNS)} FROM events WHERE {' AND '.join(conditions)} ORDER BY id {order} LIMIT :limit",  # noqa: S608
+    select = f"SELECT {', '.join(_COLUMNS)} FROM events"  # noqa: S608
+    selected = f"WHERE {' AND '.join(conditions)}"
+    statement = f"{select} {selected} ORDER BY id {order} LIMIT :limit"
+    if query.first_owner is not None:
+        # The details are read one by one: sorted with them, thousands of ends would take as many times their size.
+        statement = (
+            "SELECT id FROM (SELECT id, owner IS NOT :first_owner AS other, "  # noqa: S608 - constant names
+            f"row_number() OVER (PARTITION BY owner ORDER BY id) AS turn FROM events {selected}) "
+            "ORDER BY other, other * turn, id LIMIT :limit OFFSET :skip"
+        )
+    rows: Iterable[sqlite3.Row] = connection.execute(
+        statement,
         {
             **{field.name: getattr(query, field.name) for field in fields(query)},
             **{f"type{i}": type_ for i, type_ in enumerate(query.types)},
@@ -387,6 +399,8 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
             "limit": query.limit + 1,
         },
     )
+    if query.first_owner is not None:
+        rows = (connection.execute(f"{select} WHERE id = ?", (row["id"],)).fetchone() for row in rows)
     found: list[Event] = []
     size, more = 0, False
     for row in rows:

@@ -35,6 +35,12 @@ class Host(Protocol):
     def place(self, host_pid: int) -> Place:
         """Return where a process runs; unknown if the exporter cannot see it."""
 
+    def slurm_job(self, pid: int | None) -> str | None:
+        """Return the Slurm job of a process by its cgroup, empty if it is in no job; None if the host cannot tell.
+
+        `pid` is None for a process that the exporter cannot see.
+        """
+
     def program(self, host_pid: int) -> int | None:
         """Return a number that each exec of the process changes; None if it is unknown or the process has exited."""
 

@@ -24,7 +24,7 @@ from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.host.launchers import Launchers
 from gpumem_exporter.host.pid_namespaces import PidTranslator
-from gpumem_exporter.host.places import Places, container_id, pod_uid
+from gpumem_exporter.host.places import Places, container_id, pod_uid, slurm_job, user_of_slice
 from gpumem_exporter.host.proc_entries import HiddenError, ProcEntries
 
 _READ_AGAIN_SECONDS = 60.0
@@ -59,6 +59,8 @@ class LinuxHost:
         # The name of each uid, and until when it is valid.
         self._users: dict[int, tuple[str, float]] = {}
         self._swept_seconds = clock()
+        # Whether slurmstepd makes cgroups here. Then every process of a job is in one, unless it is in a container.
+        self._has_slurm_jobs = False
 
     def facts(self, pid: int) -> ProcessFacts | None:
         """Return the description of a process; None if it does not exist. Facts that cannot be read are empty.
@@ -93,6 +95,18 @@ class LinuxHost:
     def place(self, host_pid: int) -> Place:
         """Return where a process runs; unknown if the exporter cannot see it."""
         return self._places.of(host_pid)
+
+    def slurm_job(self, pid: int | None) -> str | None:
+        """Return the Slurm job of a process; see `Host.slurm_job`."""
+        return self._slurm_job("" if pid is None else self._entries.text(pid, "cgroup"))
+
+    def _slurm_job(self, cgroup: str) -> str | None:
+        if job := slurm_job(cgroup):
+            self._has_slurm_jobs = True
+            return job
+        # A container may run in a job, in a cgroup elsewhere. A user's own one, in its slice, would be in the job's.
+        in_container = container_id(cgroup) and user_of_slice(cgroup) is None
+        return "" if self._has_slurm_jobs and not in_container else None
 
     def program(self, host_pid: int) -> int | None:
         """Return the stack address, which every exec changes; None unless this user may trace the process."""
@@ -137,6 +151,7 @@ class LinuxHost:
             return None
         cgroup = self._entries.text(pid, "cgroup")
         slurm_job_id, slurm_account, ray_job_id = self._jobs(pid)
+        of_cgroup = self._slurm_job(cgroup)
         # Root owns the folder of a process that is not dumpable, so `status` comes first.
         known_uid = self._entries.uid(pid)
         return ProcessFacts(
@@ -148,13 +163,13 @@ class LinuxHost:
             started_seconds=self._started_seconds(start_time_ticks),
             container_id=container_id(cgroup),
             k8s_pod_uid=pod_uid(cgroup),
-            slurm_job_id=slurm_job_id,
+            slurm_job_id=slurm_job_id if of_cgroup is None else of_cgroup,
             slurm_account=slurm_account,
             ray_job_id=ray_job_id,
         )
 
     def _jobs(self, pid: int) -> tuple[str, str, str]:
-        """Return job and account of Slurm, and the job of Ray."""
+        """Return job and account of Slurm, and the job of Ray, as the process' environment has them."""
         try:
             job, account, ray_job = self._entries.variables(pid, _JOB_VARIABLES)
         except HiddenError:

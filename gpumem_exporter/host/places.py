@@ -30,6 +30,12 @@ _POD = re.compile(
 # systemd gives each user a slice in which the user may create cgroups of every name. Only root can create the slice.
 # In a cgroup namespace, the path of a cgroup outside of it starts with `..`.
 _USER = re.compile(r"(?:/\.\.)*/user\.slice/user-([0-9]{1,10})\.slice(?:/|$)")
+# slurmstepd makes `/system.slice/slurmstepd.scope/job_N` (version 2) and `/slurm/uid_U/job_N` (version 1), with the
+# node's name where a machine has several slurmds. Only root can: a user or a container may make cgroups of every name,
+# but below its own slice or container.
+_SLURM = re.compile(
+    r"(?:/\.\.)*/(?:system\.slice/(?:[^/]+_)?slurmstepd\.scope|slurm(?:_[^/]+)?/uid_[0-9]+)/job_([0-9]{1,20})(?:/|$)"
+)
 # The containers of a place. A container may nest others in itself without end; all of them are in its place.
 _MAX_NESTED = 4
 # A host with many containers has many mounts, each with the folders of an image's layers.
@@ -66,6 +72,12 @@ def pod_uid(cgroup_text: str) -> str:
     segments = (segment for path in _paths(cgroup_text) for segment in reversed(path.split("/")))
     found = next(filter(None, map(_POD.search, segments)), None)
     return found.group(1).replace("_", "-") if found is not None else ""
+
+
+def slurm_job(cgroup_text: str) -> str:
+    """Return the Slurm job whose cgroup slurmstepd has made for a process; empty if there is none."""
+    found = next(filter(None, map(_SLURM.match, _paths(cgroup_text))), None)
+    return found.group(1) if found is not None else ""
 
 
 def _paths(cgroup_text: str) -> list[str]:

@@ -155,7 +155,7 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
         events_router(
             runtime.events.log, runtime.renderer, profile_of=access.of_error, hide_identities=hide_identities
         ),
-        jobs_router(runtime.events, runtime.renderer, profiles_of=access.newest_first),
+        jobs_router(runtime.events, runtime.renderer, profiles_of=access.newest_first, hide_identities=hide_identities),
         nvml_router(
             poller=runtime.poller,
             dispatcher=dispatcher,

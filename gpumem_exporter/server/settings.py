@@ -120,7 +120,9 @@ class Settings(BaseModel):
     web_telemetry_path: Annotated[str, AfterValidator(_telemetry_path)] = Field(
         default="/metrics", description="path of the metrics"
     )
-    web_hide_identities: bool = Field(default=False, description="hide user, command and pod of others' processes")
+    web_hide_identities: bool = Field(
+        default=False, description="hide user, command, pod and Slurm job of others' processes"
+    )
     web_config_file: str = Field(
         default="",
         description="file with certificate and users for the TCP addresses, in the format of Prometheus' exporters",

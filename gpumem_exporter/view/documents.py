@@ -85,7 +85,7 @@ class SeenProcess:
     facts: ProcessFacts | None = None
     """The host's description of this process."""
     hidden: bool = False
-    """Its user, command and pod are hidden."""
+    """Its user, command, pod and Slurm job are hidden."""
     orphan: LostLauncher | None = None
     """What it has lost, if it is an orphan."""
 
@@ -105,6 +105,13 @@ class SeenProcess:
     def identity(self, name: str) -> str | None:
         """Return one of the host's `IDENTITY_FIELDS`; None if it is unknown or hidden."""
         return None if self.facts is None or self.hidden else getattr(self.facts, name)
+
+    def job_number(self, name: str) -> str | None:
+        """Return one of `JOB_NUMBERS`, as the process reports it, otherwise as the host does; None if it is hidden."""
+        if self.hidden and name == "slurm_job_id":  # Slurm names the user of every job
+            return None
+        own = getattr(self.reporter.report.process, name) if self.reporter is not None else ""
+        return own or getattr(self.facts, name, None) or None
 
     @property
     def rank(self) -> str | None:
@@ -214,7 +221,7 @@ def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool = 
         "reporting": reporter is not None,
         **{name: getattr(identity, name, None) for name in _IDENTITY},
         **{name: process.identity(name) for name in _FACTS},
-        **{name: getattr(identity, name, "") or getattr(process.facts, name, None) for name in JOB_NUMBERS},
+        **{name: process.job_number(name) for name in JOB_NUMBERS},
         **{name: getattr(report, name, None) for name in _REPORT},
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
         "uid": reporter.owner_uid if reporter and not process.hidden else None,

@@ -7,7 +7,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ class Job:
         """Return who runs the job: what all processes have in common."""
         known = {name: self._identity(name) for name in ("user", "k8s_namespace", "k8s_pod")}
         uids = {process.reporter.owner_uid for process in self.processes if process.reporter and not process.hidden}
-        jobs = {name: self._common(partial(_job_number, name)) for name in JOB_NUMBERS}
+        jobs = {name: self._common(methodcaller("job_number", name)) for name in JOB_NUMBERS}
         words = [
             known["user"] or "",
             f"pod {known['k8s_namespace']}/{known['k8s_pod']}" if known["k8s_pod"] else "",
@@ -229,11 +230,6 @@ def jobs_by_device(jobs: Iterable[Job]) -> dict[str, list[tuple[Job, list[Part]]
 def sums_of(parts: Sequence[Part], names: Iterable[str]) -> dict[str, int | None]:
     """Return the sum of each value over the processes and devices where it is known; None where none is."""
     return {name: sum_of_known([VALUES[name](part) for part in parts] or [None]) for name in names}
-
-
-def _job_number(name: str, process: SeenProcess) -> str | None:
-    identity = process.reporter.report.process if process.reporter is not None else None
-    return getattr(identity, name, "") or getattr(process.facts, name, None) or None
 
 
 def job_uuids(job: Job, gpus: Mapping[str, str]) -> Sequence[str]:

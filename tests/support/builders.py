@@ -114,6 +114,9 @@ class NobodyHost:
     def place(self, host_pid: int) -> Place:
         return HERE
 
+    def slurm_job(self, pid: int | None) -> str | None:
+        return None
+
     def program(self, host_pid: int) -> int | None:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from urllib.parse import quote
 
 import click
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, human_seconds
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import api_options
@@ -21,28 +23,40 @@ if TYPE_CHECKING:
 _EXAMPLES = """\b
 Examples:
   gpumem-exporter report --job 4711
+  gpumem-exporter report --job 4711 --user alice
   gpumem-exporter report --job 4711 --json
 """
 _SIZES = ("used_peak_bytes", "used_mean_bytes", "reserved_highest_bytes", "idle_cache_mean_bytes")
 _COLUMNS = (
-    *(("gpu", "left"), ("pid", "right"), ("workload", "cut"), ("rank", "right"), ("time", "right")),
+    *(("gpu", "left"), ("pid", "right"), ("uid", "right"), ("workload", "cut"), ("rank", "right"), ("time", "right")),
     *((name, "right") for name in ("peak", "mean", "reserved peak", "mean idle cache")),
 )
 
 
 @click.command(epilog=_EXAMPLES)
 @click.option("--job", metavar="ID", required=True, help="The Slurm or Ray job id.")
+@click.option("--user", metavar="USER", help="Only processes of this user: a name or a uid.")
 @api_options
-def report(api: ExporterApi, job: str, as_json: bool) -> int:
+def report(api: ExporterApi, job: str, user: str | None, as_json: bool) -> int:
     """Show the memory of a job, even after it has ended.
 
     The exporter records the values of each reporting process, from its first report or from the exporter's start if
     that is later. With --storage.path, the values of ended processes survive a restart of the exporter. Peak and mean
     are the driver's values, read once a second. The reserved peak is PyTorch's own, which is exact.
     """
-    document = api.get(f"/api/v1/jobs/{quote(job, safe='')}")
+    query = "" if user is None else f"?uid={_uid(user)}"
+    document = api.get(f"/api/v1/jobs/{quote(job, safe='')}{query}")
     print_result(document, _shown(document), as_json=as_json)
     return 0
+
+
+def _uid(user: str) -> int:
+    if user.isascii() and user.isdecimal():
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except (KeyError, OSError):
+        raise ConfigurationError(f"invalid --user {user!r}: this machine has no such user; give the uid") from None
 
 
 def _shown(job: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -71,6 +85,7 @@ def _row(process: Mapping[str, Any], device: Mapping[str, Any]) -> tuple[str, ..
     return (
         device["gpu"] or device["uuid"],
         str(process["pid"]),
+        UNKNOWN if process["uid"] is None else str(process["uid"]),
         process["workload"] or UNKNOWN,
         process["rank"] or UNKNOWN,
         human_seconds(seconds),

@@ -33,8 +33,9 @@ _BEFORE_SECONDS = 600.0
 _MAX_BEFORE = 8
 # The number of events of the device, and of the job, that are folded to the entries before an event.
 _BEFORE_PAGE = 100
-# The values that `--web.hide-identities` hides. The end of a process also has its user as a number.
-_IDENTITIES = (*IDENTITY_FIELDS, "uid")
+# The values that `--web.hide-identities` hides. The end of a process also has its user as a number, and its
+# Slurm job, whose user Slurm names.
+_IDENTITIES = (*IDENTITY_FIELDS, "uid", "slurm_job_id")
 _JOB_PAGE = 1000
 # A page has at most 1000 processes and 1 MiB of events.
 _MAX_JOB_PAGES = 8
@@ -328,6 +329,7 @@ class JobProcessDocument(TypedDict):
     """A process of a job. `end_unix_seconds` is null while it reports."""
 
     pid: int | str
+    uid: Annotated[int | None, Field(description="its user; null if only a token vouches for the process")]
     workload: str | None
     rank: str | None
     first_report_unix_seconds: float
@@ -345,9 +347,10 @@ class JobProfileDocument(TypedDict):
 
 
 class JobDocument(TypedDict):
-    """The processes of a job that reported to this exporter, in the order of their ends.
+    """The processes of a job that reported to this exporter: first the caller's, in the order of their ends.
 
-    `more`: it has more than fit into a reply, and the latest ones are missing. `profiles`: of its out-of-memory errors,
+    `more`: it has more than fit into a reply. The missing ones are the latest of the
+    users with the most processes. `profiles`: of its out-of-memory errors,
     newest first; only of processes that the caller may act on.
     """
 
@@ -357,31 +360,64 @@ class JobDocument(TypedDict):
     profiles: list[JobProfileDocument]
 
 
+class JobParameters(KnownFields):
+    """The parameters of a query for a job."""
+
+    uid: int | None = Field(None, ge=0, lt=2**32, description="only processes of this user")
+
+
 def jobs_router(
-    recorder: Recorder, renderer: Renderer, *, profiles_of: Callable[[Caller], Sequence[ProfileFacts]] = lambda _: ()
+    recorder: Recorder,
+    renderer: Renderer,
+    *,
+    profiles_of: Callable[[Caller], Sequence[ProfileFacts]] = lambda _: (),
+    hide_identities: bool,
 ) -> APIRouter:
-    """Return the route of jobs. `profiles_of` returns the profiles that a caller sees, newest first."""
+    """Return the route of jobs. `profiles_of` returns the profiles that a caller sees, newest first.
+
+    With `hide_identities`, a caller that may not act on every process gets its own processes only.
+    """
     router = APIRouter(tags=["events"])
     reading = asyncio.Lock()
     """One reply is built at a time: each may have thousands of processes."""
 
     @router.get(JOBS_PATH + "/{job_id}", responses={200: json_reply(JobDocument), **problems(401, 403, 404, 422, 503)})
-    async def job(request: Request, job_id: Annotated[str, Path(max_length=MAX_LABEL_LENGTH)]) -> Response:
+    async def job(
+        request: Request,
+        job_id: Annotated[str, Path(max_length=MAX_LABEL_LENGTH)],
+        parameters: Annotated[JobParameters, QueryParameters()],
+    ) -> Response:
         """Peaks and means of the processes with this Slurm or Ray job id, from their first report on.
 
         The values of ended processes come from their `process_ended` events; the values of running processes count from
-        the exporter's start. The callers that may read events may read jobs.
+        the exporter's start. The callers that may read events may read jobs. A process that is in a cgroup of
+        slurmstepd has the job of that cgroup, whatever it reports; `uid` leaves out what other users claim.
         """
+        caller: Caller = request.state.caller
+        owner = caller.share if hide_identities and caller.rights is not Rights.ALL else None
+        query = Query(
+            after=0,
+            types=("process_ended",),
+            job_id=job_id,
+            uid=parameters.uid,
+            owner=owner,
+            first_owner=caller.share,
+            limit=_JOB_PAGE,
+        )
         async with reading:
             try:
-                processes, more = await _ended_processes(recorder.log, job_id)
+                processes, more = await _ended_processes(recorder.log, query)
             except StorageError as error:
                 raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
-            processes += [{**_job_process(event), "end_unix_seconds": None} for event in recorder.running(job_id)]
+            processes += [
+                (event.owner, {**_job_process(event), "end_unix_seconds": None})
+                for event in recorder.running(job_id)
+                if owner in (None, event.owner) and parameters.uid in (None, event.detail["uid"])
+            ]
             if not processes:
                 raise ProblemError(404, f"no process of job {job_id!r} has reported to this exporter")
-            document = {"job_id": job_id, "processes": processes, "more": more}
-            caller: Caller = request.state.caller
+            processes.sort(key=lambda each: each[0] != caller.share)
+            document = {"job_id": job_id, "processes": [process for _, process in processes], "more": more}
             return json_response(
                 await renderer.render(
                     lambda: encoded({**document, "profiles": _job_profiles(profiles_of(caller), job_id)})
@@ -399,16 +435,15 @@ def _job_profiles(profiles: Iterable[ProfileFacts], job_id: str) -> list[JobProf
     ]
 
 
-async def _ended_processes(log: EventLog, job_id: str) -> tuple[list[dict[str, Any]], bool]:
-    """Return the ended processes of a job, oldest first, and whether there are more."""
-    processes: list[dict[str, Any]] = []
-    query = Query(after=0, types=("process_ended",), job_id=job_id, limit=_JOB_PAGE)
+async def _ended_processes(log: EventLog, query: Query) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
+    """Return the ended processes of a job with their owners, and whether there are more."""
+    processes: list[tuple[str, dict[str, Any]]] = []
     for _ in range(_MAX_JOB_PAGES):
         page = await log.page(query)
-        processes += map(_job_process, page.events)
+        processes += [(event.owner, _job_process(event)) for event in page.events]
         if not page.more:
             return processes, False
-        query = replace(query, after=page.next_after)
+        query = replace(query, skip=len(processes))
     return processes, True
 
 
@@ -416,6 +451,7 @@ def _job_process(event: Event) -> dict[str, Any]:
     names = tuple(JobDeviceDocument.__annotations__)
     return {
         "pid": event.pid,
+        "uid": event.detail.get("uid"),
         "workload": event.workload,
         "rank": event.rank,
         "first_report_unix_seconds": event.detail.get("first_report_unix_seconds"),

@@ -109,8 +109,10 @@ class ReportsRoute:
         try:
             long = len(body) > INLINE_BYTES
             report = await self._read_in_turn(body, scope) if long else self._reader.read(body)
-            short = shortened(report)
+            short = within_limits = shortened(report)
             reported = await self._senders.identify(report.process, scope["state"]["peer"])
+            if reported.slurm_job_id not in (None, short.process.slurm_job_id):
+                short = replace(short, process=replace(short.process, slurm_job_id=reported.slurm_job_id))
             key = ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
             before = self._reports.find(key)
             process = self._reports.put_report(
@@ -132,7 +134,7 @@ class ReportsRoute:
             raise ProblemError(503, str(error), {"Retry-After": retry_after}) from None
         for lost in displaced:
             self._presence.forget((lost, "another process took its place: see --report.max-processes"))
-        if short is not report:
+        if within_limits is not report:
             self._name("shortened", key, short, _LIMITS)
         if process is before:  # the same or a later report has arrived before; only the results may be new
             process = replace(process, report=short)
@@ -140,7 +142,7 @@ class ReportsRoute:
             self._start_session(before, process, short)
         elif before.host_pid != process.host_pid:
             self._presence.started(process)
-        self._instruments.count_report("accepted" if short is report else "shortened")
+        self._instruments.count_report("accepted" if within_limits is report else "shortened")
 
         committed = self._events.take_report(process)
         self._dispatcher.take_results(process)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.place import UNKNOWN, Place
@@ -39,6 +39,8 @@ class ReportedProcess:
     """Its user; None if only the token vouches for the report."""
     place: Place = UNKNOWN
     """Where it runs; where its sender runs if the exporter cannot see it."""
+    slurm_job_id: str | None = None
+    """Its Slurm job by its cgroup, empty if it is in none; None if only the report can tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class _Known:
     decided_seconds: float
     decision: ReportedProcess | str
     """The process, or why the report is refused."""
+    unseen_job: str | None
+    """`Host.slurm_job` of a process that is not seen, which changes with the first job of the node."""
 
 
 class ReportSenders:
@@ -72,17 +76,31 @@ class ReportSenders:
         """
         key = (identity.pid_namespace, identity.pid, peer.uid, peer.place)
         known, now = self._known.get(key), self._clock()
-        if known is None or known.start_time_ticks != identity.start_time_ticks or not _valid(known, peer, now):
-            while (decision := await asyncio.to_thread(self._decide, identity, peer)) is None:
+        if (
+            known is None
+            or known.start_time_ticks != identity.start_time_ticks
+            or known.unseen_job != self._host.slurm_job(None)
+            or not _valid(known, peer, now)
+        ):
+            unseen_job = self._host.slurm_job(None)
+            while (decision := await asyncio.to_thread(self._with_job, identity, peer)) is None:
                 await self._places.of(peer)  # the report is about another process than its sender
             self._known.pop(key, None)
             # The keys have claims of reports, and a user can invent claims without end.
             while len(self._known) >= self._max_known:
                 del self._known[next(iter(self._known))]
-            known = self._known[key] = _Known(identity.start_time_ticks, peer, now, decision)
+            known = self._known[key] = _Known(identity.start_time_ticks, peer, now, decision, unseen_job)
         if isinstance(known.decision, str):
             raise ForeignProcessError(known.decision)
         return known.decision
+
+    def _with_job(self, identity: ProcessIdentity, peer: Peer) -> ReportedProcess | str | None:
+        """Return the decision, with the Slurm job of the process, or of its sender if the process is not seen."""
+        decision = self._decide(identity, peer)
+        if not isinstance(decision, ReportedProcess) or (decision.host_pid is None and decision.owner_uid is None):
+            return decision  # of another machine
+        job = self._host.slurm_job(decision.host_pid if decision.host_pid is not None else peer.pid or None)
+        return replace(decision, slurm_job_id=job)
 
     def _decide(self, identity: ProcessIdentity, peer: Peer) -> ReportedProcess | str | None:
         """Return the process, or why the sender may not report for it; None if its place must be searched first."""

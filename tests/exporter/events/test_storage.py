@@ -331,3 +331,19 @@ def test_events_about_a_job_are_found_by_its_id_and_by_its_workload(bench: Bench
     assert bench.numbers(job="llm~ee", after=0) == [2, 5, 7]
     assert bench.numbers(job="pid~9", after=0) == [3, 6]
     assert bench.numbers(job="llm", after=0) == [1, 2, 4, 5]
+
+
+def test_no_owner_hides_the_processes_of_a_job(bench: Bench) -> None:
+    """A page has the caller's own first, then one of each other owner in turn."""
+
+    def ended(number: int, owner: str, uid: int) -> Event:
+        detail = {"slurm_job_id": "4711", "ray_job_id": None, "uid": uid, "number": number}
+        return Event("process_ended", bench.now, pid=number, owner=owner, detail=detail)
+
+    claims = [ended(number, "uid:1001", 1001) for number in range(600)]
+    bench.storage.append([*claims, ended(600, "uid:1002", 1002), ended(601, "uid:0", 0), ended(602, "uid:1002", 1002)])
+    job: dict[str, Any] = {"after": 0, "types": ("process_ended",), "job_id": "4711", "limit": 4}
+    assert bench.numbers(**job, first_owner="uid:1002") == [600, 602, 0, 601]
+    assert bench.numbers(**job, first_owner="uid:1002", skip=4) == [1, 2, 3, 4]
+    assert bench.numbers(**job, first_owner="uid:7", uid=1002) == [600, 602]
+    assert bench.numbers(**job, first_owner="uid:7", owner="uid:0") == [601]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
-from gpumem_exporter.host.places import Places, container_id, pod_uid, user_of_slice
+from gpumem_exporter.host.places import Places, container_id, pod_uid, slurm_job, user_of_slice
 
 A, B, C, D = (letter * 64 for letter in "abcd")
 HOST_MAP = "         0          0 4294967295\n"
@@ -198,3 +198,21 @@ def test_a_process_outside_of_containers_has_no_ids(cgroup: str) -> None:
 @pytest.mark.parametrize("end", ["\r", "\v", "\x85"])
 def test_a_container_cannot_name_another_user_in_the_name_of_a_cgroup(end: str) -> None:
     assert user_of_slice(f"0::/docker/{ID}/x{end}0::/user.slice/user-7.slice/session\n") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "job"),
+    [
+        ("/system.slice/slurmstepd.scope/job_4711/step_0/user/task_0", "4711"),
+        ("/system.slice/gpu1_slurmstepd.scope/job_4711/step_batch", "4711"),
+        ("/slurm/uid_1001/job_4711/step_0/task_0", "4711"),
+        ("/slurm_gpu1/uid_1001/job_4711", "4711"),
+        ("/../../system.slice/slurmstepd.scope/job_4711/step_0", "4711"),
+        ("/user.slice/user-1001.slice/slurm/uid_1001/job_4711", ""),
+        ("/user.slice/user-1001.slice/system.slice/slurmstepd.scope/job_4711", ""),
+        ("/docker/" + "a" * 64 + "/slurm/uid_0/job_4711", ""),
+        ("/system.slice/ssh.service", ""),
+    ],
+)
+def test_the_cgroup_of_slurmstepd_names_the_job(path: str, job: str) -> None:
+    assert slurm_job(f"12:pids:/\n4:memory:{path}\n0::/\n") == job

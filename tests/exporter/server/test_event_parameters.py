@@ -90,3 +90,9 @@ def test_the_user_of_an_ended_process_is_hidden_as_a_name_and_as_a_number() -> N
     ada = Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1000)
     (hidden,) = events_for_user([ended], ada, hide_identities=True)
     assert hidden.detail == {**detail, "user": None, "uid": None}
+
+
+def test_the_slurm_job_of_another_user_is_hidden() -> None:
+    ended = Event("process_ended", 0.0, detail={"slurm_job_id": "4711", "ray_job_id": "01"})
+    (hidden,) = events_for_user([ended], Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1001), hide_identities=True)
+    assert hidden.detail == {"slurm_job_id": None, "ray_job_id": "01"}

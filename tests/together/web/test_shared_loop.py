@@ -99,4 +99,5 @@ def test_the_memory_of_a_job_is_read_without_the_events_of_other_jobs(exporter: 
     assert peak < 4 << 20
     assert not exporter.document("/api/v1/jobs/4711")["more"]
     everything = exporter.document("/api/v1/jobs/other")
+    assert exporter.request("GET", "/api/v1/jobs/other?uid=7").status == 404
     assert len(everything["processes"]) > 1000
