@@ -77,7 +77,7 @@ def deep_stacks(number: int) -> bytes:
 
 def many_frames(number: int) -> bytes:
     """As many frames as a profile may have, each in a stack of its own."""
-    count = 35_000
+    count = 34_000
     frames = [[f"f{number}{i}", f"{i}.py", i] for i in range(count)]
     return _document(
         _rows(MAX_ROWS, lambda _: "default", lambda i: i % count), stacks=[[i] for i in range(count)], frames=frames
@@ -96,7 +96,7 @@ def long_texts(number: int) -> bytes:
     """Names and files of the maximum length, of which every prefix looks like what the readers search for."""
     file = ("/site-packages/torc" * MAX_TEXT)[: MAX_TEXT - 8]
     name = ("1.2." * MAX_TEXT)[: MAX_TEXT - 8]
-    count = 1_200
+    count = 1_000
     frames = [[name, f"{file}{number}{i}", i] for i in range(count)]
     owners = [["parameters", f"{name}{number}{i}", "1x1", "f"] for i in range(count)]
     return _document(
