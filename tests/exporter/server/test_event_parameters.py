@@ -89,7 +89,7 @@ def test_the_user_of_an_ended_process_is_hidden_as_a_name_and_as_a_number() -> N
     ended = Event("process_ended", 1.7e9, pid=7, detail=detail, id=9)
     ada = Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1000)
     (hidden,) = events_for_user([ended], ada, hide_identities=True)
-    assert hidden.detail == {**detail, "user": None, "uid": None}
+    assert hidden.detail == {**detail, "user": None, "uid": None, "slurm_job_id": None}
 
 
 def test_the_slurm_job_of_another_user_is_hidden() -> None:
