@@ -132,6 +132,9 @@ class Scheduler(Stopping):
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=None, gpu_id=0))
         self.is_hybrid_swa = self.is_hybrid_ssm = self.enable_hisparse = False
         self.max_total_num_tokens = 1000
+        self.kv_shard_widening = 1
+        self.chunked_req = None
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self.tree_cache = SimpleNamespace(evictable_size=lambda: 300)
         self.token_to_kv_pool_allocator = SimpleNamespace(
             available_size=lambda: 600, get_kvcache=lambda: SimpleNamespace(mem_usage=4 / 3)
@@ -421,3 +424,44 @@ def test_sglang_shows_its_weights_cache_tokens_and_requests(monkeypatch: pytest.
     assert facts.held == {0: {"weights": GIB + 5, "kv_cache": GIB * 4 // 3}}
     scheduler.is_hybrid_swa = True
     assert known(reader).cache is None, "tokens of several sizes"
+
+
+@pytest.mark.parametrize(
+    ("changes", "available", "requests"),
+    [
+        ({}, 700, 0),
+        ({"chunked_req": object()}, 700, 1),
+        ({"grammar_manager": SimpleNamespace(grammar_queue=[1, 2])}, 700, 2),
+        ({}, 699, 1),  # a prompt whose batch runs
+    ],
+)
+def test_sglang_is_busy_with_requests_that_are_in_no_queue(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], available: int, requests: int
+) -> None:
+    reader, scheduler = ready_sglang(monkeypatch, available=available, **changes)
+    assert known(reader).requests == requests
+    assert scheduler.waiting_queue == []
+
+
+@pytest.mark.parametrize(
+    ("available", "cache"), [(1700, CacheUse(0.0, 0.15)), (600, CacheUse(0.55, 0.15)), (2001, None)]
+)
+def test_the_tokens_of_an_interleaved_cache_are_those_of_all_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, available: int, cache: CacheUse | None
+) -> None:
+    reader, _ = ready_sglang(monkeypatch, available=available, kv_shard_widening=2)
+    assert known(reader).cache == cache
+
+
+def ready_sglang(monkeypatch: pytest.MonkeyPatch, *, available: int, **changes: Any) -> tuple[EngineReader, Scheduler]:
+    """Return a scheduler without requests, and what reads it."""
+    load(monkeypatch, "sglang", __version__="0.5.23")
+    load(monkeypatch, SGLANG, Scheduler=Scheduler)
+    scheduler, reader = Scheduler(), EngineReader(clock())
+    with Running(scheduler, "run_event_loop"):
+        known(reader)
+    scheduler.waiting_queue, scheduler.running_batch = [], SimpleNamespace(reqs=[])
+    scheduler.token_to_kv_pool_allocator.available_size = lambda: available
+    for name, value in changes.items():
+        setattr(scheduler, name, value)
+    return reader, scheduler

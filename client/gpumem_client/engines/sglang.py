@@ -58,14 +58,14 @@ class Sglang:
         )
         if not facts.ready:
             return facts
-        with unknown("the requests of SGLang"):
-            facts = replace(facts, requests=len(scheduler.waiting_queue) + len(scheduler.running_batch.reqs))
         with unknown("the tensors of SGLang"):
             facts = replace(facts, held=self._held(scheduler))
-        cache = None
         with unknown("the key-value cache of SGLang"):
-            cache = _cache_use(scheduler)
-        return replace(facts, cache=cache)
+            facts = replace(facts, cache=_cache_use(scheduler))
+        requests = None
+        with unknown("the requests of SGLang"):
+            requests = _requests(scheduler, facts.cache)
+        return replace(facts, requests=requests)
 
     def _held(self, scheduler: Any) -> Mapping[int, Mapping[str, int]]:
         held = {index: {"weights": size} for index, size in self._weights.items()}
@@ -82,13 +82,25 @@ def _ready(scheduler: Any) -> bool:
     return hasattr(scheduler, "running_batch") and hasattr(scheduler, "waiting_queue")
 
 
+def _requests(scheduler: Any, cache: CacheUse | None) -> int:
+    """Return the number of requests; at least 1 while any is under way."""
+    waiting = len(scheduler.waiting_queue) + len(scheduler.grammar_manager.grammar_queue)
+    # A prompt in chunks, and a prompt whose batch runs, are in no queue. The latter has tokens of the cache.
+    known = waiting + len(scheduler.running_batch.reqs) + (scheduler.chunked_req is not None)
+    return known or int(cache is not None and cache.used > 0)
+
+
 def _cache_use(scheduler: Any) -> CacheUse | None:
     """Return the shares of tokens; None for caches of several kinds, whose tokens differ in size."""
     if any(getattr(scheduler, name, False) for name in ("is_hybrid_swa", "is_hybrid_ssm", "enable_hisparse")):
         return None
-    tokens = scheduler.max_total_num_tokens
+    # The allocator counts the tokens of all ranks between which a page is interleaved.
+    tokens = scheduler.max_total_num_tokens * getattr(scheduler, "kv_shard_widening", 1)
     evictable = scheduler.tree_cache.evictable_size()
-    used = tokens - scheduler.token_to_kv_pool_allocator.available_size() - evictable
+    available = scheduler.token_to_kv_pool_allocator.available_size()
+    if available > tokens:
+        return None
+    used = tokens - available - evictable
     # The scheduler's thread moves tokens between two of these readings.
     used, evictable = max(0, used), max(0, min(evictable, tokens))
     return CacheUse(used / tokens, evictable / tokens) if used + evictable <= tokens else None
