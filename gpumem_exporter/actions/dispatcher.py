@@ -14,6 +14,7 @@ rank does not have its command in time, the dispatcher recalls the commands of a
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -94,6 +95,7 @@ class Dispatcher:
     ) -> None:
         self.wake = wake
         self._store = store
+        self._poll_soon = poll_soon
         self._allowed = allowed
         self._clock = clock
         self._wall_clock = wall_clock
@@ -104,9 +106,7 @@ class Dispatcher:
         self._hide_identities = hide_identities
         self._actions = ActionRegistry(kept_actions)
         self._settlements = Settlements(self._actions.replace)
-        self._engines = EngineMemory(
-            store, engines, clock=clock, poll_soon=poll_soon, changed=self._actions.replace, spawn=self._spawn
-        )
+        self._engines = EngineMemory(store, self._actions, engines, clock=clock, poll_soon=poll_soon, spawn=self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
         self.outside = OutsideActs(
             terminator, self._engines, clock=clock, spawn=self._spawn, ended=self.finish_if_complete
@@ -166,16 +166,17 @@ class Dispatcher:
         running = RunningAction(action, now, request, requested_by, facts, offered_seconds=now)
         if not request.dry_run:
             self._call_later(request.deadline_seconds + request.duration_seconds + SILENT_GRACE_SECONDS, self.expire)
+        wakes: Counter[str] = Counter()
         for selected in commanded:
             # A group waits as a whole.
             whole = request.group or not starting
             its = starting if whole else starts_for(request, requested_by, selected, (), snapshot)
-            self._add_command(running, selected, its, snapshot)
+            self._add_command(running, selected, its, snapshot, wakes)
         if request.action in ENGINE_ACTIONS:
             targets = self._engines.engines_among(targets, len(commanded))
         for target in targets:
             its = starts_for(request, requested_by, target, targets, snapshot) if starting else ()
-            self._add_outside(running, target, its, snapshot)
+            self._add_outside(running, target, its, snapshot, wakes)
         if running.blocked or any(each.reason_code == ReasonCode.ENGINE_STARTING for each in running.action.results):
             self._engine_starts.show(running, starting, snapshot)
 
@@ -198,7 +199,12 @@ class Dispatcher:
         return suggest_clears(request, selected, snapshot, now, free_deadline=free_deadline)
 
     def _add_command(
-        self, running: RunningAction, selected: SelectedProcess, starting: Sequence[StartingEngine], snapshot: Snapshot
+        self,
+        running: RunningAction,
+        selected: SelectedProcess,
+        starting: Sequence[StartingEngine],
+        snapshot: Snapshot,
+        wakes: Counter[str],
     ) -> None:
         """Give a process its command, or the result if the request has no effect there."""
         request = running.request
@@ -210,7 +216,7 @@ class Dispatcher:
         else:
             result = unsupported(selected.process, request)
         if result is None and request.action in ENGINE_ACTIONS:
-            result = self._engines.refusal(running, selected.process, snapshot)
+            result = self._engines.refusal(running, selected.process, wakes)
         if result is None and request.dry_run and starting:
             result = self._engine_starts.refusal(running, starting, snapshot)
         if result is not None:
@@ -227,10 +233,15 @@ class Dispatcher:
         running.commands[part.key] = part
 
     def _add_outside(
-        self, running: RunningAction, target: OutsideTarget, starting: Sequence[StartingEngine], snapshot: Snapshot
+        self,
+        running: RunningAction,
+        target: OutsideTarget,
+        starting: Sequence[StartingEngine],
+        snapshot: Snapshot,
+        wakes: Counter[str],
     ) -> None:
         """Let the exporter act on a process, or add the result if it must not."""
-        result = self.outside.refusal(running, target, snapshot)
+        result = self.outside.refusal(running, target, wakes)
         if result is None and running.action.dry_run:
             waits = bool(starting)
             result = (
@@ -267,18 +278,30 @@ class Dispatcher:
             and part.on_the_way
             and now < part.deadline_seconds
         ][:MAX_COMMANDS]
-        for running, part in pending:
-            if part.used_before is None and part.command.action in ENGINE_ACTIONS:
-                part.used_before = self._engines.used_by(process.host_pid)
-            part.deliver()
-            running.start()
+        delivered = [part for running, part in pending if self._deliver(running, part, process, now)]
         # A wait for an idle engine may end before the action's deadline.
         return tuple(
             [
                 replace(part.command, deadline_seconds=min(part.command.deadline_seconds, part.deadline_seconds - now))
-                for _, part in pending
+                for part in delivered
             ]
         )
+
+    def _deliver(self, running: RunningAction, part: CommandPart, process: ReportingProcess, now: float) -> bool:
+        """Record that a process gets its command; return False if it does not."""
+        if part.command.action in ENGINE_ACTIONS and part.state is PartState.WAITING:
+            if part.asked_seconds is None:
+                part.asked_seconds = now
+                self._poll_soon()
+            if not self._engines.is_read_since(part.asked_seconds):
+                return False  # with a later report
+            refusal = self._engines.deliver(running, part, process)
+            if refusal is not None:
+                self._end(running, part, refusal, process)
+                return False
+        part.deliver()
+        running.start()
+        return True
 
     def cancelled(self, process: ReportingProcess) -> tuple[str, ...]:
         """Return the ids of the commands that a process keeps and must forget."""

@@ -1,7 +1,8 @@
 """Releases and resumes the memory of inference engines, and measures what the driver then lists. Event loop only.
 
 An engine whose reporter can speak with it runs the action as a command. With any other engine, the exporter itself
-speaks: `Engines` finds it.
+speaks: `Engines` finds it. Only vLLM is offered, because a mistake can end a server, and vLLM is the one whose real
+server the tests run.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.actions.declarations import ActionRequest
-from gpumem_exporter.actions.lifecycle import OutsidePart, RunningAction
-from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action
+from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, RunningAction, Waking
+from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
 from gpumem_exporter.actions.results import DriverValues
 from gpumem_exporter.actions.selection import OutsideTarget
-from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import NodeReading, ReportingProcess
 from gpumem_exporter.core.store import Store
 
 MIN_IDLE_SECONDS = 120.0
@@ -52,8 +54,8 @@ class EngineRefusedError(Exception):
 
 
 def no_engine(target: OutsideTarget) -> EngineRefusedError:
-    """Return the error for a process that is no engine that the exporter knows."""
-    reason = f"{target.title or target} is not an engine that the exporter can speak with"
+    """Return the error for a process that does not belong to vLLM."""
+    reason = f"{target.title or target} is not vLLM, and sleep and wake act on no other engine"
     return EngineRefusedError(ReasonCode.NO_ENGINE, reason, outcome="unsupported")
 
 
@@ -69,9 +71,8 @@ class Activity(NamedTuple):
 class FoundEngine(Protocol):
     """An engine that the exporter can speak with. The methods block for a bounded time and raise EngineRefusedError."""
 
-    @property
-    def name(self) -> str:
-        """The name of the product."""
+    name: str
+    """Of the product."""
 
     @property
     def key(self) -> Hashable:
@@ -101,29 +102,31 @@ class Engines(Protocol):
 
 
 class EngineMemory:
-    """Speaks with engines in threads, and measures the effect. `changed` is called with an action that has settled."""
+    """Speaks with engines in threads, and measures the effect."""
 
     def __init__(
         self,
         store: Store,
+        actions: ActionRegistry,
         engines: Engines | None,
         *,
         clock: Callable[[], float],
         poll_soon: Callable[[], None],
-        changed: Callable[[Action], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._store = store
+        self._actions = actions
         self._engines = engines
         self._clock = clock
         self._poll_soon = poll_soon
-        self._changed = changed
         self._spawn = spawn
         self._threads = asyncio.Semaphore(_THREADS)
         # By share: root of a container can become every uid.
         self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_CALLS_OF_OWNER))
         # The calls under way and their parts, by action and engine: all processes of an engine sleep together.
         self._calls: dict[tuple[str, Hashable], tuple[asyncio.Task[None], list[OutsidePart]]] = {}
+        # By engine: one action at a time asks what it does and changes it.
+        self._locks: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
     def engines_among(self, targets: list[OutsideTarget], others: int) -> list[OutsideTarget]:
         """Return the targets that seem to be engines; all of them if there is no engine, so that the results say so."""
@@ -133,20 +136,57 @@ class EngineMemory:
         return self._engines is not None and self._engines.is_engine(target)
 
     def refusal(
-        self, running: RunningAction, process: ReportingProcess | None, snapshot: Snapshot
+        self, running: RunningAction, process: ReportingProcess | None, earlier: Counter[str] | None = None
     ) -> CommandResult | None:
-        """Return the result of an action that must not run, from the last report; None if it may."""
+        """Return the result of an action that must not run, as reports and driver show it now; None if it may.
+
+        `earlier` has the bytes by device that earlier processes of the request will take. It gets those of this one.
+        """
         request = running.request
         recent = too_recent(request, running.caller, process, self._clock())
         if recent is not None:
             return CommandResult(running.action.id, "refused", recent, ReasonCode.ENGINE_BUSY)
-        lacking = lacking_memory(request, process, snapshot)
-        if lacking is not None:
+        if request.action != "resume_memory" or process is None:
+            return None
+        earlier = Counter() if earlier is None else earlier
+        lacking = lacking_memory(process, self._store.newest_reading, self._waking(besides=process) + earlier)
+        if lacking is not None and not request.force:
             return CommandResult(running.action.id, "refused", lacking, ReasonCode.DEVICE_MEMORY_SHORT)
+        earlier.update(_unmapped(process))
         return None
 
+    def _waking(self, besides: ReportingProcess) -> Counter[str]:
+        """Return the bytes by device that waking engines still take: the driver does not list them yet."""
+        taken: Counter[str] = Counter()
+        for running in self._actions.running.values():
+            for waking in [part.waking for part in running.parts if part.waking is not None]:
+                if waking.key != besides.key:
+                    used = self.used_by(waking.host_pid)
+                    taken.update({uuid: max(0, size - used.get(uuid, 0)) for uuid, size in waking.awake_bytes.items()})
+        return taken
+
+    def deliver(self, running: RunningAction, part: CommandPart, process: ReportingProcess) -> CommandResult | None:
+        """Check a command right before a process gets it for the first time; return the result if it must not run."""
+        refusal = self.refusal(running, process)
+        if refusal is None:
+            part.used_before = self.used_by(process.host_pid)
+            if part.command.action == "resume_memory":
+                self._wake(part, process)
+        return refusal
+
+    def is_read_since(self, seconds: float) -> bool:
+        """Return whether the driver was read since then, or has not answered in time."""
+        node, late = self._store.newest_reading, self._clock() - seconds >= _MEASURE_SECONDS
+        return node is None or not node.up or late or node.taken_seconds - node.duration_seconds >= seconds
+
+    def _wake(self, part: CommandPart | OutsidePart, process: ReportingProcess) -> None:
+        """Record what the driver will list for the process of an engine that wakes now."""
+        used = self.used_by(process.host_pid)
+        awake_bytes = {uuid: size + used.get(uuid, 0) for uuid, size in _unmapped(process).items()}
+        part.waking = Waking(process.key, process.host_pid, awake_bytes)
+
     def no_engine(self, action_id: str, target: OutsideTarget) -> CommandResult | None:
-        """Return the result for a process that is no engine that the exporter knows; None for any other."""
+        """Return the result for a process that does not belong to vLLM; None for any other."""
         if self._is_engine(target):
             return None
         error = no_engine(target)
@@ -156,7 +196,7 @@ class EngineMemory:
         """Let the engine of a process release or resume its memory. Return the result, and what the driver lists."""
         action_id, target = running.action.id, part.target
         # The effect is the difference of the driver's values for the process, and never what the engine says.
-        started, before = self._clock(), self.used_by(target.host_pid)
+        started, part.used_before = self._clock(), self.used_by(target.host_pid)
         try:
             engine = await self._call(target, lambda: self._find(target))
             key = action_id, engine.key
@@ -165,7 +205,7 @@ class EngineMemory:
                 parts.append(part)
             else:
                 parts = [part]
-                call = asyncio.ensure_future(self._drive(running.request, parts, engine))
+                call = asyncio.ensure_future(self._drive(running, parts, engine))
                 call.add_done_callback(lambda _: self._calls.pop(key, None))
                 self._calls[key] = call, parts
             await asyncio.shield(call)  # other processes of the engine wait for the same call
@@ -173,55 +213,90 @@ class EngineMemory:
             return CommandResult(action_id, error.outcome, str(error), error.code), None
         duration_seconds = self._clock() - started
         if running.action.dry_run:
-            return CommandResult(action_id, DRY_RUN_OUTCOMES[running.action.action]), DriverValues(before, None)
+            return CommandResult(action_id, DRY_RUN_OUTCOMES[running.action.action]), DriverValues(
+                part.used_before, None
+            )
         after = await self.used_after(target.host_pid)
-        return CommandResult(action_id, "done", duration_seconds=duration_seconds), DriverValues(before, after)
+        return CommandResult(action_id, "done", duration_seconds=duration_seconds), DriverValues(
+            part.used_before, after
+        )
 
     def _find(self, target: OutsideTarget) -> FoundEngine:
         if self._engines is None:
             raise no_engine(target)
         return self._engines.find(target)
 
-    async def _drive(self, request: ActionRequest, parts: Sequence[OutsidePart], engine: FoundEngine) -> None:
+    async def _drive(self, running: RunningAction, parts: Sequence[OutsidePart], engine: FoundEngine) -> None:
         """Let an engine act once for its processes; `parts` gets more of them meanwhile."""
-        target, deadline_seconds = parts[0].target, parts[0].deadline_seconds
+        request, deadline_seconds = running.request, parts[0].deadline_seconds
         idle_until = min(deadline_seconds, self._clock() + request.wait_idle_seconds)
+        lock = self._locks.setdefault(engine.key, asyncio.Lock())
+        while True:
+            async with lock:
+                _require_none_withdrawn(parts)
+                if await self._is_ready(request, parts[0].target, engine, last=self._clock() >= idle_until):
+                    await self._change(running, parts, engine)
+                    return
+            await asyncio.sleep(_ASK_AGAIN_SECONDS)
 
-        def require_start() -> None:
+    async def _is_ready(
+        self, request: ActionRequest, target: OutsideTarget, engine: FoundEngine, *, last: bool
+    ) -> bool:
+        """Ask the engine whether it can act now; on the `last` time, requests refuse."""
+        activity = await self._call(target, engine.activity)
+        if request.action == "resume_memory":
+            if not activity.asleep:
+                raise EngineRefusedError(ReasonCode.ENGINE_AWAKE, f"{engine.name} does not sleep")
+            return True
+        if activity.asleep:
+            raise EngineRefusedError(ReasonCode.ENGINE_ASLEEP, f"{engine.name} sleeps already")
+        if request.force or activity.requests == 0:
+            return True
+        if activity.requests is None or last:
+            raise EngineRefusedError(ReasonCode.ENGINE_BUSY, _busy(engine.name, activity.requests))
+        return False
+
+    async def _change(self, running: RunningAction, parts: Sequence[OutsidePart], engine: FoundEngine) -> None:
+        """Let the engine act, unless what was true when the action was requested is not true any more."""
+        request = running.request
+
+        async def require_start() -> None:
+            if not request.dry_run:
+                await self._new_reading()
             _require_none_withdrawn(parts)
-            if self._clock() >= deadline_seconds:
+            if self._clock() >= parts[0].deadline_seconds:
                 late = "the deadline passed before the engine could start it"
                 raise EngineRefusedError(ReasonCode.DEADLINE_PASSED, late, outcome="expired")
+            for part in () if request.dry_run else parts:
+                self._require_permitted(running, part)
 
-        while True:
-            _require_none_withdrawn(parts)
-            activity = await self._call(target, engine.activity)
-            if request.action == "resume_memory":
-                if not activity.asleep:
-                    raise EngineRefusedError(ReasonCode.ENGINE_AWAKE, f"{engine.name} does not sleep")
-                break
-            if activity.asleep:
-                raise EngineRefusedError(ReasonCode.ENGINE_ASLEEP, f"{engine.name} sleeps already")
-            if request.force or activity.requests == 0:
-                break
-            if activity.requests is None or self._clock() >= idle_until:
-                raise EngineRefusedError(ReasonCode.ENGINE_BUSY, _busy(engine.name, activity.requests))
-            await asyncio.sleep(_ASK_AGAIN_SECONDS)
         if request.dry_run:
-            require_start()
+            await require_start()
             return
-        _log.debug("%s of %s (%s)", request.action, target, engine.name)
+        _log.debug("%s of %s (%s)", request.action, parts[0].target, engine.name)
         if request.action == "release_memory":
-            await self._call(target, lambda: engine.release(request.keep, request.force), require_start)
+            await self._call(parts[0].target, lambda: engine.release(request.keep, request.force), require_start)
         else:
-            await self._call(target, engine.resume, require_start)
+            await self._call(parts[0].target, engine.resume, require_start)
+
+    def _require_permitted(self, running: RunningAction, part: OutsidePart) -> None:
+        """Check a part again, right before its engine acts."""
+        reporter = part.target.reporter
+        process = reporter and (self._store.find(reporter.key) or reporter)
+        refusal = self.refusal(running, process)
+        if refusal is not None:
+            raise EngineRefusedError(refusal.reason_code, refusal.reason)
+        part.used_before = self.used_by(part.target.host_pid)
+        if process is not None and running.request.action == "resume_memory":
+            self._wake(part, process)
 
     async def _call(
-        self, target: OutsideTarget, function: Callable[[], T], require: Callable[[], None] = lambda: None
+        self, target: OutsideTarget, function: Callable[[], T], require: Callable[[], Awaitable[None]] | None = None
     ) -> T:
         """Run a function that blocks in a thread, in the turn of the target's owner, unless `require` raises then."""
         async with self._turns[target.share], self._threads:
-            require()
+            if require is not None:
+                await require()
             try:
                 return await _in_thread(function)
             except EngineRefusedError:
@@ -271,7 +346,7 @@ class EngineMemory:
                 result = replace(result, still_free_bytes=min(result.freed_bytes, max(0, before - used)))
             results.append(result)
         running.action = replace(running.action, results=tuple(results), settling=False)
-        self._changed(running.action)
+        self._actions.replace(running.action)
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
@@ -332,17 +407,23 @@ def too_recent(request: ActionRequest, caller: Caller, reporter: ReportingProces
     return None
 
 
-def lacking_memory(request: ActionRequest, process: ReportingProcess | None, snapshot: Snapshot) -> str | None:
-    """Return which device lacks the memory that an engine needs to wake; None if none is known to."""
-    if request.action != "resume_memory" or request.force or process is None:
-        return None
-    node = snapshot.node
+def lacking_memory(process: ReportingProcess, node: NodeReading | None, taken: Mapping[str, int]) -> str | None:
+    """Return which device lacks the memory that an engine needs to wake; None if none is known to.
+
+    `taken` are the bytes by device that other engines will take.
+    """
     devices = {device.uuid: device for device in (node.devices if node is not None and node.up else ())}
-    for sample in process.report.devices:
-        device = devices.get(sample.uuid)
-        if device is not None and device.memory is not None and (sample.unmapped_bytes or 0) > device.memory.free_bytes:
-            return (
-                f"the engine needs {human_bytes(sample.unmapped_bytes or 0)} on GPU {device.gpu or sample.uuid}, where "
+    for uuid, needed in _unmapped(process).items():
+        device, others = devices.get(uuid), taken.get(uuid, 0)
+        if device is not None and device.memory is not None and needed > device.memory.free_bytes - others:
+            reason = (
+                f"the engine needs {human_bytes(needed)} on GPU {device.gpu or uuid}, where "
                 f"{human_bytes(device.memory.free_bytes)} are free"
             )
+            return reason + (f" and other engines that wake take {human_bytes(others)}" if others else "")
     return None
+
+
+def _unmapped(process: ReportingProcess) -> dict[str, int]:
+    """Return the bytes by device that a process takes when it wakes."""
+    return {sample.uuid: sample.unmapped_bytes for sample in process.report.devices if sample.unmapped_bytes}

@@ -25,7 +25,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
@@ -110,11 +110,21 @@ def advanced(state: State, to: State) -> State:
     return to
 
 
+class Waking(NamedTuple):
+    """A process whose engine takes its memory again."""
+
+    key: ProcessKey
+    host_pid: int | None
+    awake_bytes: Mapping[str, int]
+    """What the driver lists for it by device once it is awake."""
+
+
 class _Part:
     """One process's part in an action."""
 
-    __slots__ = ("state",)
+    __slots__ = ("state", "waking")
     state: PartState
+    waking: Waking | None
 
     @property
     def blocked(self) -> bool:
@@ -139,6 +149,10 @@ class CommandPart(_Part):
     deadline_seconds: float
     """On the dispatcher's clock."""
     state: PartState = PartState.WAITING
+    waking: Waking | None = None
+    """Set when the process gets a command to wake its engine."""
+    asked_seconds: float | None = None
+    """When the process first asked for its command."""
     withdrawal: CommandResult | None = None
     """The result if the process forgets the command; None if that result is for the process to say."""
     used_before: Mapping[str, int] | None = None
@@ -230,6 +244,10 @@ class OutsidePart(_Part):
     deadline_seconds: float
     """On the dispatcher's clock. A part that has not started by then ends."""
     state: PartState = PartState.ACTING
+    waking: Waking | None = None
+    """Set when its engine is told to wake."""
+    used_before: Mapping[str, int] = field(default_factory=dict)
+    """For an engine, the driver's bytes of the process by device right before it acts."""
     withdrawal: CommandResult | None = None
     """The result if the exporter does not act after all; None while it may act."""
 

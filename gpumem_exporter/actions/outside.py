@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,7 +13,6 @@ from gpumem_exporter.actions.lifecycle import OutsidePart, RunningAction
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.core.samples import Snapshot
 
 
 class OutsideActs:
@@ -33,12 +33,15 @@ class OutsideActs:
         self._spawn = spawn
         self._ended = ended
 
-    def refusal(self, running: RunningAction, target: OutsideTarget, snapshot: Snapshot) -> CommandResult | None:
-        """Return the result for a process on which the exporter must not act; None for any other."""
+    def refusal(self, running: RunningAction, target: OutsideTarget, earlier: Counter[str]) -> CommandResult | None:
+        """Return the result for a process on which the exporter must not act; None for any other.
+
+        `earlier` is as for `EngineMemory.refusal`.
+        """
         if running.action.action == "terminate":
             return self._terminator.refusal(running.action.id, target)
         unknown = self._engines.no_engine(running.action.id, target)
-        return unknown or self._engines.refusal(running, target.reporter, snapshot)
+        return unknown or self._engines.refusal(running, target.reporter, earlier)
 
     def expected(self, running: RunningAction) -> CommandResult | None:
         """Return the result of a dry run; None for an engine, of which a dry run reads what it does."""

@@ -1,4 +1,4 @@
-"""Speaks with inference engines over HTTP: one file for each engine, a class of `adapter.Engine`.
+"""Speaks with vLLM over HTTP.
 
 The exporter connects only to a port of loopback on which, according to the kernel, the engine's own process listens, or
 its parent of the same user in the same place. Every exchange has a time limit and a size limit, and no redirect is

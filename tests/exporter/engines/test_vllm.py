@@ -1,15 +1,10 @@
-"""Each adapter against a server that speaks the engine's documented interface, in processes of their own.
+"""A server that speaks vLLM's interface, in processes of its own.
 
-The answers are recorded from vllm 0.32.0 (entrypoints/serve/dev/sleep/api_router.py), sglang 0.5.23
-(srt/entrypoints/http_server.py, v1_loads.py, utils/auth.py), TensorRT-LLM (docs/source/features/sleep-wakeup.md),
-ollama (docs/api.md) and llama.cpp (tools/server/README.md, server-models.cpp).
+The answers are recorded from vllm 0.32.0, entrypoints/serve/dev/sleep/api_router.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import json
 import os
 import socket
 from collections.abc import Iterator
@@ -19,15 +14,15 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.procfs import start_time_ticks
-from gpumem_client.wire.protocol import DeviceSample
+from gpumem_client.wire.protocol import EngineState
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.engines import Activity, EngineRefusedError
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
-from gpumem_exporter.engines import adapter
-from gpumem_exporter.engines.adapter import Engine
+from gpumem_exporter.engines import vllm
 from gpumem_exporter.engines.control import EngineControl
+from gpumem_exporter.engines.vllm import Vllm
 from tests.support.builders import report
 from tests.support.engine_servers import Served, engine_servers
 from tests.support.waiting import wait_for
@@ -48,13 +43,13 @@ def serve() -> Iterator[Any]:
         yield start
 
 
-def find(served: Served, title: str, *samples: DeviceSample, pid: int | None = None) -> Engine:
+def find(served: Served, title: str, *, pid: int | None = None, engine: str = "") -> Vllm:
     """Find the engine of the process on the device, as the exporter does."""
     pid = served.worker if pid is None else pid
     reporter = None
-    if samples:
+    if engine:
         key = ProcessKey(0, pid, os.getuid(), HERE)
-        reporter = ReportingProcess(key, pid, report(pid, devices=samples), 0.0, 0.0)
+        reporter = ReportingProcess(key, pid, report(pid, engine=EngineState(engine)), 0.0, 0.0)
     target = OutsideTarget(
         pid, "", "", pid, start_time_ticks(f"/proc/{pid}"), (), title=title, owner_uid=os.getuid(), reporter=reporter
     )
@@ -94,87 +89,6 @@ def test_vllm_sleeps_and_wakes_through_its_routes(serve: Any) -> None:
     assert "--enable-sleep-mode" in refused(without_flags.activity, ReasonCode.ENGINE_NOT_ENABLED)
 
 
-def test_sglang_is_released_with_its_key_and_resumed_with_what_was_released(serve: Any) -> None:
-    quiet = {"num_running_reqs": 0, "num_waiting_reqs": 0}
-    loads = [200, {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 2}, quiet]}]
-    idle = [200, {"loads": [quiet, quiet]}]
-    answers = {
-        "GET /v1/loads?include=core": [loads, loads, idle],
-        "POST /abort_request": [200, ""],
-        "POST /release_memory_occupation": [200, "null"],
-        "POST /resume_memory_occupation": [200, "null"],
-    }
-    served = serve("sglang", answers, "--api-key", "user", "--admin-api-key=admin")
-    awake = DeviceSample("GPU-1", unmapped_bytes=0)
-    engine = find(served, "sglang::scheduler_TP0", awake)
-    assert engine.activity() == Activity(asleep=False, requests=3)
-    engine.release("weights", True)
-    asked = served.requests(5)
-    assert [request[1] for request in asked][1:] == [
-        *("/abort_request", "/v1/loads?include=core", "/v1/loads?include=core", "/release_memory_occupation")
-    ]
-    assert json.loads(asked[-1][2]) == {"tags": ["kv_cache"]}
-    assert {request[3]["authorization"] for request in asked} == {"Bearer admin"}
-    engine = find(served, "sglang::scheduler_TP0", DeviceSample("GPU-1", unmapped_bytes=9))
-    assert engine.activity().asleep
-    engine.resume()
-    assert json.loads(served.requests(2)[1][2]) == {"tags": ["kv_cache"]}
-    # To resume what is not released ends SGLang's scheduler.
-    refused(engine.resume, ReasonCode.ENGINE_NOT_ENABLED)
-    refused(find(served, "sglang::scheduler").activity, ReasonCode.ENGINE_NOT_ENABLED)
-
-
-def test_tensorrt_llm_gets_signed_requests(serve: Any) -> None:
-    answers = {
-        "GET /memory_status": [[200, {"state": "running", "parked_tags": []}], [200, {"state": "failed"}]],
-        "POST /release_memory": [200, {"status": "success"}],
-        "POST /resume_memory": [409, {"error": "parking"}],
-    }
-    served = serve("trtllm-serve", answers, "--enable_sleep_mode", TRTLLM_RUNTIME_CONTROL_API_KEY="secret")
-    engine = find(served, "python trtllm-serve")
-    assert engine.activity() == Activity(asleep=False, requests=0)
-    engine.release("weights", False)
-    for method, path, body, headers in served.requests(2):
-        prefix = "x-trtllm-runtime-control"
-        timestamp, nonce = headers[f"{prefix}-timestamp"], headers[f"{prefix}-nonce"]
-        signed = f"trtllm-runtime-control-v1\n{method}\n{path}\n{timestamp}\n{nonce}\n{body}".encode()
-        digest = hmac.new(b"secret", signed, hashlib.sha256).hexdigest()
-        assert headers[f"{prefix}-auth"] == f"sha256={digest}"
-    refused(engine.activity, ReasonCode.ENGINE_BUSY)
-    refused(engine.resume, ReasonCode.ENGINE_FAILED)
-    unsigned = find(serve("trtllm-serve", {}), "trtllm-serve")
-    refused(unsigned.activity, ReasonCode.ENGINE_DENIED)
-
-
-def test_ollama_unloads_the_model_of_the_process(serve: Any) -> None:
-    loaded = [200, {"models": [{"model": "other:latest"}, {"model": "chat:latest"}]}]
-    answers = {
-        "GET /api/ps": [loaded, loaded, loaded, [200, {"models": [{"model": "other:latest"}]}]],
-        "POST /api/show": [[200, {"modelfile": "FROM /blobs/a"}], [200, {"modelfile": "FROM /blobs/b"}]] * 2,
-        "POST /api/generate": [200, {"model": "chat:latest", "done": True, "done_reason": "unload"}],
-    }
-    served = serve("ollama", answers, "runner", "--model", "/blobs/b")
-    engine = find(served, "ollama runner")
-    assert engine.activity() == Activity(asleep=False, requests=0)
-    engine.release(None, False)
-    unload = next(request for request in served.requests(9) if request[1] == "/api/generate")
-    assert json.loads(unload[2]) == {"model": "chat:latest", "keep_alive": 0, "stream": False}
-    refused(lambda: engine.release("weights", False), ReasonCode.ENGINE_NOT_ENABLED)
-
-
-def test_llama_cpp_unloads_a_model_of_a_router(serve: Any) -> None:
-    served = serve(
-        "llama-server", {"POST /models/unload": [200, {"success": True}]}, "--alias", "gemma", LLAMA_API_KEY="k"
-    )
-    engine = find(served, "llama-server")
-    assert engine.activity() == Activity(asleep=False, requests=None)
-    engine.release(None, True)
-    (unload,) = served.requests(1)
-    assert (json.loads(unload[2]), unload[3]["authorization"]) == ({"model": "gemma"}, "Bearer k")
-    alone = find(served, "llama-server", pid=served.popen.pid)
-    refused(alone.activity, ReasonCode.ENGINE_NOT_ENABLED)
-
-
 @pytest.mark.parametrize(
     ("answer", "code"),
     [
@@ -190,7 +104,7 @@ def test_llama_cpp_unloads_a_model_of_a_router(serve: Any) -> None:
 def test_a_wrong_answer_is_a_result(
     serve: Any, monkeypatch: pytest.MonkeyPatch, answer: list[object], code: ReasonCode
 ) -> None:
-    monkeypatch.setattr(adapter, "QUESTION_SECONDS", 1.0)
+    monkeypatch.setattr(vllm, "QUESTION_SECONDS", 1.0)
     served = serve("vllm", {"GET /is_sleeping": answer}, "--enable-sleep-mode")
     assert len(refused(find(served, "VLLM::EngineCore").activity, code)) < 500
 
@@ -207,9 +121,7 @@ def test_the_use_of_vllms_cache_is_the_only_sample_of_its_metric(serve: Any) -> 
     served = serve("vllm", {"GET /metrics": [[200, text] for text in answers]})
     engine = find(served, "VLLM::Worker_TP0")
     assert [engine.cache_use() for _ in answers] == [0.25, 0.0, 1.0, *[None] * 9]
-    # The key of an engine is for its actions only, and an engine of another kind gets no request.
     assert {tuple(request[3]) for request in served.requests(len(answers))} == {("host", "accept-encoding")}
-    assert find(serve("sglang", {}), "sglang::scheduler").cache_use() is None
 
 
 def test_only_the_port_of_the_process_or_its_parent_is_taken(serve: Any) -> None:
@@ -218,6 +130,20 @@ def test_only_the_port_of_the_process_or_its_parent_is_taken(serve: Any) -> None
     assert find(other, "VLLM::EngineCore").listener.address[1] == other.port
     refused(lambda: find(served, "VLLM::EngineCore", pid=os.getpid()), ReasonCode.ENGINE_UNREACHABLE)
     refused(lambda: find(served, "python train.py"), ReasonCode.NO_ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("title", "engine"),
+    [
+        *((title, "") for title in ("sglang::scheduler_TP0", "trtllm-serve", "ollama runner", "llama-server")),
+        ("VLLM::EngineCore", "sglang"),  # what its reporter has found counts
+    ],
+)
+def test_another_engine_gets_no_request(serve: Any, title: str, engine: str) -> None:
+    served = serve("vllm", {"GET /is_sleeping": AWAKE})
+    assert "sleep and wake act on no other engine" in refused(
+        lambda: find(served, title, engine=engine), ReasonCode.NO_ENGINE
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
