@@ -27,6 +27,9 @@ DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_DEADLINE_SECONDS = 3600.0
 MAX_SETTLE_SECONDS = 3600.0
 MAX_DURATION_SECONDS = 3600.0
+DEFAULT_GRACE_SECONDS = 30.0
+"""As of Slurm's KillWait and of Kubernetes: jobs that save their state on SIGTERM are made for it."""
+MAX_GRACE_SECONDS = 3600.0
 MAX_REASON_LENGTH = 1000
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
@@ -301,6 +304,12 @@ class ActionRequest:
         "--duration",
         MAX_DURATION_SECONDS,
     )
+    grace_seconds: float = _seconds(
+        {"terminate": "How long a process may take to exit after SIGTERM. Then SIGKILL ends it."},
+        "--grace",
+        MAX_GRACE_SECONDS,
+        default=DEFAULT_GRACE_SECONDS,
+    )
     settle_seconds: float = _seconds(
         dict.fromkeys(
             ("empty_cache", "release_memory"),
@@ -346,6 +355,8 @@ class InvalidField:
 def longest_seconds(request: Mapping[str, Any]) -> float:
     """Return how long an action may take, without its settling time. The request is its JSON."""
     grace_seconds = ENGINE_ANSWER_SECONDS if request.get("action") in ENGINE_ACTIONS else ANSWER_GRACE_SECONDS
+    if request.get("action") == "terminate":
+        grace_seconds += float(request.get("grace_seconds", DEFAULT_GRACE_SECONDS))
     start_seconds = max(float(request["deadline_seconds"]), float(request.get("wait_idle_seconds") or 0.0))
     return start_seconds + float(request.get("duration_seconds") or 0.0) + grace_seconds
 
@@ -389,11 +400,12 @@ def _expected_pid(value: str) -> str:
 def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:
     if request.action not in ACTIONS:
         yield InvalidField("action", request.action, ", ".join(ACTIONS))
+    unset = {None, False, "now"}
     for name, option in OPTIONS.items():
         value = getattr(request, name)
         if not option.accepts(value):
             yield InvalidField(name, value, option.expected)
-        elif request.action in ACTIONS and request.action not in option.help and value not in (None, False, "now"):
+        elif request.action in ACTIONS and request.action not in option.help and value not in unset | {option.default}:
             accept = "accepts" if len(option.help) == 1 else "accept"
             no_value = f"no value, because only {', '.join(option.help)} {accept} it"
             only_now = f"now, because {request.action} has no other mode"
@@ -402,6 +414,8 @@ def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:
         yield InvalidField("mode", request.mode, "step, because a group acts at the end of a step")
     if request.at_step is not None and not request.group:
         yield InvalidField("at_step", request.at_step, "no value without group: true")
+    if request.action == "terminate" and request.target.all and not (request.force or request.dry_run):
+        yield InvalidField("force", False, "true, because all: true terminates every process")
     if request.action == "set_memory_fraction" and request.fraction is None:
         yield InvalidField("fraction", None, OPTIONS["fraction"].expected)
 

@@ -64,7 +64,7 @@ class OutsideActs:
                 late = "the deadline passed before the exporter could act"
                 result = CommandResult(running.action.id, "expired", late, ReasonCode.DEADLINE_PASSED)
             elif running.action.action == "terminate":
-                result = await self._terminator.end(running.action.id, part.target)
+                result = await self._terminator.end(running.action.id, part.target, running.request.grace_seconds)
             else:
                 result, driver = await self._engines.act(running, part)
         except Exception as error:  # noqa: BLE001 - the action must end, whatever the error is

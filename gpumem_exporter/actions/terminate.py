@@ -16,8 +16,6 @@ from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.host import Host
 
-# Seconds between SIGTERM and SIGKILL.
-_GRACE_SECONDS = 10.0
 # A killed process may stay in the kernel for this time while the kernel releases its memory.
 _KILL_SECONDS = 10.0
 
@@ -48,8 +46,8 @@ class Terminator:
             return None
         return CommandResult(action_id, "refused", reason, code)
 
-    async def end(self, action_id: str, target: OutsideTarget) -> CommandResult:
-        """Terminate a process that `refusal` permits, and return the result."""
+    async def end(self, action_id: str, target: OutsideTarget, grace_seconds: float) -> CommandResult:
+        """Terminate a process that `refusal` permits, with SIGKILL after the grace period, and return the result."""
         clock = asyncio.get_running_loop().time
         started = clock()
         # The pidfd is opened before `refusal` compares the start time, so that no later process with this pid is hit.
@@ -64,7 +62,7 @@ class Terminator:
             if refusal is not None:
                 return replace(refusal, outcome="gone")
             for number, wait_seconds, code in (
-                (signal.SIGTERM, _GRACE_SECONDS, ReasonCode.ENDED_BY_SIGTERM),
+                (signal.SIGTERM, grace_seconds, ReasonCode.ENDED_BY_SIGTERM),
                 (signal.SIGKILL, _KILL_SECONDS, ReasonCode.ENDED_BY_SIGKILL),
             ):
                 signal.pidfd_send_signal(pidfd, number)

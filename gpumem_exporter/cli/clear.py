@@ -16,13 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_client.wire.errors import ExporterAnswerError
-from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.declarations import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS, longest_seconds
 from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.program import one_line
-from gpumem_exporter.cli.render.action_tables import action_tables, reasons
-from gpumem_exporter.cli.render.terminal import open_console, show
+from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.view import sentences
 
@@ -102,28 +100,18 @@ def confirmed(api: ExporterApi, body: Document, *, free_mode: bool) -> Plan | No
     text = f"{question(plan, free_mode=free_mode)} [y/N{others}]"
     *lines, last = textwrap.wrap(text, shutil.get_terminal_size().columns - len(" now"))
     print("\n".join([*lines, ""]), end="")
-    answer = _answer(last)
-    if others and answer == "now":
+    given = answer(last)
+    if others and given == "now":
         return plan.as_given()
-    if answer not in _YES:
+    if given not in _YES:
         print("Nothing was cleared.")
         return None
     # The jobs may have changed since the question was printed.
     return plan_clear(api, body) if free_mode else plan.as_given()
 
 
-def confirmed_termination(api: ExporterApi, body: Document) -> Plan | None:
-    """Show which orphans would be terminated, and ask. Returns the termination of these; None if the answer is no."""
-    expected = api.submit({**body, "dry_run": True})
-    show(open_console(), action_tables(expected))
-    pids = list(dict.fromkeys(result["pid"] for result in expected["results"] if is_done(result["outcome"])))
-    if not pids or _answer(f"Terminate {counted(len(pids), 'process', 'processes')}? [y/N]") not in _YES:
-        print("Nothing was terminated.")
-        return None
-    return Plan({**body, "target": {"pid": pids, "orphans": True}}, expected)
-
-
-def _answer(question: str) -> str:
+def answer(question: str) -> str:
+    """Ask, and return the answer in lower case."""
     try:
         return input(f"{question} ").strip().lower()
     except EOFError:

@@ -273,6 +273,10 @@ def action_options(action: str) -> Callable[[_Command], _Command]:
     )
 
 
+yes_to_terminate = click.option("--yes", is_flag=True, help="Do not ask. Needed without a terminal, and with --json.")
+"""An option of `terminate` and `fleet terminate`."""
+
+
 def duration(text: object) -> float:
     """Return the seconds of `30`, `30s`, `5m` or `1h`. Raises ValueError if the text is not a duration."""
     number, unit = str(text)[:-1], str(text)[-1:]
@@ -315,8 +319,8 @@ def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool)
 
 
 def checked_request(document: dict[str, Any]) -> dict[str, Any]:
-    """Check the values of a request and return it. A request without a target is checked as if it had every process."""
-    target = Target(**document.get("target", {"all": True}))
+    """Check the values of a request and return it. A request without a target is checked as if it had one process."""
+    target = Target(**document.get("target", {"pid": 1}))
     for invalid in invalid_fields(ActionRequest(**{**document, "target": target})):
         name = invalid.field.removeprefix("target.")
         flag = OPTIONS[name].flag if name in OPTIONS else f"--{name}"

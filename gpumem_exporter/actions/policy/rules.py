@@ -158,7 +158,7 @@ class _Do(_Options):  # type: ignore[misc]
     @property
     def request(self) -> ActionRequest:
         given = {_OPTION_OF[key]: getattr(self, key) for key in self.model_fields_set - {"action"}}
-        return ActionRequest(self.action, Target(all=True), **given)
+        return ActionRequest(self.action, Target(pid=1), **given)  # the process that the rule finds replaces the target
 
 
 class StopAfter(FileSection):

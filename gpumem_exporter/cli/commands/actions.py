@@ -12,7 +12,7 @@ import click
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
-from gpumem_exporter.cli.clear import Plan, act, can_ask, confirmed, confirmed_termination, plan_clear
+from gpumem_exporter.cli.clear import Plan, act, can_ask, confirmed, plan_clear
 from gpumem_exporter.cli.options import (
     action_options,
     action_request,
@@ -20,10 +20,12 @@ from gpumem_exporter.cli.options import (
     option_group,
     pop_action_target,
     target_options,
+    yes_to_terminate,
 )
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.cli.render.terminal import print_result
+from gpumem_exporter.cli.termination import confirmed_termination, must_ask
 from gpumem_exporter.cli.usage import is_quiet, note
 
 
@@ -133,15 +135,15 @@ ACTION_COMMANDS = (
     ActionCommand(
         "terminate",
         "terminate",
-        "Terminate processes: SIGTERM, and SIGKILL after ten seconds.",
+        "Terminate processes: SIGTERM, and SIGKILL after --grace.",
         "The process must report or be on a device, and `serve --action.allow` must include terminate. The exporter "
         "sends the signals, so it needs the right to signal the process. Only root, the exporter's user, and clients "
-        "with the token of --action.token-file may terminate processes. On a terminal, --orphans first shows the "
-        "orphans and asks.",
+        "with the token of --action.token-file may terminate processes. On a terminal, the command first shows what it "
+        "would end, and asks. Without a terminal, and with --json, it needs --yes.",
         """\
   gpumem-exporter terminate --orphans --dry-run       # what launchers and servers have left behind
-  gpumem-exporter terminate --pid 4711 --dry-run
-  gpumem-exporter terminate --pid 4711 --reason "left behind by job 17"
+  gpumem-exporter terminate --orphans --yes           # without a question, as for cron
+  gpumem-exporter terminate --pid 4711 --grace 120 --reason "left behind by job 17"
 """,
     ),
 )
@@ -151,7 +153,7 @@ _yes_options = {
     "clear": click.option(
         "--yes", is_flag=True, help="Do not ask before `clear --all` on a terminal, and clear at once."
     ),
-    "terminate": click.option("--yes", is_flag=True, help="Do not ask before `terminate --orphans` on a terminal."),
+    "terminate": yes_to_terminate,
 }
 _wait_option = click.option(
     "--wait",
@@ -191,7 +193,7 @@ def _run(
     body = {**action_request(action, values, on_terminal=on_terminal), "target": target}
     able = not (yes or as_json) and can_ask()
     asks = action == "empty_cache" and target == {"all": True} and able
-    asks_to_end = action == "terminate" and "orphans" in target and able and not body["dry_run"]
+    asks_to_end = must_ask(body, yes=yes, as_json=as_json)
     # The exporter suggests a mode for each process, unless --mode or --group is given.
     free_mode = asks and values["mode"] is None and not values["group"]
     plan: Plan | None = Plan(body)

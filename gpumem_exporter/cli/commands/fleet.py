@@ -11,7 +11,15 @@ from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import act
 from gpumem_exporter.cli.fleet.options import FleetOptions, fleet_options, overview_options, selection_options
 from gpumem_exporter.cli.fleet.overview import FleetSource, overview_document
-from gpumem_exporter.cli.options import action_options, interval_option, pop_view, view_options, wide_option
+from gpumem_exporter.cli.options import (
+    action_options,
+    interval_option,
+    option_group,
+    pop_view,
+    view_options,
+    wide_option,
+    yes_to_terminate,
+)
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.node_tables import node_tables
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
@@ -122,6 +130,7 @@ def _add_action(command: ActionCommand) -> None:
         help=f"{command.summary}\n\n{acts}{ranks}{devices}",
         epilog=_ACTION_EXAMPLES.format(name=f"{command.name}{argument}", query=query, reason=reason),
     )
+    @(yes_to_terminate if command.action == "terminate" else option_group())
     @action_options(command.action)
     @selection_options
     @fleet_options

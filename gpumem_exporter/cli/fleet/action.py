@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN
@@ -35,6 +35,7 @@ from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import result_order, result_tables
 from gpumem_exporter.cli.render.columns import natural
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_result
+from gpumem_exporter.cli.termination import confirmed, must_ask
 from gpumem_exporter.cli.usage import note
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import json_pid
@@ -49,19 +50,23 @@ Selectors = Mapping[Exporter, Sequence[Selector]]
 ExporterRow = tuple[Exporter, dict[str, Any]]
 
 
-def act(action: str, query: str, max_processes: int, values: Mapping[str, Any], options: FleetOptions) -> int:
+def act(action: str, query: str, max_processes: int, values: dict[str, Any], options: FleetOptions) -> int:
     """Request an action of all processes that the query selects, print the results, and return the exit code.
 
-    Nothing is requested if the query selects too many processes, or if a rank of a group cannot take part.
+    Nothing is requested if the query selects too many processes, if a rank of a group cannot take part, or if the
+    answer to the question before a termination is no.
     """
     on_terminal = sys.stdout.isatty() and not options.as_json
+    yes = bool(values.pop("yes", False))
     body = action_request(action, values, on_terminal=on_terminal)
+    asks = must_ask(body, yes=yes, as_json=options.as_json)
     prometheus = options.connect()
     found = prometheus.query(query)
     selectors = selectors_of(found.series, options.instance_url)
-    run = _Run(body, max_processes, options)
+    run = _Run(body, max_processes, options, asks)
     as_group = selectors and body.get("group")
-    with open_console().status("Waiting for the processes") if on_terminal else contextlib.nullcontext():
+    quiet = asks or not on_terminal
+    with contextlib.nullcontext() if quiet else open_console().status("Waiting for the processes"):
         results = run.as_group(selectors, prometheus) if as_group else run.on_each(selectors)
     document = fleet_document(body, *results, query=query, warnings=found.warnings)
     if not options.as_json:
@@ -129,16 +134,36 @@ class _Run:
     body: Mapping[str, Any]
     max_processes: int
     options: FleetOptions
+    asks: bool = False
+    """Whether to ask before processes are terminated."""
 
     def on_each(self, selectors: Selectors) -> tuple[list[Row]]:
         """Run the action in every selected process on its own, and return the rows."""
         with self.options.fleet(selectors) as fleet:
             processes, failed = self._select(fleet, selectors, unreported=self.body["action"] in OUTSIDE_ACTIONS)
             self._require_allowed_number(processes)
-            requests = requests_for(self.body["action"], processes)
+            requests, refused = requests_for(self.body["action"], processes), list[ExporterRequest]()
+            if self.asks and requests:
+                requests, refused = self._confirmed(fleet, requests, failed)
             fleet.submit(requests, self.body)
             fleet.wait(requests, wait_seconds=_wait_seconds(self.body))
-        return (_rows(requests, failed),)
+        return (_rows((*requests, *refused), failed),)
+
+    def _confirmed(
+        self, fleet: Fleet, requests: Sequence[ExporterRequest], failed: Sequence[ExporterRow]
+    ) -> tuple[list[ExporterRequest], list[ExporterRequest]]:
+        """Show what a dry run would do, and ask. Return the requests to send, and those that a dry run refuses."""
+        body = {**self.body, "dry_run": True}
+        tried = [replace(request) for request in requests]
+        fleet.submit(tried, body)
+        fleet.wait(tried, wait_seconds=_wait_seconds(body))
+        if not confirmed(fleet_document(body, _rows(tried, failed)), fleet_tables):
+            raise ActionRefusedError("the answer was not yes")
+        done = [all(map(_is_done, result_rows(each))) for each in tried]
+        return (
+            [request for request, would in zip(requests, done, strict=True) if would],
+            [each for each, would in zip(tried, done, strict=True) if not would],
+        )
 
     def as_group(self, selectors: Selectors, prometheus: Prometheus) -> tuple[list[Row], int | None, str]:
         """Run the action in all ranks of the workload after the same step.

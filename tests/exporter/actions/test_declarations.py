@@ -17,11 +17,13 @@ def request(**changes: Any) -> ActionRequest:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"action": action} for action in ACTIONS if action != "set_memory_fraction"),
+        *({"action": action} for action in ACTIONS if action not in ("set_memory_fraction", "terminate")),
         *({"mode": mode} for mode in MODES),
         {"group": True, "mode": "step", "at_step": 1},
         {"action": "set_memory_fraction", "fraction": 1.0, "force": True},
         {"action": "terminate", "force": True},
+        {"action": "terminate", "dry_run": True},
+        {"action": "terminate", "target": Target(pid=7), "grace_seconds": 0.0},
         {"collect_garbage": True, "deadline_seconds": MAX_DEADLINE_SECONDS, "reason": "x" * 1000},
         {"target": Target(workload="", rank="")},
         {"target": Target(gpu=(0, "1"), user=("alice", 1001))},
@@ -37,12 +39,14 @@ def test_a_valid_request_has_no_invalid_field(changes: dict[str, Any]) -> None:
     [
         ("action", f"'explode' is invalid: expected {', '.join(ACTIONS)}", {"action": "explode"}),
         ("mode", "'soon' is invalid: expected now, step, idle", {"mode": "soon"}),
-        ("mode", "'step' is invalid: expected now", {"action": "terminate", "mode": "step"}),
+        ("mode", "'step' is invalid: expected now", {"action": "terminate", "mode": "step", "force": True}),
         ("mode", "'now' is invalid: expected step", {"group": True, "mode": "now"}),
         ("at_step", "5 is invalid: expected no value without group", {"at_step": 5}),
         ("at_step", "0 is invalid: expected an integer from 1", {"group": True, "mode": "step", "at_step": 0}),
         ("fraction", "is missing: expected a number over 0 and at most 1", {"action": "set_memory_fraction"}),
         ("fraction", "0.5 is invalid: expected no value", {"fraction": 0.5}),
+        ("grace_seconds", "5.0 is invalid: expected no value, because only terminate", {"grace_seconds": 5.0}),
+        ("force", "expected true, because all: true terminates every process", {"action": "terminate"}),
         (
             "force",
             "set_memory_fraction, release_memory, resume_memory, profile accept",

@@ -312,7 +312,7 @@ async def test_a_termination_that_is_cancelled_or_late_before_it_is_recorded_doe
         def refusal(self, action_id: str, target: OutsideTarget) -> None:
             return None
 
-        async def end(self, action_id: str, target: OutsideTarget) -> CommandResult:
+        async def end(self, action_id: str, target: OutsideTarget, grace_seconds: float) -> CommandResult:
             self.ended.append(target.pid)
             return CommandResult(action_id, "done")
 

@@ -11,7 +11,6 @@ import pytest
 
 from gpumem_client.wire.procfs import start_time_ticks
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions import terminate
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.host.linux import LinuxHost
@@ -41,12 +40,9 @@ def start() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("code", "reason"), [(OBEDIENT, ReasonCode.ENDED_BY_SIGTERM), (STUBBORN, ReasonCode.ENDED_BY_SIGKILL)]
 )
-async def test_a_process_that_ignores_sigterm_is_killed(
-    start: Any, monkeypatch: pytest.MonkeyPatch, code: str, reason: ReasonCode
-) -> None:
-    monkeypatch.setattr(terminate, "_GRACE_SECONDS", 30.0 if code == OBEDIENT else 0.1)
+async def test_a_process_that_ignores_sigterm_is_killed(start: Any, code: str, reason: ReasonCode) -> None:
     popen, target = start(code)
-    result = await Terminator(LinuxHost()).end("a", target)
+    result = await Terminator(LinuxHost()).end("a", target, 30.0 if code == OBEDIENT else 0.1)
     assert (result.outcome, result.reason_code) == ("done", reason)
     assert popen.wait(30) < 0
 
@@ -54,8 +50,8 @@ async def test_a_process_that_ignores_sigterm_is_killed(
 async def test_a_later_process_with_the_pid_and_an_exited_one_get_no_signal(start: Any) -> None:
     popen, target = start(OBEDIENT)
     later = OutsideTarget(popen.pid, "", "", popen.pid, target.start_time_ticks - 1, ())
-    assert (await Terminator(LinuxHost()).end("a", later)).outcome == "gone"
+    assert (await Terminator(LinuxHost()).end("a", later, 30.0)).outcome == "gone"
     assert popen.poll() is None
     popen.kill()
     popen.wait()
-    assert (await Terminator(LinuxHost()).end("a", target)).reason_code == ReasonCode.PROCESS_EXITED
+    assert (await Terminator(LinuxHost()).end("a", target, 30.0)).reason_code == ReasonCode.PROCESS_EXITED

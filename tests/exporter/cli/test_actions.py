@@ -64,10 +64,11 @@ def test_the_request_has_every_option(requested: list[dict[str, Any]]) -> None:
     words = "--all --group --gc --deadline 5 --reason room --json"
     assert main(["clear", "--dry-run", *words.split()]) == 0
     assert main(["clear", "--settle", "3", *words.split()]) == 0
-    assert main(["terminate", "--pid", "7", "--json"]) == 0
+    assert main(["terminate", "--pid", "7", "--yes", "--json"]) == 0
     options = {"action": "empty_cache", "target": {"all": True}, "mode": "step", "group": True, "force": False}
     options |= {"collect_garbage": True, "deadline_seconds": 5.0, "reason": "room"}
     terminate = {"action": "terminate", "target": {"pid": 7}, "force": False, "deadline_seconds": 30.0}
+    terminate |= {"grace_seconds": 30.0}
     assert requested == [
         {**options, "dry_run": True},
         {**options, "dry_run": False, "settle_seconds": 3.0},

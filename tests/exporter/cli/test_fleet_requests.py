@@ -74,7 +74,7 @@ def test_a_termination_reaches_the_selected_processes_alone_and_a_refusal_is_a_f
     series = [{"instance": each.instance, "pid": pid} for each, pid in ((A, "1"), (A, "3"), (B, "1"))]
     monkeypatch.setattr(FleetOptions, "connect", lambda _: Mock(query=lambda _: QueryResult(tuple(series), ())))
     monkeypatch.setattr(FleetOptions, "fleet", lambda *_: fleet_of({A: allows, B: refuses}, Clock()))
-    assert main(["fleet", "terminate", "--query", "doomed", "--json", *(["--dry-run"] if dry_run else [])]) == 1
+    assert main(["fleet", "terminate", "--query", "doomed", "--json", "--dry-run" if dry_run else "--yes"]) == 1
     requests = [*allows.requests_of("submit"), *refuses.requests_of("submit")]
     reporting = {"pid": 1, "workload": "train", "rank": "0"}
     assert [each["target"] for each in requests] == [reporting, {"pid": 3}, reporting]

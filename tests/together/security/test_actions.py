@@ -68,7 +68,7 @@ def test_a_user_reaches_its_own_processes_only(ada: LocalUser, eve: LocalUser, r
 @pytest.mark.parametrize(
     ("path", "document"),
     [
-        (ACTIONS, {"action": "terminate", "target": {"all": True}}),
+        (ACTIONS, {"action": "terminate", "target": {"all": True}, "force": True}),
         (ACTIONS, {"action": "set_memory_fraction", "fraction": 0.1, "force": True, "target": {"all": True}}),
         ("/api/v1/nvml/release", {}),
         ("/api/v1/nvml/attach", {}),
