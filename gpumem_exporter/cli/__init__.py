@@ -4,5 +4,5 @@ Wrong usage is a ConfigurationError, also of a value in the environment. `main` 
 into one line and an exit code, so most functions here may raise them.
 
 Other folders import: `api_client`, `clear`, `completion`, `kube`, `main`, `node`, `options`,
-`program`, `usage`.
+`program`, `termination`, `usage`.
 """

@@ -22,7 +22,7 @@ MARGIN = 1.5
 """The proposed size of a cache, relative to its highest use."""
 # A smaller share of the devices' memory is not worth a restart of the engine.
 _MIN_FREED_SHARE = 0.1
-_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "transformers": "Transformers"}
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 _OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 
 

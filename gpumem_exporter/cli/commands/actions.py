@@ -109,10 +109,10 @@ ACTION_COMMANDS = (
     ActionCommand(
         "sleep",
         "release_memory",
-        "Let inference engines release their memory.",
-        "The engine of each selected process offloads its weights to the host and drops its key-value cache, as a "
-        "whole, on all its GPUs. Requests that arrive while it sleeps wait, or load the model again: see the page on "
-        "engines. An engine that has requests is refused, unless --wait-idle or --force is given. What is freed is "
+        "Let vLLM release its memory.",
+        "The vLLM of each selected process offloads its weights to the host and drops its key-value cache, as a "
+        "whole, on all its GPUs. Requests that arrive while it sleeps wait until it wakes. "
+        "An engine that has requests is refused, unless --wait-idle or --force is given. What is freed is "
         "what the driver no longer lists, and the rest is what stays resident: CUDA graphs, context, NCCL. "
         "`serve --action.allow` must include release_memory.",
         """\
@@ -124,8 +124,8 @@ ACTION_COMMANDS = (
     ActionCommand(
         "wake",
         "resume_memory",
-        "Let inference engines take their memory again.",
-        "The engine of each selected process takes the memory again that it released, and serves. It is refused if a "
+        "Let vLLM take its memory again.",
+        "The vLLM of each selected process takes the memory again that it released, and serves. It is refused if a "
         "GPU lacks the memory. `serve --action.allow` must include resume_memory.",
         """\
   gpumem-exporter wake --workload chat --dry-run
