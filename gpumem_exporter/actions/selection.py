@@ -173,10 +173,11 @@ class Selection:
 def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_identities: bool = False) -> Selection:
     """Select the processes of a request that its caller may act on. `group.whole_group` adds the ranks of a group.
 
-    With `hide_identities`, errors name only the caller's processes.
+    Without a match, the selection is empty if the target names no process: there is nothing to do. With
+    `hide_identities`, errors name only the caller's processes.
 
     Raises:
-        TargetNotFoundError: no process or device has one of the target's names, or nothing matches the target.
+        TargetNotFoundError: no process or device has one of the target's names, or no process has all of them.
         ActionForbiddenError: only processes match that the caller may not act on.
     """
     reporting = snapshot.names.reporting
@@ -186,6 +187,8 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
     matching = select_reporting(request.target, snapshot)
     listed = select_listed(request.target, snapshot) if request.action in OUTSIDE_ACTIONS else ()
     if not matching and not listed:
+        if request.target.given.keys() <= {"gpu"}:
+            return Selection(snapshot, (), (), None)
         raise TargetNotFoundError(nothing_matches(request.target, shown))
     keys = {process.key for _, process in permitted}
     selected = tuple(one for one in matching if one.process.key in keys)
