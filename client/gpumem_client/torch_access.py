@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Mapping
 
@@ -49,6 +49,66 @@ def initialized_torch() -> Any | None:
     torch = sys.modules.get("torch")
     is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
     return torch if is_initialized is not None and is_initialized() else None
+
+
+class TorchGate:
+    """Shows whether one thread of the client is in torch, and keeps it out once the gate is closed.
+
+    The thread enters by `in_torch`, after `use_gate`. Any other thread may read or set `stopping`, and call `close`.
+    """
+
+    def __init__(self) -> None:
+        self.stopping = False
+        """Whether long work of the thread in torch should end early."""
+        self._inside = threading.Lock()
+        self._closed = False
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._inside.acquire()
+            if self._closed:
+                self._inside.release()
+                threading.Event().wait()  # forever: the interpreter ends
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._inside.release()
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Let the thread never enter torch again, and wait until it has left. Returns False after the timeout."""
+        self.stopping = self._closed = True
+        return self._inside.acquire(timeout=timeout_seconds)
+
+
+class _OfThread(threading.local):
+    gate: TorchGate | None = None
+
+
+_of_thread = _OfThread()
+
+
+def use_gate(gate: TorchGate | None) -> None:
+    """Set the gate through which the calling thread enters torch from now on; None for a thread of the user."""
+    _of_thread.gate = gate
+
+
+def in_torch() -> AbstractContextManager[None]:
+    """Return the context in which the reporter's thread calls torch. It may be entered again within itself.
+
+    The end of the interpreter waits for it, and no call starts after that: up to Python 3.13, a thread that returns
+    from C++ code into an interpreter that has ended aborts the process ("terminate called without an active
+    exception"). Long work within it ends early once `stopping()`, and waits for no network and no other thread there.
+    """
+    return _of_thread.gate or nullcontext()
+
+
+def stopping() -> bool:
+    """Whether the work of the calling thread in torch should end early, because its reporter stops."""
+    gate = _of_thread.gate
+    return gate is not None and gate.stopping
 
 
 class Statistics:

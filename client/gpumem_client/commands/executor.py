@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import AnyAllocator
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.allocator.sampler import Sampler
@@ -146,6 +147,7 @@ class Executor:
             return refused_during_capture(command)
         started = time.perf_counter()
         try:
+            _require_running()
             before = {index: self._before(index) for index in self._measured(command.uuids)}
             started = time.perf_counter()
             snapshot = runner(command)
@@ -169,6 +171,7 @@ class Executor:
         # On every device: PyTorch has no other call. Each cudaFree may wait for running kernels.
         if command.collect_garbage:
             self._collect_garbage(command)
+            _require_running()
         self._allocator.empty_cache()
 
     def _collect_garbage(self, _command: Command) -> None:
@@ -246,6 +249,11 @@ class Executor:
 def refused_during_capture(command: Command) -> CommandResult:
     """Return the result of a command that cannot run because a CUDA graph is being captured."""
     return CommandResult(command.id, "refused", "a CUDA graph is being captured", ReasonCode.CUDA_GRAPH_CAPTURE)
+
+
+def _require_running() -> None:
+    if torch_access.stopping():
+        raise CommandRefusedError("the reporter of the process stops", ReasonCode.CANCELLED)
 
 
 def _failed(command: Command, error: Exception, duration_seconds: float) -> CommandResult:

@@ -13,6 +13,7 @@ from gpumem_client.profile.heap_reader import HeapReader
 from gpumem_client.profile.model import Profile
 from gpumem_client.profile.profiler import ENTRIES_ENOUGH, Recording, live_profile
 from gpumem_client.profile.recorder import Recorder
+from gpumem_client.torch_access import in_torch
 from gpumem_client.wire.errors import CommandRefusedError, ConfigurationError, ExporterError, WireError
 from gpumem_client.wire.protocol import Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
@@ -76,7 +77,8 @@ class Profiling:
         if command is None:
             return None
         try:
-            profile = self._profile(command)
+            with in_torch():  # the sending below waits for the network
+                profile = self._profile(command)
             if profile is None:
                 return None
             sent_id = self._send(replace(profile, step=self._sampler.step))
@@ -138,7 +140,8 @@ class Profiling:
         return recording.started_seconds + min(command.duration_seconds, _DURATION_SECONDS_MAX)
 
     def _end(self, command: Command, outcome: str, reason: str, code: str | None, profile: str = "") -> CommandResult:
-        self.close()
+        with in_torch():
+            self.close()
         log.debug("profile %s: %s %s", command.id, outcome, reason)
         return CommandResult(
             command.id,

@@ -29,6 +29,7 @@ from gpumem_client.profile.recorder import Recorder
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.reporter.identity import with_rank, with_ray
 from gpumem_client.reporter.plan import with_plan
+from gpumem_client.torch_access import in_torch
 from gpumem_client.wire.protocol import (
     MAX_TEXT_LENGTH,
     MODES,
@@ -122,7 +123,8 @@ class ReportLoop:
         """Take the profile of an error that has none yet, and end a recording."""
         self._take_oom_profile()
         if self._executor.profiling is not None:
-            self._executor.profiling.close()
+            with in_torch():
+                self._executor.profiling.close()
 
     def next_report(self) -> Report:
         """Take the current sample, and return the report to send now."""
@@ -131,8 +133,12 @@ class ReportLoop:
         self._started_seconds = started_seconds = self._clock()
         self._early_seconds = self._early_report_seconds(started_seconds)
         hold_seconds = min(self._interval_seconds, self._early_seconds - started_seconds)
+        with in_torch():
+            return self._report(hold_seconds)
+
+    def _report(self, hold_seconds: float) -> Report:
         facts = self._engine_facts()  # before the sample, which has its bytes
-        sample = self.sampler.current(started_seconds + hold_seconds)
+        sample = self.sampler.current(self._started_seconds + hold_seconds)
         self._collect_results()
         self._executor.settling.measure(sample.devices, sample.taken_seconds)
         self._sequence += 1
@@ -195,7 +201,7 @@ class ReportLoop:
 
     def read_cache(self) -> float:
         """Read the cache if that is due, during the wait for a reply. Return the seconds until the next reading."""
-        with self._errors.swallowed("cannot read the cache"):
+        with self._errors.swallowed("cannot read the cache"), in_torch():
             return self.sampler.read_when_due()
         return self._interval_seconds
 
@@ -250,18 +256,19 @@ class ReportLoop:
 
     def _follow(self, reply: Reply, *, sent_seconds: float) -> None:
         """Run the commands of a reply, or keep them until they can run."""
-        self._scheduler.cancel(reply.cancelled)
-        if self._executor.profiling is not None:
-            self._end_profile(self._executor.profiling.cancel(reply.cancelled))
-        for command in reply.commands:
-            log.debug("command %s received: %s, mode %s", command.id, command.action, command.mode)
-            expires_seconds = sent_seconds + command.deadline_seconds
-            if command.mode == "now" and not self._allocator.capturing:
-                result = self._executor.run(command, expires_seconds=expires_seconds)
-                self._add_results([] if result is None else [result])
-            else:
-                self._scheduler.add(command, expires_seconds=expires_seconds)
-        self._scheduler.run_due()
+        with in_torch():
+            self._scheduler.cancel(reply.cancelled)
+            if self._executor.profiling is not None:
+                self._end_profile(self._executor.profiling.cancel(reply.cancelled))
+            for command in reply.commands:
+                log.debug("command %s received: %s, mode %s", command.id, command.action, command.mode)
+                expires_seconds = sent_seconds + command.deadline_seconds
+                if command.mode == "now" and not self._allocator.capturing:
+                    result = self._executor.run(command, expires_seconds=expires_seconds)
+                    self._add_results([] if result is None else [result])
+                else:
+                    self._scheduler.add(command, expires_seconds=expires_seconds)
+            self._scheduler.run_due()
         self._finish_profile()
 
     def _profile_ids(self) -> tuple[str, ...]:
@@ -280,11 +287,15 @@ class ReportLoop:
     def _take_oom_profile(self) -> None:
         """Take and send the profile of an out-of-memory error that has none."""
         moments = self.oom_moments
-        if moments is None or not moments.waiting or self._allocator.capturing:
+        if moments is None or not moments.waiting:
             return
+        with in_torch():
+            if self._allocator.capturing:
+                return
         with self._errors.swallowed("an out-of-memory error has no profile"):
             try:
-                profile = moments.take()
+                with in_torch():
+                    profile = moments.take()
                 if profile is not None:
                     self._send_profile(profile)
             finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,8 @@ from gpumem_client.wire.protocol import OutOfMemory
 
 # The longest that `stop`, or an ending interpreter, waits for the final report.
 _FAREWELL_SECONDS = 0.3
-# The longest that an ending interpreter waits for a command that runs in the reporter's thread.
-_COMMAND_SECONDS = 3.0
+# The longest that an ending interpreter waits for a call of torch in the reporter's thread.
+_TORCH_SECONDS = 10.0
 
 
 class Reporter:
@@ -38,7 +39,8 @@ class Reporter:
         self._lock = threading.RLock()
         self._settings: ReporterSettings | None = None
         self._worker: Worker | None = None
-        self._last_worker: Worker | None = None
+        # The workers whose thread may run: also stopped ones.
+        self._workers: list[Worker] = []
         self._observer = OutOfMemoryObserver()
         self._waiting_for_cuda = False
         self._stop_waiting: Callable[[], None] | None = None
@@ -102,9 +104,10 @@ class Reporter:
         `ended` is the worker whose ending thread calls this.
         """
         with self._lock:
-            last = self._last_worker
-            if self._settings is None and (last is None or last is ended or not last.alive):
-                hooks, self._process_hooks, self._last_worker = self._process_hooks, [], None
+            if ended in self._workers:
+                self._workers.remove(ended)
+            if self._settings is None and not any(worker.alive for worker in self._workers):
+                hooks, self._process_hooks = self._process_hooks, []
                 for remove in hooks:
                     remove()
 
@@ -112,11 +115,9 @@ class Reporter:
         """End the reporter at the interpreter's exit."""
         self._process_hooks = []  # Python iterates over its calls at exit and must not be changed
         self._stop_reporting(_FAREWELL_SECONDS)
-        worker, self._last_worker = self._last_worker, None
-        if worker is not None:
-            # Up to Python 3.13, a thread that returns from PyTorch into an interpreter that has ended aborts the
-            # process ("terminate called without an active exception"). So this waits for a running command.
-            worker.disable(_COMMAND_SECONDS)
+        end_seconds = time.monotonic() + _TORCH_SECONDS
+        for worker in tuple(self._workers):
+            worker.disable(max(0.0, end_seconds - time.monotonic()))
 
     def _cuda_started(self) -> None:
         with self._lock:
@@ -125,13 +126,15 @@ class Reporter:
                 return
             errors = ErrorLog(self._on_error)
             # Stored before its start, so that a concurrent `stop` ends it.
-            worker = self._worker = self._last_worker = Worker(
+            worker = self._worker = Worker(
                 self._settings, errors, self._observer, self._steps, ended=self._remove_process_hooks
             )
+            self._workers.append(worker)
             try:
                 worker.start()
             except (RuntimeError, MemoryError) as error:  # too many threads, or the interpreter is ending
                 self._worker = self._settings = None
+                self._workers.remove(worker)
                 errors.note("this process is not reported", error)
         stop_listening: Callable[[], None] | None = self._steps.listen(self._on_step)
         with self._lock:
@@ -150,7 +153,7 @@ class Reporter:
     def _forget_parent(self) -> None:
         """Drop the parent's lock, thread, hooks and connection in a forked child."""
         self._lock = threading.RLock()
-        worker, self._worker, self._last_worker = self._worker, None, None
+        worker, self._worker, self._workers = self._worker, None, []
         if worker is not None:
             worker.abandon()
 

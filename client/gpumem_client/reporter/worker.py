@@ -21,6 +21,7 @@ from gpumem_client.reporter.identity import current_process
 from gpumem_client.reporter.loop import ReportLoop
 from gpumem_client.reporter.plan import planned_peak_bytes
 from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.torch_access import in_torch
 from gpumem_client.wire.protocol import OutOfMemory
 
 _CUDA_POLL_SECONDS = 0.05
@@ -29,6 +30,8 @@ _RECORDING_SECONDS = 0.5
 # The number of times that an ending reporter tries to remove the hook on steps, which fails during a step, and the
 # seconds between two tries.
 _UNHOOK_TRIES, _UNHOOK_SECONDS = 500, 0.01
+# The longest that an ending interpreter waits for the profile of an out-of-memory error.
+_PROFILE_SECONDS = 3.0
 
 
 class Worker:
@@ -55,6 +58,7 @@ class Worker:
         self._loop: ReportLoop | None = None
         # A daemon: the interpreter must not wait for it, and `disable` waits for a running command.
         self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
+        self._gate = torch_access.TorchGate()
         self._started_by = 0
         # Set once the thread has started the standing recording, or has not.
         self._recording_decided = threading.Event()
@@ -85,22 +89,28 @@ class Worker:
 
     def stop(self, timeout_seconds: float) -> None:
         """Send the final report and end; returns after `timeout_seconds` at the latest."""
+        self._gate.stopping = not self._oom_waits
         self._wakeup.stop()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_seconds)
 
     def disable(self, timeout_seconds: float) -> None:
-        """Take no sample and run no command from now on.
+        """Take no sample and run no command from now on. Waits at most `timeout_seconds` for a call of torch.
 
-        Waits at most `timeout_seconds` for a running one, and for the profile of an out-of-memory error.
+        Before that, it waits a few seconds for the profile of an out-of-memory error.
         """
+        if self._oom_waits:
+            self._thread.join(_PROFILE_SECONDS)  # the profile of the error that may end this process is being sent
         end_seconds = time.monotonic() + timeout_seconds
-        loop = self._loop
-        if loop is not None and loop.oom_moments is not None and loop.oom_moments.waiting:
-            self._thread.join(timeout_seconds)  # the profile of the error that may end this process is being sent
+        self._gate.close(timeout_seconds)
         sampler = self.sampler
-        if sampler is not None:
+        if sampler is not None:  # a command may run in a thread of the user, at the end of a step
             sampler.exclusively().acquire(timeout=max(0.0, end_seconds - time.monotonic()))  # never released
+
+    @property
+    def _oom_waits(self) -> bool:
+        loop = self._loop
+        return loop is not None and loop.oom_moments is not None and loop.oom_moments.waiting
 
     def abandon(self) -> None:
         """Remove the parent's hooks in a forked child, where the thread does not exist."""
@@ -113,19 +123,23 @@ class Worker:
     def _run(self) -> None:
         if threading.get_native_id() != self._started_by:  # equal under greenlets: this is a user's thread
             _block_signals()
+        torch_access.use_gate(self._gate)
         try:
             self._report()
         finally:
+            torch_access.use_gate(None)
             self._remove_step_hook()
             self._ended(self)
 
     def _report(self) -> None:
-        recorder = self._make_recorder()
+        with in_torch():
+            recorder = self._make_recorder()
         try:
             self._report_with(recorder)
         finally:
             if recorder is not None:
-                recorder.close()
+                with in_torch():
+                    recorder.close()
 
     def _make_recorder(self) -> Recorder | None:
         """Return the recorder, which records already if errors get a profile. None if this process cannot take any."""
@@ -150,19 +164,23 @@ class Worker:
             self._loop = loop = self._make_loop(allocator)
             if recorder is not None:
                 heap = HeapReader(sys.modules["torch"], allocator, exclusively=loop.sampler.exclusively)
-                loop.take_profiles(heap, recorder, self._delivery.send_profile)
+                with in_torch():
+                    loop.take_profiles(heap, recorder, self._delivery.send_profile)
             listener = self._observer.listener = loop.note_oom
             try:
-                self._observer.install(allocator.observe_ooms)
+                with in_torch():
+                    self._observer.install(allocator.observe_ooms)
                 while self._wakeup.starts_round():
-                    self._steps.install()  # if that was impossible earlier, because an optimizer was stepping
+                    with in_torch():
+                        self._steps.install()  # if that was impossible earlier, because an optimizer was stepping
                     self._wakeup.wait(self._report_once(loop))
                 loop.close()
                 self._delivery.farewell(loop.final_report())
             finally:
                 self._loop = None
                 self._observer.remove(listener)
-        allocator.detach()
+        with in_torch():
+            allocator.detach()
         self._delivery.close()
 
     def _report_once(self, loop: ReportLoop) -> float:
@@ -178,10 +196,10 @@ class Worker:
         with self._errors.swallowed("the plan is ignored"):
             if self._settings.plan is not None:
                 planned_bytes = planned_peak_bytes(self._settings.plan)
+        with in_torch():
+            version, settings = allocator.torch_version, allocator.settings
         return ReportLoop(
-            current_process(
-                self._settings, torch_version=allocator.torch_version, allocator_settings=allocator.settings
-            ),
+            current_process(self._settings, torch_version=version, allocator_settings=settings),
             allocator,
             self._ooms,
             self._errors,
@@ -194,7 +212,7 @@ class Worker:
     def _wait_for_cuda(self) -> Allocator | None:
         """Attach to the allocator, as soon as the initialization of CUDA that started this thread has ended."""
         while not self._wakeup.stopping:
-            with self._errors.swallowed("cannot read the allocator"):
+            with self._errors.swallowed("cannot read the allocator"), in_torch():
                 allocator = Allocator.attach()
                 if allocator is not None:
                     return allocator

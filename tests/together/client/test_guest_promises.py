@@ -15,6 +15,7 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK
+from tests.support.recording_exporter import RecordingExporter
 from tests.support.scripted_peer import scripted_peer
 from tests.support.waiting import patient, wait_for
 
@@ -226,29 +227,65 @@ def test_the_series_of_a_process_end_with_it(
     wait_for(lambda: f'pid="{pid}"' not in exporter.metrics().text, f"no series of {pid}")
 
 
-def test_a_process_that_ends_during_a_clear_exits_normally(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    process.call("start_client")
-    process.exec(
-        """
+EXIT_SLOWLY = """
 import sys, time, types
-kept = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
-del kept
+from gpumem_client import torch_access
+from gpumem_client.profile.heap_reader import HeapReader
+torch.empty(1, device="cuda")
 class EndsSlowly:
     def __del__(self, sleep=time.sleep):
-        sleep(2)  # delays the end of the interpreter until after the clear
+        sleep(2)  # delays the end of the interpreter until after the call of torch
 sys.modules["slow"] = types.ModuleType("slow")
 sys.modules["slow"].end = EndsSlowly()
+
+def slow(function, empty_cache=torch.cuda.empty_cache):
+    def with_a_slow_call(*arguments, **named):
+        kept = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
+        del kept
+        empty_cache()  # some time in C++, without the GIL
+        return function(*arguments, **named)
+    return with_a_slow_call
 """
-    )
-    exporter.wait_for_processes(process.pid)
-    with node.slow("cudaFree", 300) as frees:
-        exporter.act("empty_cache", target={"pid": process.pid}, wait_seconds=0.0, expect=202)
-        wait_for(lambda: frees.hits, "the clear to start")
-        assert process.finish() == 0
+# What the reporter's thread does in torch when the process ends: the slow part of it, and the command.
+SLOW_WORK = {
+    "a clear": ("torch.cuda.empty_cache = slow(torch.cuda.empty_cache)", "empty_cache", {}),
+    "the search of a profile": ("HeapReader.naming = slow(HeapReader.naming)", "profile", {}),
+    "the start of a recording": (
+        "torch_access.start_history = slow(torch_access.start_history)",
+        "profile",
+        {"duration_seconds": 60},
+    ),
+}
+
+
+@pytest.mark.parametrize("work", SLOW_WORK)
+def test_a_process_that_ends_while_its_reporter_is_in_torch_exits_normally(
+    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path, work: str
+) -> None:
+    setup, action, options = SLOW_WORK[work]
+    with RecordingExporter(tmp_path / "exporter.sock") as exporter:
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+        process.exec(f"{EXIT_SLOWLY}{setup}\nimport gpumem_client; gpumem_client.start()")
+        wait_for(lambda: exporter.reports, "a report")
+        with node.slow("cudaFree", 400) as frees:
+            exporter.commands.append({"id": "a", "action": action, "deadline_seconds": 60, **options})
+            wait_for(lambda: frees.hits, "the slow call")
+            assert process.finish() == 0
+    assert "terminate called" not in process.stderr()
+
+
+def test_a_process_that_ends_while_its_recording_ends_exits_normally(
+    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    with RecordingExporter(tmp_path / "exporter.sock") as exporter:
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+        process.exec(
+            f"{EXIT_SLOWLY}torch_access.stop_history = slow(torch_access.stop_history)\n"
+            "import gpumem_client; gpumem_client.start(oom_profile=True)"
+        )
+        wait_for(lambda: exporter.reports, "a report")
+        with node.slow("cudaFree", 400):
+            assert process.finish() == 0
     assert "terminate called" not in process.stderr()
 
 
