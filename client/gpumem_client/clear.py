@@ -13,6 +13,7 @@ from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator, attached, no_cuda
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.guest_safety import guest_safety, log
+from gpumem_client.hooks.graph_captures import no_capture_starts
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
 
@@ -66,14 +67,15 @@ def clear_cache(*, collect_garbage: bool = False, synchronize: bool = False) -> 
     if allocator is None:
         no_cuda("clear_cache")
         return 0
-    if _capturing(allocator, "clear_cache"):
-        return 0
-    if collect_garbage:
-        gc.collect()
-    if synchronize:
-        for index in allocator.devices():
-            sys.modules["torch"].cuda.synchronize(index)
-    return _freed(allocator, allocator.empty_cache, _returned_bytes)
+    with no_capture_starts() as quiet:
+        if _capturing(allocator, quiet, "clear_cache"):
+            return 0
+        if collect_garbage:
+            gc.collect()
+        if synchronize:
+            for index in allocator.devices():
+                sys.modules["torch"].cuda.synchronize(index)
+        return _freed(allocator, allocator.empty_cache, _returned_bytes)
 
 
 def deep_clean() -> DeepClean:
@@ -87,8 +89,11 @@ def deep_clean() -> DeepClean:
     if allocator is None:
         no_cuda("deep_clean")
         return DeepClean()
-    if _capturing(allocator, "deep_clean"):
-        return DeepClean()
+    with no_capture_starts() as quiet:
+        return DeepClean() if _capturing(allocator, quiet, "deep_clean") else _deep_clean(allocator)
+
+
+def _deep_clean(allocator: Allocator) -> DeepClean:
     torch = sys.modules["torch"]
     # A captured graph contains the address of its workspace, which must stay allocated.
     clear_cublas = None if _may_have_graphs(torch) else torch_access.find_cublas_clear(torch)
@@ -148,8 +153,9 @@ def set_memory_fraction(fraction: float, device: int | None = None) -> None:
     allocator.set_memory_fraction(index, float(fraction))
 
 
-def _capturing(allocator: Allocator, function: str) -> bool:
-    if allocator.capturing:
+def _capturing(allocator: Allocator, quiet: bool, function: str) -> bool:
+    """Log that a function does nothing while a graph is captured; `quiet` is of `no_capture_starts`."""
+    if not quiet or allocator.capturing:
         log.warning("%s: a CUDA graph is being captured, nothing is done", function)
         return True
     return False

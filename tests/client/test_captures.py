@@ -3,14 +3,19 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from gpumem_client.allocator.captures import Captures
+from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.commands.executor import Executor
 from gpumem_client.hooks import graph_captures
+from gpumem_client.wire.protocol import Command, CommandResult
+from tests.support.fake_allocator import FakeAllocator
+from tests.support.waiting import patient
 
 
 class Bench:
@@ -171,3 +176,80 @@ def test_a_capture_is_assumed_while_the_driver_rejects_the_query() -> None:
         raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
 
     assert Captures(rejected).under_way
+
+
+class SlowClear(FakeAllocator):
+    """An allocator whose clear is under way until `release` is set, and the command that clears."""
+
+    def __init__(self, captures: Captures) -> None:
+        self.captures = captures
+        super().__init__()
+        self.started, self.release = threading.Event(), threading.Event()
+        self.thread = ThreadPoolExecutor(1)
+
+    @property
+    def capturing(self) -> bool:
+        return self.captures.under_way
+
+    @capturing.setter
+    def capturing(self, value: bool) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        self.started.set()
+        assert self.release.wait(patient(60))
+        super().empty_cache()
+
+    def command(self) -> Future[CommandResult | None]:
+        executor = Executor(cast("Any", self), Sampler(cast("Any", self), swallow=lambda error: None))
+        return self.thread.submit(executor.run, Command("a", "empty_cache", 60.0), expires_seconds=float("inf"))
+
+
+@pytest.fixture
+def clear(bench: Bench) -> Iterator[SlowClear]:
+    clear = SlowClear(bench.captures)
+    with clear.thread:
+        yield clear
+        clear.release.set()
+
+
+def test_a_capture_of_another_thread_starts_after_the_clear_that_runs(
+    bench: Bench, clear: SlowClear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_captures, "_CLEAR_SECONDS", patient(60))
+    result = clear.command()
+    assert clear.started.wait(patient(60))
+    capture = bench.other.submit(bench.graph_class().capture_begin, (1, 0))
+    assert not wait([capture], timeout=0.2).done, "the capture started during the clear"
+    clear.release.set()
+    capture.result(patient(60))
+    ended = result.result(patient(60))
+    assert ended is not None
+    assert ended.outcome == "done"
+
+
+def test_a_clear_that_hangs_keeps_no_capture_from_starting(
+    bench: Bench, clear: SlowClear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_captures, "_CLEAR_SECONDS", 0.01)
+    result = clear.command()
+    assert clear.started.wait(patient(60))
+    graph = bench.graph_class()
+    bench.begin(graph)
+    clear.release.set()
+    result.result(patient(60))
+    again = clear.command().result(patient(60))
+    assert again is not None
+    assert again.reason_code == "cuda_graph_capture"
+    bench.end(graph)
+
+
+def test_a_clear_may_capture_in_its_own_thread(bench: Bench) -> None:
+    def finalizer() -> None:
+        graph = bench.graph_class()
+        graph.capture_begin((1, 0))
+        getattr(graph, bench.end_name)()
+
+    with graph_captures.no_capture_starts() as quiet:
+        assert quiet
+        finalizer()

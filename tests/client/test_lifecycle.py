@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.support.running_command import run_python
+from tests.support.waiting import patient
 
 PROGRAM = """
 import os
@@ -25,3 +26,58 @@ os.waitpid(child, 0)
 def test_calls_at_exit_and_after_a_fork_can_be_removed() -> None:
     ended = run_python(PROGRAM)
     assert (ended.stdout, ended.stderr) == ("fork\nexit\n", "")
+
+
+FORK_DURING_A_CHANGE = """
+import os, signal, sys, threading, types
+from gpumem_client.hooks.lifecycle import after_fork_in_child
+from gpumem_client.hooks.graph_captures import listen_to_captures, no_capture_starts
+
+parent, changing, cleared, forked = os.getpid(), threading.Event(), threading.Event(), threading.Event()
+
+class ChangesSlowly(type):
+    def __setattr__(cls, name, value):
+        changing.set()
+        if os.getpid() == parent:
+            forked.wait()
+        super().__setattr__(name, value)
+
+class CUDAGraph(metaclass=ChangesSlowly):
+    def capture_begin(self):
+        pass
+    def capture_end(self):
+        pass
+
+class Listener:
+    def capture_started(self, graph):
+        pass
+    def capture_ended(self, graph, *, complete):
+        pass
+
+def clear():
+    with no_capture_starts():
+        cleared.set()
+        forked.wait()
+
+def in_child():  # as the reporter does, whose call was registered before the hook was installed
+    signal.alarm(SECONDS)
+    listen_to_captures(Listener())()
+    with no_capture_starts() as quiet:
+        assert quiet
+
+sys.modules["torch.cuda.graphs"] = types.SimpleNamespace(CUDAGraph=CUDAGraph)
+after_fork_in_child(in_child)
+for work in (lambda: listen_to_captures(Listener()), clear):
+    threading.Thread(target=work).start()
+changing.wait(), cleared.wait()
+child = os.fork()
+if child == 0:
+    os._exit(0)
+forked.set()
+print(os.WTERMSIG(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_forked_while_other_threads_hold_the_locks_of_the_client_does_not_wait_for_them() -> None:
+    ended = run_python(FORK_DURING_A_CHANGE.replace("SECONDS", str(round(patient(10)))))
+    assert (ended.stdout, ended.stderr) == ("0\n", "")

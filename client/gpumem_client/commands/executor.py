@@ -21,6 +21,7 @@ from gpumem_client.commands.still_free import Settling
 from gpumem_client.engines.reader import process_engine
 from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import raised_by_signal_handler
+from gpumem_client.hooks.graph_captures import no_capture_starts
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult, DeviceResult, SnapshotFile
@@ -141,10 +142,16 @@ class Executor:
         if runner is None:
             supported = f"this reporter supports {', '.join(self.actions)}"
             return CommandResult(command.id, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
-        if self._allocator.capturing:
-            # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer
-            # (pytorch/pytorch#161037). PyTorch checks the calling thread's stream only.
-            return refused_during_capture(command)
+        with no_capture_starts() as quiet:
+            if not quiet or self._allocator.capturing:
+                # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer
+                # (pytorch/pytorch#161037). PyTorch checks the calling thread's stream only.
+                return refused_during_capture(command)
+            return self._run_and_measure(command, runner)
+
+    def _run_and_measure(
+        self, command: Command, runner: Callable[[Command], SnapshotFile | None]
+    ) -> CommandResult | None:
         started = time.perf_counter()
         try:
             _require_running()

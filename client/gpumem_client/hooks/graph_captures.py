@@ -9,13 +9,17 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from gpumem_client.guest_safety import guest_safety
+from gpumem_client.hooks.lifecycle import after_fork_in_child
 
 # Methods that end a capture. The hook replaces the first that exists: since torch 2.14 the second calls the first.
 _ENDS = ("capture_end_pre", "capture_end")
+# The longest that the start of a capture waits for a clear in another thread.
+_CLEAR_SECONDS = 2.0
 
 
 class CaptureListener(Protocol):
@@ -32,7 +36,8 @@ class CaptureHook:
     """The replaced methods, shared by all listeners of the process."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant: a finalizer may remove a listener while its thread holds the lock
+        self.renew_locks()
+        self._survives_forks = False
         self._listeners: tuple[CaptureListener, ...] = ()
         # The graphs that are being captured.
         self._started: dict[int, weakref.ref[Any]] = {}
@@ -40,8 +45,28 @@ class CaptureHook:
         self._originals: dict[str, Any] = {}
         self._replacements: dict[str, Any] = {}
 
+    def renew_locks(self) -> None:
+        """Replace the locks in a forked child, because another thread may have held them at the fork."""
+        # Reentrant: a finalizer may remove a listener, or clear, while its thread holds the lock.
+        self._lock = threading.RLock()
+        self._starting = threading.RLock()
+
+    @contextmanager
+    def no_start(self) -> Iterator[bool]:
+        """Let no capture start within the context. Yields False after `_CLEAR_SECONDS` in another such context."""
+        lock = self._starting
+        held = lock.acquire(timeout=_CLEAR_SECONDS)
+        try:
+            yield held
+        finally:
+            if held:
+                lock.release()
+
     def add(self, listener: CaptureListener) -> None:
         """Add a listener, and report the running captures to it. The first listener installs the hook."""
+        if not self._survives_forks:
+            self._survives_forks = True
+            after_fork_in_child(self.renew_locks, first=True)
         with self._lock:
             self._listeners = (*self._listeners, listener)
             if self._graph_class is None:
@@ -80,7 +105,7 @@ class CaptureHook:
         for name, replacement in self._replacements.items():
             if vars(self._graph_class).get(name) is replacement:
                 setattr(self._graph_class, name, self._originals[name])
-        self._graph_class, self._originals, self._replacements = None, {}, {}
+        self._replacements, self._originals, self._graph_class = {}, {}, None
         self._started.clear()
 
     def _around_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +136,10 @@ class CaptureHook:
 
     @guest_safety()
     def _starts(self, graph: Any) -> None:
-        self._started[id(graph)] = weakref.ref(graph)
+        # A `cudaFree` of a clear that runs in another thread, on any device, would break this capture. A clear that
+        # takes longer must not stop training, so the capture then starts beside it.
+        with self.no_start():
+            self._started[id(graph)] = weakref.ref(graph)
         for listener in self._listeners:
             listener.capture_started(graph)
 
@@ -128,6 +156,15 @@ _hook = CaptureHook()
 def running_captures() -> list[Any]:
     """Return the graphs that are being captured in any thread; empty if nothing listens."""
     return _hook.running()
+
+
+def no_capture_starts() -> AbstractContextManager[bool]:
+    """Return a context in which no capture starts for some seconds: a capture of another thread waits.
+
+    It yields False if another clear, or a starting capture, has not ended within that time. The caller checks for
+    captures within the context.
+    """
+    return _hook.no_start()
 
 
 def listen_to_captures(listener: CaptureListener) -> Callable[[], None]:

@@ -38,10 +38,13 @@ def at_exit(callback: Callable[[], None]) -> Callable[[], None]:
     return lambda: atexit.unregister(callback)
 
 
-def after_fork_in_child(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call `callback` in each forked child, in the order of registration; returns a function that removes it again."""
+def after_fork_in_child(callback: Callable[[], None], *, first: bool = False) -> Callable[[], None]:
+    """Call `callback` in each forked child, in the order of registration; returns a function that removes it again.
+
+    `first` is for locks that other callbacks take: another thread may have held them at the fork.
+    """
     global _registered
-    _in_child.append(callback)
+    _in_child.insert(0 if first else len(_in_child), callback)
     if not _registered:
         # Python cannot unregister this: one function stays for the whole client, and does nothing without callbacks.
         _registered = True

@@ -151,8 +151,9 @@ class Reporter:
             sampler.on_step(optimizer)
 
     def _forget_parent(self) -> None:
-        """Drop the parent's lock, thread, hooks and connection in a forked child."""
+        """Drop the parent's locks, thread, hooks and connection in a forked child."""
         self._lock = threading.RLock()
+        self._steps.renew_lock()
         worker, self._worker, self._workers = self._worker, None, []
         if worker is not None:
             worker.abandon()

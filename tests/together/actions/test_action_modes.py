@@ -133,6 +133,31 @@ while not os.path.exists(finished):  # an action may still wait for a step
     assert outcomes.get(("step", "done")), outcomes
 
 
+def test_a_capture_on_one_device_waits_for_a_clear_that_goes_on_on_another(
+    exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode
+) -> None:
+    # For each device one call of `cudaFree`, and the clear takes the devices in turn.
+    process.exec(
+        "torch.empty(30 << 20, dtype=torch.uint8, device='cuda:0')\n"
+        "kept = [torch.empty(30 << 20, dtype=torch.uint8, device='cuda:1') for _ in range(3)]\ndel kept"
+    )
+    with node.slow("cudaFree", 300) as frees:
+        exporter.act("empty_cache", target={"pid": process.pid}, wait_seconds=0.0, expect=202)
+        wait_for(lambda: frees.hits > 1, "the clear to reach the second device")
+        process.exec(
+            """
+with torch.cuda.device(0):
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()  # in the default mode, a `cudaFree` on any device breaks the capture
+        import time
+        time.sleep(0.5)
+        graph.capture_end()
+"""
+        )
+
+
 def test_a_snapshot_is_a_pickle_of_torch_with_a_correct_summary(
     exporter: ExporterProcess, start_torch: StartTorch, tmp_path: Path
 ) -> None:
