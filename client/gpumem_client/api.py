@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from gpumem_client.hooks.lifecycle import once_made
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gpumem_client.allocator.allocator import SharedAllocator
     from gpumem_client.hooks.steps import Steps
     from gpumem_client.reporter.plan import AnyPlan
@@ -22,6 +24,7 @@ def start(
     clean: bool = False,
     plan: AnyPlan | None = None,
     oom_profile: bool | None = None,
+    actions: str | Iterable[str] | None = None,
 ) -> None:
     """Report this process' GPU memory as soon as CUDA is initialized.
 
@@ -29,7 +32,7 @@ def start(
     Missing arguments come from the environment: GPUMEM_WORKLOAD; GPUMEM_RANK, RANK or SLURM_PROCID, otherwise the rank
     in the process group of torch.distributed; GPUMEM_EXPORTER_URL, otherwise the socket /run/gpumem/exporter.sock,
     otherwise http://127.0.0.1:9844; GPUMEM_PLAN; GPUMEM_OOM_PROFILE. GPUMEM_DISABLED=1 turns the client off. Calling
-    `start()` again has no effect; the first call's settings stay in force. Any thread may call this.
+    `start()` again has no effect, except that its `actions` narrow those of the first call. Any thread may call this.
 
     Args:
         workload: the job's name, a label of its series.
@@ -41,6 +44,8 @@ def start(
             ignored.
         oom_profile: record the stack of each allocation from the start of CUDA, and send a memory profile of the moment
             of an out-of-memory error, at most one per minute. docs/reporting.md has the cost.
+        actions: what exporters may request of this process, such as `["empty_cache", "reset_peak"]`: names of actions
+            or commands; all by default, nothing if it is empty. GPUMEM_ACTIONS and GPUMEM_PROFILE narrow it further.
 
     Raises:
         ConfigurationError: the URL has none of these forms.
@@ -48,7 +53,9 @@ def start(
     from gpumem_client.reporter.reporter import process_reporter
     from gpumem_client.reporter.settings import ReporterSettings
 
-    settings = ReporterSettings.resolve(workload=workload, rank=rank, url=url, plan=plan, oom_profile=oom_profile)
+    settings = ReporterSettings.resolve(
+        workload=workload, rank=rank, url=url, plan=plan, oom_profile=oom_profile, actions=actions
+    )
     process_reporter().start(settings)
     if clean and not settings.disabled:
         from gpumem_client.clear import clean_start

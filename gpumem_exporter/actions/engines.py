@@ -25,7 +25,8 @@ from gpumem_exporter.actions.declarations import ActionRequest
 from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, RunningAction, Waking
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
 from gpumem_exporter.actions.results import DriverValues
-from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess
+from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess
 from gpumem_exporter.core.store import Store
 
@@ -198,7 +199,8 @@ class EngineMemory:
         # The effect is the difference of the driver's values for the process, and never what the engine says.
         started, part.used_before = self._clock(), self.used_by(target.host_pid)
         try:
-            engine = await self._call(target, lambda: self._find(target))
+            denying = self._denying(target, running.action.action)
+            engine = await self._call(target, lambda: self._find(target, denying))
             key = action_id, engine.key
             if key in self._calls:
                 call, parts = self._calls[key]
@@ -221,10 +223,32 @@ class EngineMemory:
             part.used_before, after
         )
 
-    def _find(self, target: OutsideTarget) -> FoundEngine:
+    def _denying(self, target: OutsideTarget, action: str) -> list[OutsideTarget]:
+        """Return the engine processes of the target's owner that report that their owner does not allow an action."""
+        snapshot = self._store.snapshot(self._clock())
+        found = (
+            OutsideTarget.of(SelectedProcess(json_pid(name), process, ()), snapshot)
+            for name, process in snapshot.names.reporting
+            if action in process.report.denied_actions and process.key.share == target.share
+        )
+        return [each for each in found if self._is_engine(each)]
+
+    def _find(self, target: OutsideTarget, denying: Sequence[OutsideTarget]) -> FoundEngine:
+        """Find the engine of a process, unless one of its processes denies the action, because it acts as a whole."""
         if self._engines is None:
             raise no_engine(target)
-        return self._engines.find(target)
+        engine = self._engines.find(target)
+        for each in denying:
+            if self._key(each) == engine.key:
+                reason = f"its engine acts as a whole, and the owner of {each} does not allow that"
+                raise EngineRefusedError(ReasonCode.DENIED_BY_OWNER, reason)
+        return engine
+
+    def _key(self, target: OutsideTarget) -> Hashable:
+        try:
+            return None if self._engines is None else self._engines.find(target).key
+        except EngineRefusedError:  # it has exited, or the exporter does not reach its engine
+            return None
 
     async def _drive(self, running: RunningAction, parts: Sequence[OutsidePart], engine: FoundEngine) -> None:
         """Let an engine act once for its processes; `parts` gets more of them meanwhile."""

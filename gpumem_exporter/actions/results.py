@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample
+from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, denied_by_owner
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.declarations import ActionRequest
@@ -120,8 +120,14 @@ def released_bytes(sample: DeviceSample, request: ActionRequest) -> int | None:
 
 
 def unsupported(process: ReportingProcess, request: ActionRequest) -> CommandResult | None:
-    """Return the result of a request that the process's reporter does not support; None if it supports it."""
+    """Return the result of a request that the process's reporter does not support, or its owner does not allow.
+
+    None for any other request.
+    """
     report = process.report
+    denied = denied_by_owner(report.denied_actions, request.action, collect_garbage=request.collect_garbage)
+    if denied:
+        return CommandResult("", "refused", denied, ReasonCode.DENIED_BY_OWNER)
     if report.actions and request.action not in report.actions:
         reason = f"its reporter supports only {', '.join(report.actions)}"
         return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_ACTION)

@@ -59,7 +59,7 @@ def trains(process: ReportingProcess) -> bool:
     report = process.report
     # A reporter whose process ends no more steps reports no duration of a step.
     steps = report.step is not None and bool(report.step_seconds)
-    return steps and "step" in report.modes and (not report.actions or "empty_cache" in report.actions)
+    return steps and "step" in report.modes and process.clears
 
 
 def suggest_clears(

@@ -215,6 +215,8 @@ class ReportingProcess:
     @property
     def clears(self) -> bool:
         """Whether the process accepts `empty_cache`. A reporter that lists no actions supports all of them."""
+        if "empty_cache" in self.report.denied_actions:
+            return False
         return not self.report.actions or "empty_cache" in self.report.actions
 
     @property

@@ -384,7 +384,7 @@ def _page_bytes(report: Report) -> int:
     # Unknown values count as well, so that the result only depends on the number of devices and on texts.
     identity = report.process
     line = _LINE_BYTES + _label_bytes(identity.workload) + _label_bytes(identity.rank)
-    total = _PROCESS_BYTES + sum(map(len, (*report.actions, *report.modes, *report.waiting)))
+    total = _PROCESS_BYTES + sum(map(len, (*report.actions, *report.denied_actions, *report.modes, *report.waiting)))
     if report.engine is not None:
         total += line + sum(map(_label_bytes, (report.engine.name, report.engine.version, report.engine.model)))
     for sample in report.devices:

@@ -226,6 +226,7 @@ def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool = 
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
         "uid": reporter.owner_uid if reporter and not process.hidden else None,
         "actions": list(report.actions) if report else [],
+        "denied_actions": list(report.denied_actions) if report else [],
         "devices": [_whole_process_device(part, snapshot.gpus, report.step if report else None) for part in parts],
     }
 

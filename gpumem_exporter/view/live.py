@@ -279,6 +279,7 @@ def _engine_memory(job: Job) -> Document | None:
         (process.pid, process.reporter.report)
         for process in job.processes
         if process.reporter is not None
+        and ENGINE_ACTIONS[0] not in process.reporter.report.denied_actions
         and (process.reporter.report.engine is not None or ENGINE_ACTIONS[0] in process.reporter.report.actions)
     ]
     if not engines:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from gpumem_client.reporter.identity import current_process, with_rank
 from gpumem_client.reporter.reporter import Reporter
 from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.wire.http import DEFAULT_URLS
+from gpumem_client.wire.protocol import COMMAND_ACTIONS
 
 
 def test_arguments_take_precedence_over_the_environment_and_defaults() -> None:
@@ -129,3 +131,40 @@ def test_a_disabled_reporter_installs_no_hook(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_the_limits_that_hami_and_kai_set(environ: dict[str, str], index: int, limit: int | None) -> None:
     assert environment_limit(environ, index, 8 << 30) == limit
+
+
+@pytest.mark.parametrize(
+    ("environ", "actions", "allowed"),
+    [
+        ({}, None, set(COMMAND_ACTIONS)),
+        ({"GPUMEM_ACTIONS": "clear, reset_peak"}, None, {"empty_cache", "reset_peak"}),
+        ({"GPUMEM_ACTIONS": ""}, None, set()),
+        ({"GPUMEM_ACTIONS": "none"}, ["clear"], set()),
+        ({}, ["reset-peak"], {"reset_peak"}),
+        ({}, "sleep,wake", {"release_memory", "resume_memory"}),
+        ({"GPUMEM_ACTIONS": "clear,profile"}, ["profile", "snapshot"], {"profile"}),
+        ({"GPUMEM_ACTIONS": "clear,profile", "GPUMEM_PROFILE": "0"}, None, {"empty_cache"}),
+        ({"GPUMEM_PROFILE": "off"}, None, set(COMMAND_ACTIONS) - {"profile"}),
+        ({"GPUMEM_PROFILE": "1"}, None, set(COMMAND_ACTIONS)),
+        ({"GPUMEM_PROFILE": ""}, None, set(COMMAND_ACTIONS)),
+    ],
+)
+def test_argument_and_environment_narrow_what_exporters_may_request(
+    environ: dict[str, str], actions: Any, allowed: set[str]
+) -> None:
+    settings = ReporterSettings.resolve(actions=actions, environ=environ)
+    assert set(COMMAND_ACTIONS) - set(settings.denied_actions) == allowed
+    assert settings.ignored == ()
+
+
+def test_an_unknown_name_allows_nothing_and_is_logged() -> None:
+    settings = ReporterSettings.resolve(actions="all", environ={"GPUMEM_ACTIONS": "cler,terminate"})
+    assert set(settings.denied_actions) == set(COMMAND_ACTIONS)
+    assert [name for text in settings.ignored for name in ("all", "cler", "terminate") if f"{name!r}" in text] == [
+        *("all", "cler", "terminate")
+    ]
+
+
+def test_without_profiles_out_of_memory_errors_have_none_either() -> None:
+    settings = ReporterSettings.resolve(environ={"GPUMEM_PROFILE": "0", "GPUMEM_OOM_PROFILE": "1"})
+    assert (settings.oom_profile, len(settings.ignored)) == (False, 1)

@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,7 +24,14 @@ from gpumem_client.guest_safety import raised_by_signal_handler
 from gpumem_client.hooks.graph_captures import no_capture_starts
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult, DeviceResult, SnapshotFile
+from gpumem_client.wire.protocol import (
+    ENGINE_ACTIONS,
+    Command,
+    CommandResult,
+    DeviceResult,
+    SnapshotFile,
+    denied_by_owner,
+)
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 
@@ -50,12 +57,14 @@ class Executor:
         allocator: AnyAllocator,
         sampler: Sampler,
         *,
+        denied_actions: Collection[str] = (),
         collect_garbage: Callable[[], object] = gc.collect,
         engine: Callable[[], CoreMemory | None] = lambda: process_engine().memory(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._allocator = allocator
         self._sampler = sampler
+        self._denied = denied_actions
         self._gc = collect_garbage
         self._engine = engine
         self._clock = clock
@@ -78,16 +87,24 @@ class Executor:
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """The actions that this reporter supports now."""
+        """The actions that this reporter supports now, and that the process's owner allows."""
         without_engine = self._engine() is None
         engineless = (action for action in self._runners if not (without_engine and action in ENGINE_ACTIONS))
-        return (*engineless, *(("profile",) if self.profiling is not None else ()))
+        supported = (*engineless, *(("profile",) if self.profiling is not None else ()))
+        return tuple(action for action in supported if action not in self._denied)
 
     @property
     def engine_busy(self) -> bool:
         """Whether an engine that can release its memory has requests."""
         engine = self._engine()
         return engine is not None and engine.busy
+
+    def denial(self, command: Command) -> CommandResult | None:
+        """Return the result of a command that the process's owner does not allow; None for any other."""
+        denied = denied_by_owner(self._denied, command.action, collect_garbage=command.collect_garbage)
+        if denied:  # no exporter is trusted with this
+            return CommandResult(command.id, "refused", denied, ReasonCode.DENIED_BY_OWNER)
+        return None
 
     def known(self, command_id: str) -> CommandResult | None:
         """Return the result of a finished command; None for any other."""
@@ -138,6 +155,9 @@ class Executor:
         return self.record(replace(result, step=self._sampler.step, thread_id=threading.get_native_id()))
 
     def _run(self, command: Command) -> CommandResult | None:
+        denial = self.denial(command)
+        if denial is not None:
+            return denial
         runner = self._runners.get(command.action) or (self._profile if command.action in self.actions else None)
         if runner is None:
             supported = f"this reporter supports {', '.join(self.actions)}"

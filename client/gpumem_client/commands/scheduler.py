@@ -64,9 +64,11 @@ class Scheduler:
 
     def add(self, command: Command, *, expires_seconds: float) -> None:
         """Keep a command, unless it waits already or has a result."""
-        known = self._executor.known(command.id)
+        known, denial = self._executor.known(command.id), self._executor.denial(command)
         if known is not None:
             self._finish(known)
+        elif denial is not None:
+            self._finish(self._executor.record(denial))
         elif command.mode not in MODES:
             unknown = f"this reporter does not support the mode {command.mode!r}"
             self._end(command, "unsupported", unknown, ReasonCode.UNKNOWN_MODE)

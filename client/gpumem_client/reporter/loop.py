@@ -6,7 +6,7 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from gpumem_client.allocator.allocator import AnyAllocator
@@ -31,6 +31,7 @@ from gpumem_client.reporter.identity import with_rank, with_ray
 from gpumem_client.reporter.plan import with_plan
 from gpumem_client.torch_access import in_torch
 from gpumem_client.wire.protocol import (
+    COMMAND_ACTIONS,
     MAX_TEXT_LENGTH,
     MODES,
     CommandResult,
@@ -69,6 +70,7 @@ class ReportLoop:
         default_rank: str = "",
         planned_bytes: int | None = None,
         idle_cache_seconds: float = IDLE_CACHE_SECONDS,
+        denied_actions: Collection[str] = (),
         collect_garbage: Callable[[], object] = gc.collect,
         engine: Callable[[], CoreMemory | None] = lambda: process_engine().memory(),
         clock: Callable[[], float] = time.monotonic,
@@ -87,7 +89,15 @@ class ReportLoop:
             idle_cache_seconds=idle_cache_seconds,
             clock=clock,
         )
-        self._executor = Executor(allocator, self.sampler, collect_garbage=collect_garbage, engine=engine, clock=clock)
+        self._denied_actions = denied_actions
+        self._executor = Executor(
+            allocator,
+            self.sampler,
+            denied_actions=denied_actions,
+            collect_garbage=collect_garbage,
+            engine=engine,
+            clock=clock,
+        )
         self._scheduler = Scheduler(self._executor, allocator, self.sampler, wake=wake, clock=clock)
         self.oom_moments: OomMoments | None = None
         """The errors that get a profile, if that is set."""
@@ -160,6 +170,7 @@ class ReportLoop:
             still_free=self._executor.settling.results(_MAX_RESULTS),
             ooms=self._ooms.waiting(),
             actions=self._executor.actions,
+            denied_actions=tuple(action for action in COMMAND_ACTIONS if action in self._denied_actions),
             modes=MODES,
             waiting=(*self._scheduler.ids, *self._profile_ids()),
             step_seconds=self.sampler.step_seconds,

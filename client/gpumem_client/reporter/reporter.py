@@ -38,6 +38,8 @@ class Reporter:
         # Reentrant: a signal handler or a finalizer may stop the reporter while its thread has the lock.
         self._lock = threading.RLock()
         self._settings: ReporterSettings | None = None
+        # What exporters may not request. The worker reads it, because a later `start` may add to it.
+        self._denied_actions: set[str] = set()
         self._worker: Worker | None = None
         # The workers whose thread may run: also stopped ones.
         self._workers: list[Worker] = []
@@ -49,7 +51,7 @@ class Reporter:
         self._process_hooks: list[Callable[[], None]] = []
 
     def start(self, settings: ReporterSettings) -> None:
-        """Report as soon as CUDA is initialized. Has no effect while the reporter runs.
+        """Report as soon as CUDA is initialized. While the reporter runs, only the denied actions have an effect.
 
         Raises:
             ConfigurationError: an exporter URL is none of `http://host:port`, `https://host:port` and `unix:///path`.
@@ -58,7 +60,10 @@ class Reporter:
             # This connects to nothing. An invalid URL raises here, where the user sees it, and not in the thread.
             Connection(url, timeout_seconds=1.0).close()
         with self._lock:
-            if self._settings is not None or settings.disabled:
+            if settings.disabled:
+                return
+            self._denied_actions.update(settings.denied_actions)
+            if self._settings is not None:
                 return
             self._settings = settings
             if not self._process_hooks:
@@ -88,6 +93,7 @@ class Reporter:
         with self._lock:
             worker, self._worker = self._worker, None
             self._settings = None
+            self._denied_actions = set()
             self._waiting_for_cuda = False
             stops = self._stop_waiting, self._stop_listening
             self._stop_waiting = self._stop_listening = None
@@ -127,7 +133,12 @@ class Reporter:
             errors = ErrorLog(self._on_error)
             # Stored before its start, so that a concurrent `stop` ends it.
             worker = self._worker = Worker(
-                self._settings, errors, self._observer, self._steps, ended=self._remove_process_hooks
+                self._settings,
+                errors,
+                self._observer,
+                self._steps,
+                denied_actions=self._denied_actions,
+                ended=self._remove_process_hooks,
             )
             self._workers.append(worker)
             try:

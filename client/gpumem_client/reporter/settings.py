@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS
 from gpumem_client.reporter.plan import AnyPlan, chosen_plan
 from gpumem_client.wire.http import exporter_urls
-from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
+from gpumem_client.wire.protocol import ACTION_OF_COMMAND, COMMAND_ACTIONS, MAX_LABEL_LENGTH
 from gpumem_client.wire.trust import Trust
 
 # Variables with a rank and with the number of ranks. Only srun sets SLURM_STEP_NUM_TASKS.
@@ -37,8 +37,10 @@ class ReporterSettings:
     """The window of the idle cache."""
     oom_profile: bool = False
     """Whether to record allocations from the start, for a profile of out-of-memory errors."""
+    denied_actions: tuple[str, ...] = ()
+    """The actions that no exporter may request of this process."""
     ignored: tuple[str, ...] = ()
-    """Of each argument of `start()` that has no effect below `run`, a text for the log."""
+    """What has no effect and why, for the log."""
 
     @classmethod
     def resolve(
@@ -49,6 +51,7 @@ class ReporterSettings:
         url: str | None = None,
         plan: AnyPlan | None = None,
         oom_profile: bool | None = None,
+        actions: str | Iterable[str] | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> ReporterSettings:
         """Combine arguments and environment. Labels are cut to `MAX_LABEL_LENGTH` characters.
@@ -68,6 +71,18 @@ class ReporterSettings:
         if rank is None:
             name, size = next((names for names in _RANKS if environ.get(names[0])), ("", ""))
             rank, world_size = environ.get(name, ""), _count(environ.get(size, ""))
+        if oom_profile is None:
+            oom_profile = _is_on(environ.get("GPUMEM_OOM_PROFILE", ""))
+        # Each of the three takes actions away and gives none, so none takes precedence.
+        denied = {
+            *_denied(actions, "actions", ignored),
+            *_denied(environ.get("GPUMEM_ACTIONS"), "GPUMEM_ACTIONS", ignored),
+        }
+        if not _is_on(environ.get("GPUMEM_PROFILE") or "1"):
+            denied.add("profile")
+            if oom_profile:
+                ignored.append("out-of-memory errors get no profile: GPUMEM_PROFILE turns profiles off")
+                oom_profile = False
         workload = workload if workload is not None else environ.get("GPUMEM_WORKLOAD", "")
         return cls(
             urls=(url,) if url else exporter_urls(environ),
@@ -81,7 +96,8 @@ class ReporterSettings:
             plan=chosen_plan(plan, environ),
             world_size=world_size,
             default_rank="" if rank != "" else environ.get("GPUMEM_DEFAULT_RANK", "")[:MAX_LABEL_LENGTH],
-            oom_profile=_is_on(environ.get("GPUMEM_OOM_PROFILE", "")) if oom_profile is None else oom_profile,
+            oom_profile=oom_profile,
+            denied_actions=tuple(action for action in COMMAND_ACTIONS if action in denied),
             ignored=tuple(ignored),
         )
 
@@ -94,6 +110,17 @@ class ReporterSettings:
         # The file is read for each report: its token may be rotated.
         token = self.token or (Path(self.token_file).read_text().strip() if self.token_file else "")
         return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _denied(allowed: str | Iterable[str] | None, source: str, ignored: list[str]) -> Iterator[str]:
+    """Yield the actions that a list leaves out; none without a list. An unknown name in it allows nothing."""
+    if allowed is None:
+        return
+    names = allowed.split(",") if isinstance(allowed, str) else allowed
+    actions = {ACTION_OF_COMMAND.get(name, name) for name in map(str.strip, map(str, names))} - {"", "none"}
+    unknown = sorted(actions.difference(COMMAND_ACTIONS))
+    ignored += [f"{source}: {name!r} allows nothing: expected {', '.join(COMMAND_ACTIONS)}" for name in unknown]
+    yield from (action for action in COMMAND_ACTIONS if action not in actions)
 
 
 def _is_on(text: str) -> bool:

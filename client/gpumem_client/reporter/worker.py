@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator
@@ -44,12 +44,14 @@ class Worker:
         observer: OutOfMemoryObserver,
         steps: Steps,
         *,
+        denied_actions: Collection[str],
         ended: Callable[[Worker], None],
     ) -> None:
         self._settings = settings
         self._errors = errors
         self._observer = observer
         self._steps = steps
+        self._denied_actions = denied_actions
         self._ended = ended
         self._wakeup = Wakeup()
         self._delivery = Delivery(settings, self._wakeup, errors)
@@ -207,6 +209,7 @@ class Worker:
             default_rank=self._settings.default_rank,
             planned_bytes=planned_bytes,
             idle_cache_seconds=self._settings.idle_cache_seconds,
+            denied_actions=self._denied_actions,
         )
 
     def _wait_for_cuda(self) -> Allocator | None:

@@ -13,7 +13,7 @@ it uses the standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -41,6 +41,23 @@ MAX_COMPONENTS = 16
 MODES = ("now", "step", "idle")
 """When a command runs. `now`: on the reporter's thread, when it arrives. `step`: in the training thread, at the end of
 a step. `idle`: on the reporter's thread, after some seconds without a step or an allocation."""
+
+ENGINE_ACTIONS = ("release_memory", "resume_memory")
+"""The commands for an inference engine. In mode `idle`, the process waits until the engine has no request."""
+COMMAND_ACTIONS = (
+    *("empty_cache", "collect_garbage", "reset_peak", "snapshot", "profile", "set_memory_fraction"),
+    *ENGINE_ACTIONS,
+)
+"""The actions that a process runs itself."""
+ACTION_OF_COMMAND: Mapping[str, str] = {
+    "clear": "empty_cache",
+    "gc": "collect_garbage",
+    "reset-peak": "reset_peak",
+    "fraction": "set_memory_fraction",
+    "sleep": "release_memory",
+    "wake": "resume_memory",
+}
+"""The action of each command of the terminal that has another name."""
 
 OUTCOMES = ("done", "refused", "failed", "expired", "unsupported", "gone")
 """How a command can end in one process."""
@@ -150,8 +167,6 @@ class DeviceSample:
 KV_CACHE_STATES = ("used", "evictable", "free")
 """Used by running requests; kept for later requests with the same prefix, and usable at once; not used."""
 ENGINE_STATES = ("starting", "serving", "idle", "asleep")
-ENGINE_ACTIONS = ("release_memory", "resume_memory")
-"""The commands for an inference engine. In mode `idle`, the process waits until the engine has no request."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +312,9 @@ class Report:
     ooms: tuple[OutOfMemory, ...] = ()
     """The errors since the last report."""
     actions: tuple[str, ...] = ()
-    """The actions that this reporter supports."""
+    """The actions that this reporter supports and the process's owner allows."""
+    denied_actions: tuple[str, ...] = ()
+    """The actions that the process's owner does not allow: GPUMEM_ACTIONS, GPUMEM_PROFILE, `start(actions=…)`."""
     modes: tuple[str, ...] = ("now",)
     """The modes that it supports, of `MODES`."""
     waiting: tuple[str, ...] = ()
@@ -351,6 +368,13 @@ class Reply:
     """Ids of commands that must not start any more."""
     report_interval_seconds: float = 1.0
     protocol: int = PROTOCOL_VERSION
+
+
+def denied_by_owner(denied: Collection[str], action: str, *, collect_garbage: bool = False) -> str:
+    """Return why a process does not run an action, for people; empty if its owner allows it."""
+    needed = (action, "collect_garbage") if collect_garbage else (action,)
+    name = next((each for each in needed if each in denied), None)
+    return f"its owner does not allow {name} (GPUMEM_ACTIONS, GPUMEM_PROFILE)" if name else ""
 
 
 # By message. Each report needs them, so they are computed once.

@@ -19,6 +19,7 @@ class ReasonCode(str, Enum):
     STEP_PASSED = "step_passed"
     QUEUE_FULL = "queue_full"
     UNKNOWN_ACTION = "unknown_action"
+    DENIED_BY_OWNER = "denied_by_owner"
     UNKNOWN_MODE = "unknown_mode"
     NOT_SUPPORTED_BY_ALLOCATOR = "not_supported_by_allocator"
     INVALID_FRACTION = "invalid_fraction"

@@ -78,6 +78,7 @@ class ProcessDocument(TypedDict):
     """A process. `pid` is the label of its series; `own_pid` is its pid in its own PID namespace.
 
     `attested` is false if only the report token vouches for the reporter: the kernel does not know its user.
+    `denied_actions` are the actions that the owner of the process does not allow.
     """
 
     pid: int | str
@@ -113,6 +114,7 @@ class ProcessDocument(TypedDict):
     orphan: _Orphan | None
     clears: bool
     actions: list[str]
+    denied_actions: list[str]
     devices: list[_ProcessDevice]  # type: ignore[valid-type]
 
 

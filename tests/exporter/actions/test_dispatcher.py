@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from gpumem_client.wire.protocol import CommandResult, StillFree
+from gpumem_client.wire.protocol import COMMAND_ACTIONS, CommandResult, StillFree
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.declarations import ANSWER_GRACE_SECONDS, ActionRequest, Target
@@ -340,3 +340,23 @@ def test_a_restored_action_does_not_displace_one_of_this_run(bench: Bench) -> No
     bench.dispatcher.restore(old, None)
     assert bench.dispatcher.get("before") is None
     assert bench.dispatcher.get(new.id) is not None
+
+
+def test_what_the_owner_of_a_process_does_not_allow_is_refused_at_once(bench: Bench) -> None:
+    denied = ("collect_garbage", "profile", "release_memory")
+    process = bench.put(3, devices=(sample(UUIDS[0], 10 * MIB),), actions=("empty_cache",), denied_actions=denied)
+    for dry_run in (True, False):
+        for action, options in (("profile", {}), ("empty_cache", {"collect_garbage": True})):
+            (row,) = bench.ask(action, Target(pid=3), dry_run=dry_run, **options).results
+            assert (row.outcome, row.reason_code) == ("refused", "denied_by_owner"), action
+    assert bench.dispatcher.commands(process) == ()
+    bench.ask("empty_cache", Target(pid=3))
+    assert len(bench.dispatcher.commands(process)) == 1
+
+
+def test_a_process_that_allows_nothing_clears_nothing(bench: Bench) -> None:
+    """Its report lists no actions, as that of an old reporter, which supports all."""
+    process = bench.put(3, devices=(sample(UUIDS[0], 10 * MIB),), denied_actions=COMMAND_ACTIONS)
+    assert not process.clears
+    (row,) = bench.ask("empty_cache", Target(pid=3)).results
+    assert row.reason_code == "denied_by_owner"

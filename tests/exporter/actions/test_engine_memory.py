@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.protocol import CommandResult, DeviceResult, EngineState
+from gpumem_client.wire.protocol import COMMAND_ACTIONS, CommandResult, DeviceResult, EngineState
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions import engines
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
@@ -335,3 +335,23 @@ def test_a_dry_run_shows_what_a_reporting_engine_would_release(bench: EngineBenc
     reporting_engine(bench, sample={"component_bytes": {"kv_cache": 5, "weights": 3, "other": 1}})
     assert bench.request(dry_run=True).freed_bytes == 8
     assert bench.request(dry_run=True, keep="weights").freed_bytes == 5
+
+
+async def test_the_exporter_speaks_with_no_engine_of_a_process_that_denies_it(
+    bench: EngineBench, ended: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on behalf of another process of the same engine, which does not report."""
+    bench.put(
+        UNTITLED, owner_uid=1001, devices=(sample(UUIDS[0], 8 * MIB, 4 * MIB),), denied_actions=("release_memory",)
+    )
+    monkeypatch.setattr(bench.engine, "is_engine", lambda target: target.pid in (UNTITLED, TITLED))
+    for pid in (UNTITLED, TITLED):
+        (row,) = (await ended(target=Target(pid=pid))).results
+        assert (row.outcome, row.reason_code) == ("refused", "denied_by_owner")
+    assert bench.engine.calls == []
+
+
+async def test_what_a_process_denies_does_not_keep_its_own_user_s_kernel_from_ending_it(bench: EngineBench) -> None:
+    bench.put(1, devices=(sample(UUIDS[0], 8 * MIB, 4 * MIB),), denied_actions=COMMAND_ACTIONS)
+    action = await asyncio.wait_for(bench.ended(bench.request("terminate")), 30)
+    assert {row.reason_code for row in action.results}.isdisjoint({"denied_by_owner"})

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -319,3 +320,26 @@ def test_a_forked_child_neither_reports_its_parent_s_bytes_nor_disturbs_it(
     status = parent.exec("_, status = os.waitpid(child, 0)\nresult = os.waitstatus_to_exitcode(status)", child=child)
     assert status == 7
     exporter.metrics().assert_ledgers_add_up()
+
+
+def test_an_exporter_cannot_make_a_process_do_what_its_owner_does_not_allow(
+    start_torch: StartTorch, tmp_path: Path
+) -> None:
+    with RecordingExporter(tmp_path / "exporter.sock", interval_seconds=0.05) as exporter:
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, GPUMEM_ACTIONS="clear,snapshot")
+        process.exec("import gpumem_client; torch.empty(1, device='cuda'); gpumem_client.start()")
+        reported = wait_for(lambda: exporter.reports, "a report")
+        assert set(reported[0]["actions"]) == {"empty_cache", "snapshot"}
+        asked: dict[str, dict[str, Any]] = {
+            "profile": {"action": "profile"},
+            "gc": {"action": "empty_cache", "collect_garbage": True},
+            "step": {"action": "reset_peak", "mode": "step"},
+            "clear": {"action": "empty_cache"},
+        }
+        exporter.commands += [{"id": name, "deadline_seconds": 60, **each} for name, each in asked.items()]
+        wait_for(lambda: all(map(exporter.result, asked)), "the results")
+        codes = {name: (exporter.result(name) or {}).get("reason_code") for name in asked}
+        assert codes == {**dict.fromkeys(("profile", "gc", "step"), "denied_by_owner"), "clear": None}
+        process.exec("gpumem_client.start(actions=['snapshot'])")
+        wait_for(lambda: exporter.reports[-1].get("actions") == ["snapshot"], "a later start to narrow it")
+        assert "empty_cache" in exporter.reports[-1]["denied_actions"]

@@ -68,6 +68,7 @@ function settingsOf(process, device) {
     ["Allocator settings", process.allocator_settings === "" ? "default" : process.allocator_settings],
     ["Engine", process.engine ? [process.engine.label, process.engine.state].filter(Boolean).join(", ") : null],
     ["Torch", process.torch_version],
+    ["Not allowed", process.denied_actions?.join(", ")],
     ["Command", process.command],
     ["Launcher", process.orphan && launcherOf(process.orphan)],
     ["Memory limit", device.memory_limit_bytes ? bytes(device.memory_limit_bytes) : null],
