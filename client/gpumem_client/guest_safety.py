@@ -1,6 +1,7 @@
 """The boundary that keeps the client's errors from the user's code, and lets the user's errors through.
 
-Errors of the client are swallowed and logged, each kind once. Errors of logging handlers are swallowed, too.
+Errors of the client are swallowed and logged, each kind once. Errors of logging handlers are swallowed, too. A part of
+the client that fails with the same error again and again is turned off.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import functools
 import logging
 import signal
 import threading
+from collections import Counter
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
@@ -18,6 +20,10 @@ else:
     _Adapter = logging.LoggerAdapter
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
+
+# Equal errors of one kind after which it is not tried again.
+_EQUAL_ERRORS = 3
 
 
 class guest_safety:  # noqa: N801 - reads as a function, like contextlib.suppress
@@ -114,6 +120,8 @@ class ErrorLog:
     def __init__(self, on_error: Callable[[str, BaseException], None] | None = None) -> None:
         self._on_error = on_error
         self._logged: set[str] = set()
+        self._counts: Counter[tuple[Any, ...]] = Counter()
+        self._ended: set[str] = set()
 
     def note(self, kind: str, error: BaseException, level: int = logging.WARNING) -> None:
         """Log one line for the first error of this kind; later ones are silent until `clear`."""
@@ -127,6 +135,38 @@ class ErrorLog:
         """Log the next error of this kind again, because the cause has ended."""
         self._logged.discard(kind)
 
+    def attempt(self, kind: str, function: Callable[[], _Result], otherwise: _Result) -> _Result:
+        """Return the result of a part of the client; `otherwise` if it fails, or has been turned off (`failed`)."""
+        if kind not in self._ended:
+            with guest_safety(functools.partial(self.failed, kind)):
+                return function()
+        return otherwise
+
+    def failed(self, kind: str, error: BaseException, then: str = "not tried again in this process") -> bool:
+        """Note an internal error, and return whether it is the third equal one of its kind, or a later one.
+
+        What the caller does after the third is logged, in the words of `then`.
+        """
+        self.note(kind, error)
+        equal = kind, type(error), _place(error)
+        self._counts[equal] += 1
+        if self._counts[equal] == _EQUAL_ERRORS and kind not in self._ended:
+            self._ended.add(kind)
+            log.warning("%s: %s, after the same error %d times: %r", kind, then, _EQUAL_ERRORS, _ErrorText(error))
+        return kind in self._ended
+
+    def ended(self, kind: str) -> bool:
+        """Return whether three equal errors of this kind have occurred."""
+        return kind in self._ended
+
     def swallowed(self, kind: str) -> guest_safety:
         """Return the boundary that notes and swallows the errors of a block."""
         return guest_safety(functools.partial(self.note, kind))
+
+
+def _place(error: BaseException) -> tuple[CodeType, int] | None:
+    """Return where an error was raised: the innermost function and its line."""
+    step, place = error.__traceback__, None
+    while step is not None:
+        place, step = (step.tb_frame.f_code, step.tb_lineno), step.tb_next
+    return place

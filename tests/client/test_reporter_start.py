@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
+from gpumem_client import torch_access
+from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.reporter import reporter as module
 from gpumem_client.reporter.reporter import Reporter
 from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.reporter.worker import Worker
-from tests.support.waiting import patient
+from tests.support.waiting import patient, wait_for
 
 SETTINGS = ReporterSettings.resolve(environ={"GPUMEM_EXPORTER_URL": "unix:///nowhere/exporter.sock"})
 
@@ -110,3 +112,54 @@ def test_calls_at_exit_and_after_a_fork_are_removed_when_the_thread_ends(monkeyp
         for thread in reporter_threads():
             thread.join(patient(60))
         assert installed == []
+
+
+def test_an_allocator_that_cannot_be_read_is_tried_rarely_and_stop_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attached: list[int] = []
+
+    def broken() -> None:
+        attached.append(1)
+        raise RuntimeError("internal")
+
+    monkeypatch.setattr(Allocator, "attach", broken)
+    reporter = Reporter(Steps())
+    reporter.start(SETTINGS)
+    wait_for(lambda: "tried every 60 s" in caplog.text, "the line")
+    assert len(attached) == 3
+    reporter.stop(patient(60))
+    assert not reporter_threads()
+
+
+def test_the_exit_waits_for_a_stopped_reporter_that_is_still_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if another one was started since."""
+    inside, leave, order = threading.Event(), threading.Event(), list[str]()
+
+    def in_torch_until_released(_: Worker) -> None:
+        if not inside.is_set():
+            with torch_access.in_torch():
+                inside.set()
+                assert leave.wait(patient(60))
+                order.append("left torch" if torch_access.stopping() else "went on")
+
+    monkeypatch.setattr(Worker, "_report", in_torch_until_released)
+    ends: list[Callable[[], None]] = []
+
+    def at_exit(end: Callable[[], None]) -> Callable[[], None]:
+        ends.append(end)
+        return lambda: None
+
+    monkeypatch.setattr(module, "at_exit", at_exit)
+    reporter = Reporter(Steps())
+    reporter.start(SETTINGS)
+    assert inside.wait(patient(60))
+    reporter.stop(0.01)
+    reporter.start(SETTINGS)
+    ending = threading.Thread(target=ends[0])
+    ending.start()
+    ending.join(0.2)
+    assert ending.is_alive()
+    leave.set()
+    ending.join(patient(60))
+    assert order == ["left torch"]

@@ -50,21 +50,24 @@ class Sample:
 class Sampler:
     """Takes samples of one process' allocator.
 
-    `on_step` runs in the user's threads, everything else in the reporter's. `swallow` gets the errors of `on_step`.
+    `on_step` runs in the user's threads, everything else in the reporter's. `swallow` gets the errors of `on_step`, and
+    returns whether steps should no longer sample and run commands. They are counted nevertheless.
     """
 
     def __init__(
         self,
         allocator: AnyAllocator,
         *,
-        swallow: Callable[[Exception], None],
+        swallow: Callable[[Exception], bool | None],
         clock: Callable[[], float] = time.monotonic,
         idle_cache_seconds: float = IDLE_CACHE_SECONDS,
     ) -> None:
         self.at_step: Callable[[int], None] = lambda _: None
         """Called in the user's thread at the end of each step, with its number; must not raise."""
         self._allocator = allocator
-        self._boundary = guest_safety(swallow)
+        self._swallow = swallow
+        self._boundary = guest_safety(self._failed)
+        self._steps_fail = False
         self._clock = clock
         self._busy = threading.Lock()
         self._latest: Sample | None = None
@@ -108,7 +111,7 @@ class Sampler:
         # A sample in the training thread at the end of a step never meets that thread's own flush of the cache. In
         # another thread it may: the statistics lock the allocator's mutex with the GIL, so the whole interpreter would
         # stop until the flush ends (1.5 s for eight calls of `cudaFree` of 0.2 s).
-        latest, steps_run = self._latest, self.steps_run()
+        latest, steps_run = self._latest, self.steps_run() and not self._steps_fail
         if latest is None or not steps_run or self._late(latest):
             if self._allocator.flushing:
                 latest = self._last_known(latest)
@@ -168,6 +171,8 @@ class Sampler:
             self._recent_step_seconds[self._steps % _RATE_STEPS] = self._step_seconds
         self._last_step_seconds = now
         self._steps += 1
+        if self._steps_fail:
+            return
         # A step never waits: a command that runs meanwhile has the lock, and the next step can sample as well.
         if now >= self._wanted_from_seconds and self._busy.acquire(blocking=False):
             try:
@@ -176,6 +181,9 @@ class Sampler:
             finally:
                 self._busy.release()
         self.at_step(self._steps)
+
+    def _failed(self, error: Exception) -> None:
+        self._steps_fail = bool(self._swallow(error)) or self._steps_fail
 
     def _take(self) -> Sample:
         sample = Sample(

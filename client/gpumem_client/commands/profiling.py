@@ -26,7 +26,7 @@ _CAPTURE_SECONDS = 10.0
 
 
 class Profiling:
-    """The profile that is being taken, at most one. For the reporter's thread."""
+    """The profile that is being taken, at most one. For the reporter's thread. `failed` gets unexpected errors."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Profiling:
         *,
         capturing: Callable[[], bool],
         send: Callable[[Profile], str],
+        failed: Callable[[Exception], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._heap = heap
@@ -43,6 +44,7 @@ class Profiling:
         self._sampler = sampler
         self._capturing = capturing
         self._send = send
+        self._failed = failed
         self._clock = clock
         self._command: Command | None = None
         self._started_seconds = 0.0
@@ -87,6 +89,7 @@ class Profiling:
         except (ExporterError, ConfigurationError, WireError, ValueError, OSError) as error:
             return self._end(command, "failed", f"the profile was not sent: {error}", ReasonCode.PROFILE_NOT_SENT)
         except Exception as error:  # noqa: BLE001 - an error of torch is this command's result
+            self._failed(error)
             return self._end(command, "failed", f"{type(error).__name__}: {error}"[:500], ReasonCode.EXCEPTION)
         return self._end(command, "done", "", None, sent_id)
 

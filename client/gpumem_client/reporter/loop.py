@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import random
@@ -85,7 +86,7 @@ class ReportLoop:
         self._clock = clock
         self.sampler = Sampler(
             allocator,
-            swallow=lambda error: errors.note("cannot sample at a step", error),
+            swallow=lambda error: errors.failed("cannot sample at a step", error),
             idle_cache_seconds=idle_cache_seconds,
             clock=clock,
         )
@@ -123,6 +124,7 @@ class ReportLoop:
             *(heap, recorder, self.sampler),
             capturing=lambda: self._allocator.capturing,
             send=self._send_profile,
+            failed=functools.partial(self._errors.failed, "cannot take a profile"),
             clock=self._clock,
         )
         if recorder.standing:
@@ -157,8 +159,7 @@ class ReportLoop:
             self.identity = replace(self.identity, allocator_settings=settings)
         self.identity = with_rank(self.identity, self._default_rank)
         if not self._ray_is_known:
-            with self._errors.swallowed("the Ray job is unknown"):
-                self._identify_in_ray()
+            self._errors.attempt("the Ray job is unknown", self._identify_in_ray, None)
         return Report(
             process=self.identity,
             sequence=self._sequence,
@@ -212,9 +213,8 @@ class ReportLoop:
 
     def read_cache(self) -> float:
         """Read the cache if that is due, during the wait for a reply. Return the seconds until the next reading."""
-        with self._errors.swallowed("cannot read the cache"), in_torch():
-            return self.sampler.read_when_due()
-        return self._interval_seconds
+        with in_torch():
+            return self._errors.attempt("cannot read the cache", self.sampler.read_when_due, self._interval_seconds)
 
     def note_oom(self, device: int, requested_bytes: int, limit_bytes: int, device_free_bytes: int) -> None:
         """Record an out-of-memory error in the allocating thread. Ignores devices without a UUID."""
@@ -253,9 +253,7 @@ class ReportLoop:
             self.identity, self._ray_is_known = identity, True
 
     def _engine_facts(self) -> EngineFacts | None:
-        with self._errors.swallowed("cannot read the inference engine"):
-            return self._allocator.engine()
-        return None
+        return self._errors.attempt("cannot read the inference engine", self._allocator.engine, None)
 
     def _engine(self, facts: EngineFacts | None, sample: Sample) -> EngineState | None:
         allocations = None
@@ -294,6 +292,8 @@ class ReportLoop:
     def _end_profile(self, result: CommandResult | None) -> None:
         if result is not None:
             self._add_results([self._executor.record(result)])
+            if self._errors.ended("cannot take a profile"):
+                self._executor.profiling = None
 
     def _take_oom_profile(self) -> None:
         """Take and send the profile of an out-of-memory error that has none."""
@@ -303,14 +303,14 @@ class ReportLoop:
         with in_torch():
             if self._allocator.capturing:
                 return
-        with self._errors.swallowed("an out-of-memory error has no profile"):
-            try:
-                with in_torch():
-                    profile = moments.take()
-                if profile is not None:
+        try:
+            with in_torch():
+                profile = self._errors.attempt("an out-of-memory error has no profile", moments.take, None)
+            if profile is not None:
+                with self._errors.swallowed("the profile of an out-of-memory error was not sent"):
                     self._send_profile(profile)
-            finally:
-                moments.done()
+        finally:
+            moments.done()
 
     def _collect_results(self) -> None:
         self._add_results(self._scheduler.collect_results())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
-from gpumem_client.guest_safety import ErrorLog, log
+from gpumem_client.guest_safety import ErrorLog, guest_safety, log
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog, OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.profile.heap_reader import HeapReader
@@ -25,6 +25,8 @@ from gpumem_client.torch_access import in_torch
 from gpumem_client.wire.protocol import OutOfMemory
 
 _CUDA_POLL_SECONDS = 0.05
+# The time between two tries of what has failed with the same error three times.
+_RARELY_SECONDS = 60.0
 # The longest that the start of CUDA waits for a recording to start.
 _RECORDING_SECONDS = 0.5
 # The number of times that an ending reporter tries to remove the hook on steps, which fails during a step, and the
@@ -187,11 +189,18 @@ class Worker:
 
     def _report_once(self, loop: ReportLoop) -> float:
         """Send a report, follow the reply, and return the seconds until the next report is due."""
-        report, outcome, reply = None, Outcome.FAILED, None
-        with self._errors.swallowed("cannot sample"):
+        report, outcome, reply, fails = None, Outcome.FAILED, None, True
+        with self._rarely("cannot sample"):
             report = loop.next_report()
             outcome, reply = self._delivery.deliver(report, loop.read_cache)
-        return loop.answered(report, outcome, reply)
+            fails = False
+        seconds = loop.answered(report, outcome, reply)
+        return _RARELY_SECONDS if fails and self._errors.ended("cannot sample") else seconds
+
+    def _rarely(self, kind: str) -> guest_safety:
+        """Return the boundary of what must go on after three equal errors, but rarely: it may not cost the job much."""
+        then = f"tried every {_RARELY_SECONDS:g} s from now on"
+        return guest_safety(lambda error: self._errors.failed(kind, error, then))
 
     def _make_loop(self, allocator: Allocator) -> ReportLoop:
         planned_bytes = None
@@ -215,11 +224,12 @@ class Worker:
     def _wait_for_cuda(self) -> Allocator | None:
         """Attach to the allocator, as soon as the initialization of CUDA that started this thread has ended."""
         while not self._wakeup.stopping:
-            with self._errors.swallowed("cannot read the allocator"), in_torch():
+            with self._rarely("cannot read the allocator"), in_torch():
                 allocator = Allocator.attach()
                 if allocator is not None:
                     return allocator
-            self._wakeup.wait(_CUDA_POLL_SECONDS)
+            fails = self._errors.ended("cannot read the allocator")
+            self._wakeup.wait(_RARELY_SECONDS if fails else _CUDA_POLL_SECONDS)
         return None
 
     def _remove_step_hook(self) -> None:
