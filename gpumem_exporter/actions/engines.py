@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from gpumem_client.wire.protocol import CommandResult
+from gpumem_client.wire.protocol import CommandResult, denied_by_owner
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.caller import Caller, CallerKind
@@ -144,6 +144,9 @@ class EngineMemory:
         `earlier` has the bytes by device that earlier processes of the request will take. It gets those of this one.
         """
         request = running.request
+        denied = "" if process is None else denied_by_owner(process.report.denied_actions, request.action)
+        if denied:
+            return CommandResult(running.action.id, "refused", denied, ReasonCode.DENIED_BY_OWNER)
         recent = too_recent(request, running.caller, process, self._clock())
         if recent is not None:
             return CommandResult(running.action.id, "refused", recent, ReasonCode.ENGINE_BUSY)

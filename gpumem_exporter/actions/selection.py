@@ -136,13 +136,7 @@ class Selection:
         """Return the processes that run an action themselves."""
         if action not in OUTSIDE_ACTIONS:
             return list(self.reporting)
-        # Also a process whose owner does not allow it, which refuses: the exporter must not go to its engine instead.
-        return [
-            one
-            for one in self.reporting
-            if action in ENGINE_ACTIONS
-            and (action in one.process.report.actions or action in one.process.report.denied_actions)
-        ]
+        return [one for one in self.reporting if action in ENGINE_ACTIONS and action in one.process.report.actions]
 
     def outside_targets(self, action: str) -> list[OutsideTarget]:
         """Return the processes on which the exporter itself performs an action."""
