@@ -100,7 +100,7 @@ def in_torch() -> AbstractContextManager[None]:
 
     The end of the interpreter waits for it, and no call starts after that: up to Python 3.13, a thread that returns
     from C++ code into an interpreter that has ended aborts the process ("terminate called without an active
-    exception"). Long work within it ends early once `stopping()` is true. The network is waited for outside of it.
+    exception"). Long work within it ends early once `stopping()` is true. Waits for the network are outside of it.
     """
     return _of_thread.gate or nullcontext()
 
