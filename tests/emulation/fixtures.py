@@ -38,7 +38,7 @@ def make_node(tmp_path: Path, emulation: Path) -> Iterator[MakeNode]:
 
 @pytest.fixture
 def node(make_node: MakeNode) -> EmulatedNode:
-    """A new node with two GPUs of 8 GiB; the driver reserves 256 MiB of each, and a context uses 512 MiB."""
+    """A new node with two GPUs of 8 GiB; the driver reserves 479 MiB of each, and a context uses 518 MiB."""
     return make_node()
 
 

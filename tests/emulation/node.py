@@ -27,6 +27,10 @@ NVML_ERROR_DRIVER_NOT_LOADED = 9
 NVML_ERROR_GPU_IS_LOST = 15
 
 
+RESERVED_BYTES, CONTEXT_BYTES, SHARED_BYTES = 479 * MIB, 518 * MIB, 20 * MIB
+"""Of a GPU, of a process, and of no process on a GPU in use: as on an H100 with driver 590."""
+
+
 class _ControlDevice(ctypes.Structure):
     """`struct control_device` of src/control.c."""
 
@@ -34,6 +38,7 @@ class _ControlDevice(ctypes.Structure):
         ("total", ctypes.c_uint64),
         ("reserved", ctypes.c_uint64),
         ("unattributed", ctypes.c_int64),
+        ("shared", ctypes.c_int64),
         ("used", ctypes.c_int64),
         ("parent", ctypes.c_int32),
         ("gpu_instance", ctypes.c_int32),
@@ -147,7 +152,8 @@ class EmulatedNode:
         path: the folder of the state, created if missing.
         devices: the number of GPUs.
         total_bytes: NVML's total of all GPUs, or one value for each.
-        reserved_bytes: the bytes that the driver reserves on each GPU and on each MIG device.
+        reserved_bytes: the bytes that the driver reserves on each GPU, and not on MIG devices.
+        shared_bytes: the used bytes of no process on each GPU that a process uses.
         context_bytes: the bytes of the context of a process on a device.
         mig: the MIG devices of a GPU, by the GPU's index.
         nvml: the version of the library: "v2" lacks the third version of the process lists; "v1" also lacks the second
@@ -160,8 +166,9 @@ class EmulatedNode:
         devices: int = 2,
         total_bytes: int | Sequence[int] = 8 * GIB,
         *,
-        reserved_bytes: int = 256 * MIB,
-        context_bytes: int = 512 * MIB,
+        reserved_bytes: int = RESERVED_BYTES,
+        shared_bytes: int = SHARED_BYTES,
+        context_bytes: int = CONTEXT_BYTES,
         name: str = "NVIDIA H100 80GB HBM3",
         driver_version: str = "580.159.04",
         cuda_version: int = 13020,
@@ -173,7 +180,7 @@ class EmulatedNode:
             raise ValueError(f"{devices} devices and {len(totals)} totals")
         self.libraries = build.built()
         self._search = f"{self.libraries / nvml}:{self.libraries}" if nvml else str(self.libraries)
-        self._name, self._reserved_bytes = name, reserved_bytes
+        self._name = name
         self.path = path
         self.state_file = path / "node"
         self.device_count = devices
@@ -182,6 +189,7 @@ class EmulatedNode:
             _ControlDevice(
                 total=total,
                 reserved=reserved_bytes,
+                shared=shared_bytes,
                 parent=-1,
                 uuid=f"GPU-{index + 16:08x}-1111-2222-3333-{index + 0x444400000000:012x}".encode(),
                 name=name.encode(),
@@ -215,7 +223,7 @@ class EmulatedNode:
     def _mig_device(self, parent: int, part: MigSlice, number: int) -> _ControlDevice:
         return _ControlDevice(
             total=part.total_bytes,
-            reserved=min(self._reserved_bytes, part.total_bytes // 32),
+            unattributed=part.total_bytes // 1500 // MIB * MIB,
             parent=parent,
             uuid=f"MIG-{number + 16:08x}-5555-6666-7777-{number + 0x888800000000:012x}".encode(),
             name=f"{self._name} MIG {part.profile}".encode(),

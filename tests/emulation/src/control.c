@@ -15,7 +15,7 @@
 
 struct control_device { /* mirrored in node.py */
     uint64_t total, reserved;
-    int64_t unattributed, used;
+    int64_t unattributed, shared, used;
     int32_t parent, gpu_instance, compute_instance, gone;
     char uuid[96], name[96];
 };
@@ -58,6 +58,8 @@ API int emu_control_create(const char *path, uint32_t physical, uint32_t entries
         if (i < physical) state->order[i] = (int32_t)i;
         device->total = devices[i].total;
         device->reserved = devices[i].reserved;
+        device->unattributed = devices[i].unattributed;
+        device->shared = devices[i].shared;
         device->parent = devices[i].parent;
         device->gpu_instance = devices[i].gpu_instance;
         device->compute_instance = devices[i].compute_instance;
@@ -102,7 +104,7 @@ API int emu_control_books(struct emu_node *node, struct control_device *devices,
         struct emu_device *device = &state->device[i];
         devices[i] = (struct control_device){.total = device->total,
                                              .reserved = device->reserved,
-                                             .unattributed = device->unattributed,
+                                             .unattributed = emu_unattributed(state, (int)i),
                                              .used = emu_used_locked(node, (int)i),
                                              .parent = device->parent,
                                              .gpu_instance = device->gpu_instance,

@@ -116,8 +116,15 @@ static void reap_but(struct emu_node *node, int own) {
     while (state->processes && state->process[state->processes - 1].state == EMU_FREE) state->processes--;
 }
 
-static int64_t sum_used(struct emu_state *state, int device) {
+int64_t emu_unattributed(const struct emu_state *state, int device) {
     int64_t sum = state->device[device].unattributed;
+    for (uint32_t slot = 0; slot < state->processes; slot++)
+        if (state->used[device][slot]) return sum + state->device[device].shared;
+    return sum;
+}
+
+static int64_t sum_used(struct emu_state *state, int device) {
+    int64_t sum = emu_unattributed(state, device);
     for (uint32_t slot = 0; slot < state->processes; slot++) sum += (int64_t)state->used[device][slot];
     if (state->device[device].mig_enabled)
         for (uint32_t entry = state->physical; entry < state->entries; entry++)

@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 #define EMU_MAGIC 0x454d554e4f444531ull
-#define EMU_LAYOUT 2u
+#define EMU_LAYOUT 3u
 enum { EMU_MAX_DEVICES = 64, EMU_MAX_PROCESSES = 1024, EMU_MAX_RULES = 32, EMU_ANY_DEVICE = -1 };
 enum { EMU_FIRST_GPU_INSTANCE = 7 }; /* a MIG device's slot is its GPU instance's number less this */
 enum emu_process_state { EMU_FREE = 0, EMU_LIVE = 1, EMU_FOREIGN = 2 };
@@ -25,6 +25,7 @@ enum emu_rule_action { EMU_RULE_ERROR = 1, EMU_RULE_DELAY = 2, EMU_RULE_HANG = 3
 struct emu_device {
     uint64_t total, reserved;
     int64_t unattributed; /* used bytes of no process; may be negative */
+    int64_t shared;       /* further used bytes of no process while any process uses the device */
     int32_t parent;       /* entry of the physical device, -1 for a physical device itself */
     int32_t gpu_instance, compute_instance;
     int32_t mig_enabled;
@@ -97,6 +98,9 @@ int emu_take(struct emu_node *node, int slot, int device, uint64_t bytes);
 void emu_give(struct emu_node *node, int slot, int device, uint64_t bytes);
 /* Frees all memory of `slot` on the device, including its context. */
 void emu_reset(struct emu_node *node, int slot, int device);
+
+/* Used bytes of no process. The caller holds the mutex. */
+int64_t emu_unattributed(const struct emu_state *state, int device);
 
 /* Bytes used on a device by live processes, including those on its MIG devices, plus the unattributed bytes. */
 int64_t emu_used(struct emu_node *node, int device);

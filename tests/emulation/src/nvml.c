@@ -280,6 +280,7 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t handle, nvmlMemory_v2_t *me
     memory->reserved = device->reserved;
     memory->used = (unsigned long long)emu_used(emu_node(), entry);
     memory->free = memory->total - memory->reserved - memory->used;
+    memory->used += 1ull << 20; /* as on real drivers, the three values are rounded: their sum is not the total */
     return NVML_SUCCESS;
 }
 nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t handle, nvmlBAR1Memory_t *memory) {

@@ -13,11 +13,13 @@ import pynvml
 import pytest
 
 from gpumem_exporter import errors
-from gpumem_exporter.core.samples import DeviceMemory
+from gpumem_exporter.core.ledger import node_ledgers
+from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ProcessMemory, Snapshot
 from gpumem_exporter.nvml import driver_library as library_module
 from gpumem_exporter.nvml.driver_library import open_driver_files
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.pynvml_provider import RETURN_CODES, PynvmlProvider
+from tests.support.builders import MIB, node
 
 GIB = 1 << 30
 NOT_AVAILABLE = (1 << 64) - 1
@@ -205,6 +207,37 @@ def test_inconsistent_values_are_computed_from_total_and_free_or_rejected(
             provider.read_memory("GPU-0")
     else:
         assert provider.read_memory("GPU-0") == expected
+
+
+# Captures of `nvidia-smi -q` in MiB, published in the repository utkuozdemir/nvidia_gpu_exporter (internal/captures).
+CAPTURES = {
+    "RTX 2080 SUPER, driver 595.71": (8192, 408, 214, 7571, ()),
+    "RTX 2080 SUPER, driver 610.57": (8192, 400, 815, 6978, ()),
+    "RTX 2080 SUPER, Windows, driver 591.86": (8192, 205, 702, 7286, ()),
+    "RTX 2080 SUPER, Windows, driver 610.62": (8192, 205, 797, 7191, ()),
+    "RTX 4080 SUPER": (16376, 434, 596, 15348, ()),
+    "H100": (81559, 479, 19818, 61263, (19798,)),
+    "H100, MIG": (40448, 0, 26, 40423, ()),
+    "H200": (143771, 614, 32362, 110796, (2566, 1542, 28234)),
+    "H200, MIG": (71424, 0, 22, 71403, ()),
+    "L40S": (46068, 609, 1235, 44225, (1219,)),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURES)
+def test_the_ledger_of_real_machines_adds_up(provider: PynvmlProvider, library: Library, name: str) -> None:
+    total, reserved, used, free, processes = CAPTURES[name]
+    provider.devices()
+    gpu = library.gpus[0]
+    gpu.total, gpu.reserved, gpu.free, gpu.used = (mib * MIB for mib in (total, reserved, free, used))
+    memory = provider.read_memory("GPU-0")
+    assert abs(memory.used_bytes - used * MIB) <= 2 * MIB, "each value is rounded"
+    listed = tuple(ProcessMemory(pid, mib * MIB) for pid, mib in enumerate(processes, 1))
+    reading = node(DeviceReading("0", "GPU-0", memory=memory, processes=listed))
+    (ledger,) = node_ledgers(Snapshot(0.0, reading, ())).values()
+    assert sum(ledger.categories.values()) == total * MIB
+    if processes:
+        assert 14 * MIB <= ledger.categories["unattributed"] <= 21 * MIB
 
 
 def test_a_utilization_that_is_not_a_percentage_is_rejected(provider: PynvmlProvider, library: Library) -> None:

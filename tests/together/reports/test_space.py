@@ -11,7 +11,7 @@ from gpumem_client.wire import procfs
 from gpumem_client.wire.protocol import REPORTS_PATH, DeviceSample, to_wire
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
-from tests.emulation.node import GIB, EmulatedNode
+from tests.emulation.node import GIB, RESERVED_BYTES, SHARED_BYTES, EmulatedNode
 from tests.support.builders import MIB, UUIDS, report
 from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import run_command
@@ -38,7 +38,7 @@ def test_the_idle_cache_of_a_process_that_accepts_a_clear_is_allocatable(
 ) -> None:
     exporter, pid, uuid = start_exporter(node), os.getpid(), node.books()[0].uuid
     node.set_process(pid, 0, 4 * GIB)
-    free = 8 * GIB - 256 * MIB - 4 * GIB
+    free = 8 * GIB - RESERVED_BYTES - SHARED_BYTES - 4 * GIB
     cache: dict[str, Any] = {"allocated_bytes": GIB, "reserved_bytes": 3 * GIB, "reclaimable_bytes": 2 * GIB}
     idle = DeviceSample(uuid, **cache, idle_cache_bytes=GIB)
 
@@ -52,7 +52,7 @@ def test_the_idle_cache_of_a_process_that_accepts_a_clear_is_allocatable(
     assert allocatable() == free + GIB
     assert exporter.get("/api/v1/devices")["devices"][0]["allocatable_bytes"] == free + GIB
     rows = re.findall(r"^(\d) .* (\S+)G +\S+ +(\S+)G +8\.0G", command(exporter.url, "info"), re.MULTILINE)
-    assert rows == [("0", "3.8", "4.8"), ("1", "7.8", "7.8")], "free and allocatable memory of each device"
+    assert rows == [("0", "3.5", "4.5"), ("1", "7.5", "7.5")], "free and allocatable memory of each device"
     report_this_process(exporter, 3, idle, actions=("reset_peak",))
     assert allocatable() == free, "this process accepts no clear"
 

@@ -13,14 +13,14 @@ import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
-from tests.emulation.node import GIB, MIB, EmulatedNode
+from tests.emulation.node import CONTEXT_BYTES, GIB, MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.device_truth import QUICK, scrape
 from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import run_command
 from tests.support.waiting import wait_until_equal
 
-CONTEXT = 512 * MIB
+CONTEXT = CONTEXT_BYTES
 WEIGHTS, OTHER, CACHED = 5 * GIB, 256 * MIB, 512 * MIB
 
 SAVER = """
