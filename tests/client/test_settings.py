@@ -130,7 +130,7 @@ def test_a_disabled_reporter_installs_no_hook(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_the_limits_that_hami_and_kai_set(environ: dict[str, str], index: int, limit: int | None) -> None:
-    assert environment_limit(environ, index, 8 << 30) == limit
+    assert environment_limit(environ, index, lambda index: 8 << 30) == limit
 
 
 @pytest.mark.parametrize(

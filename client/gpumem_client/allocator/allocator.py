@@ -217,7 +217,7 @@ class Allocator:
             fraction = 1.0
         of_fraction = int(fraction * self.total_bytes(index)) if fraction < 1 else None
         if index not in self._environment_limits:
-            self._environment_limits[index] = environment_limit(os.environ, index, self.total_bytes(index))
+            self._environment_limits[index] = environment_limit(os.environ, index, self.total_bytes)
         limits = (of_fraction, self._environment_limits[index])
         return min((limit for limit in limits if limit is not None), default=None)
 

@@ -8,7 +8,8 @@ releases know fewer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from gpumem_client.wire.errors import ConfigurationError
 
@@ -118,19 +119,22 @@ _KAI_VARIABLE = "GPU_PORTION"
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
 
 
-def environment_limit(environ: Mapping[str, str], index: int, total_bytes: int) -> int | None:
-    """Return the smallest limit that HAMi and KAI set for a device, by its index in PyTorch; None without one."""
+def environment_limit(environ: Mapping[str, str], index: int, total_bytes: Callable[[int], int]) -> int | None:
+    """Return the smallest limit that HAMi and KAI set for a device, by its index in PyTorch; None without one.
+
+    `total_bytes` returns the memory of a device. It is called if the limit is a share of it.
+    """
     # HAMi counts the devices of the container, of which CUDA_VISIBLE_DEVICES may select some.
     visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     in_container = visible[index].strip() if index < len(visible) and visible[index].strip().isdigit() else str(index)
     of_hami = environ.get(f"{_HAMI_VARIABLE}_{in_container}", environ.get(_HAMI_VARIABLE, ""))
-    sizes = (_size(of_hami), _portion(environ.get(_KAI_VARIABLE, ""), total_bytes))
+    sizes = (_size(of_hami), _portion(environ.get(_KAI_VARIABLE, ""), partial(total_bytes, index)))
     return min((size for size in sizes if size), default=None)
 
 
-def _portion(text: str, total_bytes: int) -> int | None:
+def _portion(text: str, total_bytes: Callable[[], int]) -> int | None:
     found = re.fullmatch(r"0?\.\d+", text.strip())
-    return int(float(found[0]) * total_bytes) if found else None
+    return int(float(found[0]) * total_bytes()) if found else None
 
 
 def _size(text: str) -> int | None:

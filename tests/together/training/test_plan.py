@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from gpumem_toolkit.planning.devices import CONTEXT_BYTES, DEFAULT_OVERHEAD_BYTES
 from tests.emulation.fixtures import MakeNode
-from tests.emulation.node import RESERVED_BYTES
 from tests.emulation.torch_process import TorchProcess
 from tests.support.golden import assert_golden
 from tests.support.torch_release import with_the_planners_kernels
@@ -141,9 +141,10 @@ def test_a_plan(planner: TorchProcess, scenario: str) -> None:
 
 @with_the_planners_kernels
 def test_a_profile_is_measured_on_the_device(planner: TorchProcess, make_node: MakeNode) -> None:
-    with TorchProcess(make_node(devices=1, total_bytes=2 << 30)) as process:
+    assumed = {"reserved_bytes": DEFAULT_OVERHEAD_BYTES - CONTEXT_BYTES, "context_bytes": CONTEXT_BYTES}
+    with TorchProcess(make_node(devices=1, total_bytes=2 << 30, **assumed)) as process:
         measured = planned(process, "--profile", "--batch", "32768", in_worker=True)
-    assert measured["gpu"]["total_bytes"] == (2 << 30) - RESERVED_BYTES, "without what the driver reserves"
+    assert measured["gpu"]["total_bytes"] == (2 << 30) - assumed["reserved_bytes"], "without what the driver reserves"
     assert measured["breakdown_bytes"]["parameters"] == measured["breakdown_bytes"]["gradients"] == PARAMETERS
     expected = planned(planner, "--gpu", "2GiB", "--devices", "4", "--no-changes")["largest_batch"]
     # The cache at the measured sizes counts as needed at other sizes, so that the profile predicts fewer samples.
