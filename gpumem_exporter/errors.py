@@ -17,7 +17,6 @@ The tree:
     │   ├── ActionNotAllowedError     `--action.allow` does not include the action
     │   ├── ActionForbiddenError      the caller may not request the action, or not on these processes
     │   ├── TargetNotFoundError       no reporting process matches the target; lists the processes that report
-    │   ├── GroupIncompleteError      not every rank of the group can take part
     │   ├── TooManyActionsError       the rate limit of the caller or of a process is reached
     │   └── IdempotencyConflictError  the Idempotency-Key was used with a different request
     ├── NoPeakError                   a profile has no highest moment, because it was taken without a recording
@@ -84,10 +83,6 @@ class ActionForbiddenError(ActionRefusedError):
 
 class TargetNotFoundError(ActionRefusedError):
     """No reporting process matches the target; the message lists the processes that report."""
-
-
-class GroupIncompleteError(ActionRefusedError):
-    """Not every rank of the group can take part; the message names the ranks that cannot and the reasons."""
 
 
 class TooManyActionsError(ActionRefusedError):

@@ -1,5 +1,5 @@
 """Actions on processes: requests, their delivery to reporters, their results, and policies that request them.
 
-Other folders import: `caller`, `declarations`, `dispatcher`, `engine_starts`, `engines`, `group`, `lifecycle`, `model`,
-`rate_limits`, `selection`, `suggestion`, `terminate`.
+Other folders import: `caller`, `declarations`, `dispatcher`, `engine_starts`, `engines`, `lifecycle`, `model`,
+`rate_limits`, `selection`, `terminate`, `timing`.
 """

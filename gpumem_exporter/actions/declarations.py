@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_INTEGER, MAX_LABEL_LENGTH, MODES
 
@@ -19,6 +19,7 @@ ACTIONS = (
     *("empty_cache", "collect_garbage", "reset_peak", "snapshot", "profile", "set_memory_fraction", "terminate"),
     *ENGINE_ACTIONS,
 )
+GROUP_IS_DEPRECATED = "group is deprecated: mode step acts on all ranks of a job together"
 OUTSIDE_ACTIONS = ("terminate", *ENGINE_ACTIONS)
 """The actions that reach also processes that only the driver lists, because the exporter itself can act."""
 DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action not in OUTSIDE_ACTIONS)
@@ -239,18 +240,17 @@ class ActionRequest:
     mode: str = _option(
         dict.fromkeys(
             _WITH_MODES,
-            "When the process acts. now: at once, on the reporter's thread. step: in the training thread, at the end "
-            "of a step. idle: while no step runs and nothing is allocated. Default: now; step for a group.",
+            "When the process acts. auto: as the exporter chooses for its job. now: at once, on the reporter's thread. "
+            "step: in the training thread, at the end of a step, with all ranks of its job. idle: while no step runs "
+            "and nothing is allocated. Default: auto.",
         ),
         "--mode",
         "MODE",
-        choices=MODES,
+        choices=("auto", *MODES),
     )
-    group: bool = _flag(
-        dict.fromkeys(_WITH_MODES, "All ranks of the workload act after the same step, or none does."), "--group"
-    )
+    group: bool = _flag(dict.fromkeys(_WITH_MODES, "Deprecated: the same as mode step."), "--group")
     at_step: int | None = _option(
-        dict.fromkeys(_WITH_MODES, "The step of a group. By default, the exporter chooses one."),
+        dict.fromkeys(_WITH_MODES, "In mode step, the step of all ranks. By default, the exporter chooses one."),
         kind=int,
         least=1,
         most=MAX_INTEGER,
@@ -289,10 +289,11 @@ class ActionRequest:
         MAX_DEADLINE_SECONDS,
     )
     deadline_seconds: float = _seconds(
-        "A process that has not started the action by then does not run it.",
+        "A process that has not started the action by then does not run it. Default: "
+        f"{DEFAULT_DEADLINE_SECONDS:g}, and longer for a process that waits for the end of a long step.",
         "--deadline",
         MAX_DEADLINE_SECONDS,
-        default=DEFAULT_DEADLINE_SECONDS,
+        default=None,
         over=0,
         least=None,
     )
@@ -320,10 +321,16 @@ class ActionRequest:
     )
     dry_run: bool = _flag("Show what would happen. Change nothing.", "--dry-run")
     reason: str = _option("Recorded in the audit log.", "--reason", "TEXT", default="", most=MAX_REASON_LENGTH)
+    free_deadline: bool = False
+    """The request has no deadline: the exporter chooses one."""
 
     def __post_init__(self) -> None:
-        if not self.mode:
-            object.__setattr__(self, "mode", "step" if self.group else "now")
+        if (not self.mode or self.mode == "auto") and self.action in ACTIONS:
+            mode = "step" if self.group else "auto" if self.action in _WITH_MODES else "now"
+            object.__setattr__(self, "mode", mode)
+        if cast("float | None", self.deadline_seconds) is None:
+            object.__setattr__(self, "deadline_seconds", DEFAULT_DEADLINE_SECONDS)
+            object.__setattr__(self, "free_deadline", True)
         if self.wait_idle_seconds > self.deadline_seconds:
             object.__setattr__(self, "deadline_seconds", self.wait_idle_seconds)
 
@@ -357,7 +364,8 @@ def longest_seconds(request: Mapping[str, Any]) -> float:
     grace_seconds = ENGINE_ANSWER_SECONDS if request.get("action") in ENGINE_ACTIONS else ANSWER_GRACE_SECONDS
     if request.get("action") == "terminate":
         grace_seconds += float(request.get("grace_seconds", DEFAULT_GRACE_SECONDS))
-    start_seconds = max(float(request["deadline_seconds"]), float(request.get("wait_idle_seconds") or 0.0))
+    deadline_seconds = float(request.get("deadline_seconds") or DEFAULT_DEADLINE_SECONDS)
+    start_seconds = max(deadline_seconds, float(request.get("wait_idle_seconds") or 0.0))
     return start_seconds + float(request.get("duration_seconds") or 0.0) + grace_seconds
 
 
@@ -373,6 +381,8 @@ def _invalid_target(target: Target) -> Iterator[InvalidField]:
         yield InvalidField("target", size, f"at most {_MAX_TARGET_BYTES} bytes of JSON")
     if not target.all and not target.orphans and not given:
         yield InvalidField("target", {}, f"{', '.join(SELECTORS)}, orphans: true or all: true")
+    if target.all and given:
+        yield InvalidField("target.all", True, f"no value beside {', '.join(given)}, because it selects every process")
     for name, values in given.items():
         if len(values) > _MAX_VALUES:
             yield InvalidField(f"target.{name}", len(values), f"at most {_MAX_VALUES} values")
@@ -412,8 +422,8 @@ def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:
             yield InvalidField(name, value, only_now if name == "mode" else no_value)
     if request.group and request.mode in ("now", "idle"):
         yield InvalidField("mode", request.mode, "step, because a group acts at the end of a step")
-    if request.at_step is not None and not request.group:
-        yield InvalidField("at_step", request.at_step, "no value without group: true")
+    if request.at_step is not None and request.mode != "step":
+        yield InvalidField("at_step", request.at_step, "no value without mode step")
     if request.action == "terminate" and request.target.all and not (request.force or request.dry_run):
         yield InvalidField("force", False, "true, because all: true terminates every process")
     if request.action == "set_memory_fraction" and request.fraction is None:

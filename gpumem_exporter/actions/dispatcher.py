@@ -26,12 +26,12 @@ from gpumem_exporter.actions.declarations import (
     ANSWER_GRACE_SECONDS,
     DEVICE_ACTIONS,
     ENGINE_ANSWER_SECONDS,
+    OUTSIDE_ACTIONS,
     ActionRequest,
     Target,
 )
 from gpumem_exporter.actions.engine_starts import EngineStarts, starts_for
 from gpumem_exporter.actions.engines import EngineMemory, Engines
-from gpumem_exporter.actions.group import whole_group
 from gpumem_exporter.actions.lifecycle import (
     ActionRegistry,
     ActionState,
@@ -54,9 +54,9 @@ from gpumem_exporter.actions.results import (
 )
 from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, select
 from gpumem_exporter.actions.settling import Settlements
-from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
+from gpumem_exporter.actions.timing import Turn, plan, step_of_group
+from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
 
 SILENT_GRACE_SECONDS = 0.75
@@ -133,8 +133,7 @@ class Dispatcher:
             ActionNotAllowedError: `--action.allow` does not include the action.
             ActionForbiddenError: the caller may not request the action, or not on these processes, or not with `force`
                 while the engine of another user starts there.
-            TargetNotFoundError: no process matches the target.
-            GroupIncompleteError: a rank of the group cannot take part.
+            TargetNotFoundError: no process matches the names of the target.
             TooManyActionsError: the caller, or a process, has reached its limit.
             IdempotencyConflictError: the caller used the key for another request.
         """
@@ -150,28 +149,42 @@ class Dispatcher:
         now = self._clock()
         snapshot = self._store.snapshot(now)
         selection = select(request, requested_by, snapshot, hide_identities=self._hide_identities)
-        if request.group:
-            selection = whole_group(selection, request, requested_by, now)
+        turns: dict[int | str, Turn] = {}
+        if request.action not in OUTSIDE_ACTIONS:
+            planned = plan(request, selection.reporting, snapshot, now)
+            selection = replace(selection, reporting=tuple(one for one, _ in planned))
+            turns = {one.pid: turn for one, turn in planned}
         commanded, targets = selection.commanded(request.action), selection.outside_targets(request.action)
         facts = selection.facts(request)
         # A dry run reaches no process, so it counts for its caller only.
         limited = [] if request.dry_run else selection.limit_keys()
+        identities = tuple(selection.identities())
         starting = self._engine_starts.admit(request, requested_by, selection) if snapshot.starting else ()
         if not request.dry_run:
             self._actions.require_room(share, len(selection.reporting))
         # After all checks: an action that is refused does not count.
         self._limits.take(share, limited)
 
-        action = replace(action, at_step=selection.at_step)
-        running = RunningAction(action, now, request, requested_by, facts, offered_seconds=now)
+        own_turn = Turn(request.mode, request.deadline_seconds)
+        deadline_seconds = max((turn.deadline_seconds for turn in turns.values()), default=request.deadline_seconds)
+        steps = {turn.group: turn.at_step for turn in turns.values() if turn.group is not None}
+        at_step = next(iter(steps.values())) if len(steps) == 1 else None
+        action = replace(action, deadline_seconds=deadline_seconds, group=bool(steps), at_step=at_step)
+        running = RunningAction(action, now, request, requested_by, facts)
         if not request.dry_run:
-            self._call_later(request.deadline_seconds + request.duration_seconds + SILENT_GRACE_SECONDS, self.expire)
+            self._call_later(deadline_seconds + request.duration_seconds + SILENT_GRACE_SECONDS, self.expire)
         wakes: Counter[str] = Counter()
+        its_starts: dict[int | str, tuple[StartingEngine, ...]] = {}
+        of_group: dict[JobKey | None, list[StartingEngine]] = {}
+        for selected in commanded if starting else ():
+            its = its_starts[selected.pid] = starts_for(request, requested_by, selected, (), snapshot)
+            of_group.setdefault(turns.get(selected.pid, own_turn).group, []).extend(its)
         for selected in commanded:
+            turn = turns.get(selected.pid, own_turn)
             # A group waits as a whole.
-            whole = request.group or not starting
-            its = starting if whole else starts_for(request, requested_by, selected, (), snapshot)
-            self._add_command(running, selected, its, snapshot, wakes)
+            its = its_starts.get(selected.pid, ()) if turn.group is None else tuple(of_group.get(turn.group, ()))
+            self._add_command(running, selected, turn, its, snapshot, wakes)
+        running.show_parts()
         if request.action in ENGINE_ACTIONS:
             targets = self._engines.engines_among(targets, len(commanded))
         for target in targets:
@@ -184,24 +197,17 @@ class Dispatcher:
         if running.complete:
             self.finish_if_complete(running)
         if self._record is None or request.dry_run or unlisted:
-            running.offer(self.wake)
+            running.offer(self.wake, now)
         else:
-            submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
+            submitted = SubmittedAction(running.action, request, idempotency_key, identities)
             self._spawn(self._offer_once(running, self._record(submitted)))
         return running.action
-
-    def suggest_clears(self, request: ActionRequest, *, requested_by: Caller, free_deadline: bool) -> Suggestion:
-        """Choose when each process of a clear acts. Raises the errors of `submit` that concern action and target."""
-        requested_by.require_permission(request, self._allowed)
-        now = self._clock()
-        snapshot = self._store.snapshot(now)
-        selected = select(request, requested_by, snapshot, hide_identities=self._hide_identities).reporting
-        return suggest_clears(request, selected, snapshot, now, free_deadline=free_deadline)
 
     def _add_command(
         self,
         running: RunningAction,
         selected: SelectedProcess,
+        turn: Turn,
         starting: Sequence[StartingEngine],
         snapshot: Snapshot,
         wakes: Counter[str],
@@ -211,25 +217,27 @@ class Dispatcher:
         every_device = request.action not in DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
         if every_device:
             selected = selected._replace(samples=selected.process.report.devices)
-        if request.dry_run:
+        result = unsupported(selected.process, request, turn.mode)
+        if result is None and turn.obstacle and turn.mode == "step":
+            reason = f"{turn.obstacle}; use mode idle, or now"
+            result = CommandResult("", "refused", reason, ReasonCode.GROUP_INCOMPLETE)
+        if result is None and request.dry_run:
             result = expected_refusal(selected, request, running.facts)
-        else:
-            result = unsupported(selected.process, request)
         if result is None and request.action in ENGINE_ACTIONS:
             result = self._engines.refusal(running, selected.process, wakes)
         if result is None and request.dry_run and starting:
             result = self._engine_starts.refusal(running, starting, snapshot)
-        if result is not None:
-            running.add(command_results(selected, result, running.facts))
-            return
-        if request.dry_run:
-            running.add(dry_run_results(selected, request, running.facts))
+        if result is not None or request.dry_run:
+            expected = dry_run_results(selected, request, running.facts, turn.obstacle)
+            results = expected if result is None else command_results(selected, result, running.facts)
+            running.add(results, turn.mode, turn.at_step)
             return
         # No uuids for every device: the process may use another device since its report.
         uuids = () if every_device else tuple(sample.uuid for sample in selected.samples)
-        command = CommandPart.command_of(running.action, request, uuids)
+        command = CommandPart.command_of(running.action, request, turn, uuids)
         state = PartState.BLOCKED if starting else PartState.WAITING
-        part = CommandPart(command, selected, running.started_seconds + request.deadline_seconds, state)
+        deadline_seconds = running.started_seconds + turn.deadline_seconds
+        part = CommandPart(command, selected, deadline_seconds, state, group=turn.group)
         running.commands[part.key] = part
 
     def _add_outside(
@@ -260,7 +268,30 @@ class Dispatcher:
         try:
             await recorded
         finally:
-            running.offer(self.wake)
+            now = self._clock()
+            for group, parts in running.groups.items():
+                if not any(part.blocked for part in parts):
+                    self.choose_step(running, group, now)
+            running.offer(self.wake, now)
+
+    def choose_step(self, running: RunningAction, group: JobKey, now: float) -> bool:
+        """Choose the step of a group again; withdraw the group and return False if no step is possible.
+
+        Its ranks have made steps since the request: the step that was chosen may have passed.
+        """
+        parts = running.groups[group]
+        reported = [(part, self._store.find(part.key)) for part in parts]
+        ranks = [part.selected._replace(process=process or part.selected.process) for part, process in reported]
+        at_step, obstacle = step_of_group(ranks, running.request, parts[0].deadline_seconds - now, now)
+        if at_step is None:
+            self.withdraw_group(running, group, obstacle, ReasonCode.GROUP_INCOMPLETE)
+            return False
+        for part in parts:
+            part.command = replace(part.command, at_step=at_step)
+        if running.action.at_step is not None:
+            running.action = replace(running.action, at_step=at_step)
+        running.show_parts()
+        return True
 
     # 2. A reporter receives its commands.
 
@@ -366,8 +397,9 @@ class Dispatcher:
         running.end_command(part, result, process)
         if part.command.settle_seconds > 0 and result.outcome == "done":
             self._settlements.start(running, part, result, self._clock())
-        if running.action.group and result.outcome != "done":
-            self.withdraw(running, "not every rank of the group could take part", ReasonCode.GROUP_INCOMPLETE)
+        if part.group is not None and result.outcome != "done":
+            reason = "not every rank of the group could take part"
+            self.withdraw_group(running, part.group, reason, ReasonCode.GROUP_INCOMPLETE)
         self.finish_if_complete(running)
 
     async def _measure(
@@ -397,11 +429,11 @@ class Dispatcher:
         self._settlements.expire(now)
         self._engine_starts.review(now)
         for running in tuple(self._actions.running.values()):
-            group_is_late = running.action.group and now >= running.offered_seconds + GROUP_ANSWER_SECONDS
             for part in tuple(running.commands.values()):
                 if part.blocked or part.measuring or part.state is PartState.ENDED:
                     continue  # an engine starts, or is measured; or withdrawn with an earlier part of its group
-                if group_is_late and not part.kept:
+                in_group = part.group is not None and running.recorded.is_set()
+                if in_group and not part.kept and now >= part.offered_seconds + GROUP_ANSWER_SECONDS:
                     late, code = "the process did not report in time for its group", ReasonCode.GROUP_RANK_LATE
                 elif part.state is PartState.WAITING and now >= part.deadline_seconds:
                     late, code = "the process did not report before the deadline", ReasonCode.NOT_FETCHED
@@ -439,6 +471,16 @@ class Dispatcher:
         running.withdrawal = CommandResult(running.action.id, "refused", reason, code)
         for part in running.parts:
             self.withdraw_part(running, part, running.withdrawal)
+        self.finish_if_complete(running)
+
+    def withdraw_group(self, running: RunningAction, group: JobKey, reason: str, code: ReasonCode) -> None:
+        """Refuse the parts of a group whose command was not delivered, and recall the others."""
+        if running.withdrawal is not None or group in running.withdrawn:
+            return
+        running.withdrawn.add(group)
+        result = CommandResult(running.action.id, "refused", reason, code)
+        for part in running.groups.get(group, ()):
+            self.withdraw_part(running, part, result)
         self.finish_if_complete(running)
 
     def withdraw_part(self, running: RunningAction, part: Part, result: CommandResult) -> None:

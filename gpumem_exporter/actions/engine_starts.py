@@ -15,14 +15,13 @@ from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.declarations import ActionRequest
-from gpumem_exporter.actions.group import group_step
 from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, Part, PartState, RunningAction
 from gpumem_exporter.actions.model import EngineWait
 from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.errors import ActionForbiddenError, GroupIncompleteError
+from gpumem_exporter.errors import ActionForbiddenError
 
 if TYPE_CHECKING:
     from gpumem_exporter.actions.dispatcher import Dispatcher
@@ -179,7 +178,7 @@ class EngineStarts:
 
     def show(self, running: RunningAction, starting: Sequence[StartingEngine], snapshot: Snapshot) -> None:
         """Show in an action for which engines it waits."""
-        deadline_unix_seconds = running.action.created_unix_seconds + running.request.deadline_seconds
+        deadline_unix_seconds = running.action.created_unix_seconds + running.action.deadline_seconds
         waiting = tuple(
             replace(each, until_unix_seconds=min(each.until_unix_seconds, deadline_unix_seconds))
             for each in self.seen_by(running.caller, starting, snapshot)
@@ -200,9 +199,9 @@ class EngineStarts:
         for part in running.parts:
             one = part.selected if isinstance(part, CommandPart) else part.target
             starting[id(part)] = starts_for(running.request, running.caller, one, outside, snapshot)
-        if running.action.group:
-            of_group = tuple(dict.fromkeys(each for found in starting.values() for each in found))
-            starting = dict.fromkeys(starting, of_group)
+        for parts in running.groups.values():
+            of_group = tuple(dict.fromkeys(each for part in parts for each in starting[id(part)]))
+            starting |= dict.fromkeys(map(id, parts), of_group)
         for part in running.parts:
             found = starting[id(part)]
             # Withdrawing one part of a group ends the others.
@@ -216,8 +215,8 @@ class EngineStarts:
             self.show(running, [each for part in running.blocked for each in starting[id(part)]], snapshot)
 
     def _refuse(self, running: RunningAction, part: Part, result: CommandResult) -> None:
-        if running.action.group:
-            self.dispatcher.withdraw(running, result.reason, ReasonCode.ENGINE_STARTING)
+        if isinstance(part, CommandPart) and part.group is not None:
+            self.dispatcher.withdraw_group(running, part.group, result.reason, ReasonCode.ENGINE_STARTING)
         else:
             self.dispatcher.withdraw_part(running, part, result)
         self.dispatcher.finish_if_complete(running)
@@ -227,28 +226,10 @@ class EngineStarts:
         if isinstance(part, OutsidePart):
             part.unblock()
             self.dispatcher.outside.start(running, part)
-        elif running.action.group:
-            self._unblock_group(running, now)
-        else:
-            part.unblock(part.command)
+        elif part.group is None:
+            part.unblock(now)
             self.dispatcher.wake(part.key)
-
-    def _unblock_group(self, running: RunningAction, now: float) -> None:
-        """Choose the step of a group again, and continue it."""
-        # Its ranks have made steps while it was blocked: the step that was chosen may have passed.
-        parts = [part for part in running.commands.values() if part.blocked]
-        reported = [self.store.find(part.key) for part in parts]
-        ranks = [
-            part.selected if process is None else part.selected._replace(process=process)
-            for part, process in zip(parts, reported, strict=True)
-        ]
-        left_seconds = running.started_seconds + running.request.deadline_seconds - now
-        try:
-            at_step = group_step(replace(running.request, deadline_seconds=left_seconds), ranks, now)
-        except GroupIncompleteError as error:
-            self.dispatcher.withdraw(running, str(error), ReasonCode.GROUP_INCOMPLETE)
-            return
-        running.action, running.offered_seconds = replace(running.action, at_step=at_step), now
-        for part in parts:
-            part.unblock(replace(part.command, at_step=at_step))
-            self.dispatcher.wake(part.key)
+        elif self.dispatcher.choose_step(running, part.group, now):
+            for rank in running.groups[part.group]:
+                rank.unblock(now)
+                self.dispatcher.wake(rank.key)

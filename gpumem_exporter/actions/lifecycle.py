@@ -31,10 +31,11 @@ from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.declarations import ActionRequest
-from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction, is_done
+from gpumem_exporter.actions.model import Action, ActionResult, PendingPart, SubmittedAction, is_done
 from gpumem_exporter.actions.results import DriverValues, as_shown, command_results, outside_results
 from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
+from gpumem_exporter.actions.timing import Turn
+from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess
 from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
 
 MAX_BYTES = 16 << 20
@@ -161,22 +162,26 @@ class CommandPart(_Part):
     """The engine has done it, and the driver is read again."""
     profile: str = ""
     """The id of the profile that the process has sent for the command."""
+    group: JobKey | None = None
+    """The job whose other ranks act after the same step; none of them acts without the others."""
+    offered_seconds: float = 0.0
+    """When the process could get its command, on the dispatcher's clock: a group must hear it soon after."""
 
     def __str__(self) -> str:
         return f"command {self.command.id} for {self.selected}"
 
     @staticmethod
-    def command_of(action: Action, request: ActionRequest, uuids: tuple[str, ...]) -> Command:
+    def command_of(action: Action, request: ActionRequest, turn: Turn, uuids: tuple[str, ...]) -> Command:
         """Return the command with which a process runs an action on these devices; on all of them without uuids."""
         clears, forces = request.action == "empty_cache", request.action in ("set_memory_fraction", "profile")
         return Command(
             id=action.id,
             action=request.action,
-            deadline_seconds=request.wait_idle_seconds or request.deadline_seconds,
+            deadline_seconds=request.wait_idle_seconds or turn.deadline_seconds,
             uuids=uuids,
             collect_garbage=request.collect_garbage,
-            mode="idle" if request.wait_idle_seconds else request.mode,
-            at_step=action.at_step,
+            mode="idle" if request.wait_idle_seconds else turn.mode,
+            at_step=turn.at_step,
             fraction=request.fraction,
             force=request.force and (forces or request.action in ENGINE_ACTIONS),
             settle_seconds=request.settle_seconds if clears else 0.0,
@@ -214,10 +219,10 @@ class CommandPart(_Part):
         """Whether the process has reported that it keeps the command."""
         return self.state in (PartState.KEPT, PartState.RECALLED_KEPT)
 
-    def unblock(self, command: Command) -> None:
-        """Record that the process may get this command: the engine has started."""
+    def unblock(self, now_seconds: float) -> None:
+        """Record that the process may get its command: the engine has started."""
         self._advance(PartState.WAITING)
-        self.command = command
+        self.offered_seconds = now_seconds
 
     def deliver(self) -> None:
         """Record that the command is sent. A repetition has no effect."""
@@ -278,8 +283,8 @@ class RunningAction:
     """Set when the request is recorded: processes may get their commands."""
     withdrawal: CommandResult | None = None
     """The result of each part that has not started, once the action is withdrawn; None while parts may start."""
-    offered_seconds: float = 0.0
-    """When the processes could get their commands, on the dispatcher's clock: a group must hear them soon after."""
+    withdrawn: set[JobKey] = field(default_factory=set)
+    """The groups that do not act."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -292,6 +297,15 @@ class RunningAction:
         return tuple(part for part in self.parts if part.blocked)
 
     @property
+    def groups(self) -> dict[JobKey, list[CommandPart]]:
+        """The parts of each group that have no result."""
+        groups: dict[JobKey, list[CommandPart]] = {}
+        for part in self.commands.values():
+            if part.group is not None:
+                groups.setdefault(part.group, []).append(part)
+        return groups
+
+    @property
     def complete(self) -> bool:
         """Whether every part has a result."""
         return not self.commands and not self.outside
@@ -301,20 +315,37 @@ class RunningAction:
         """The number of its parts and results."""
         return len(self.commands) + len(self.outside) + len(self.action.results)
 
-    def offer(self, wake: Callable[[ProcessKey], None]) -> None:
+    def offer(self, wake: Callable[[ProcessKey], None], now_seconds: float) -> None:
         """Record that processes may get their commands, and wake the requests that wait for one."""
         self.recorded.set()
-        for key in self.commands:
+        for key, part in self.commands.items():
+            part.offered_seconds = now_seconds
             wake(key)
+
+    def show_parts(self) -> None:
+        """Show in the action which processes act, and when."""
+        planned = [
+            PendingPart(
+                part.selected.pid,
+                part.selected.process.report.process.workload,
+                part.selected.process.report.process.rank,
+                self.facts.jobs.get(part.selected.pid, ""),
+                part.command.mode,
+                part.command.at_step,
+            )
+            for part in self.commands.values()
+        ]
+        self.action = replace(self.action, planned=tuple(planned))
 
     def start(self) -> None:
         """Record that a part has started. A repetition has no effect."""
         if self.action.state != ActionState.RUNNING.value:
             self._advance(ActionState.RUNNING)
 
-    def add(self, results: Iterable[ActionResult]) -> None:
-        """Append results."""
-        self.action = replace(self.action, results=(*self.action.results, *results))
+    def add(self, results: Iterable[ActionResult], mode: str | None = None, at_step: int | None = None) -> None:
+        """Append results of a process that acts in this mode, or after this step with the ranks of its job."""
+        added = [replace(result, mode=mode, at_step=at_step) for result in results]
+        self.action = replace(self.action, results=(*self.action.results, *added))
 
     def end_command(
         self,
@@ -329,23 +360,24 @@ class RunningAction:
         _log.debug("%s: %s %s", part, result.outcome, result.reason_code)
         # The process may name any profile; only what it has sent for this command is shown.
         result = replace(as_shown(result, part.selected.samples, process.report.devices), profile=part.profile)
-        self._add(command_results(part.selected._replace(process=process), result, self.facts), driver)
+        results = command_results(part.selected._replace(process=process), result, self.facts)
+        if driver is not None:
+            results = (driver.of(each, self.action.action) for each in results)
+        self.add(results, part.command.mode, part.command.at_step)
 
     def end_outside(self, part: OutsidePart, result: CommandResult, driver: DriverValues | None = None) -> None:
         """End a part in which the exporter acted with its result."""
         self.outside.remove(part)
         part.end()
-        self._add(outside_results(part.target, result, self.facts, self.request), driver)
-
-    def _add(self, results: Iterable[ActionResult], driver: DriverValues | None) -> None:
-        self.add(results if driver is None else [driver.of(result, self.action.action) for result in results])
+        results = outside_results(part.target, result, self.facts, self.request)
+        self.add(results if driver is None else [driver.of(each, self.action.action) for each in results])
 
     def finish(self, now_seconds: float) -> Action:
         """End the action, in the state that its results have in common."""
         self._advance(self._final_state())
         waits_for = self.action.waits_for if self.action.dry_run else ()
         duration_seconds = now_seconds - self.started_seconds
-        self.action = replace(self.action, duration_seconds=duration_seconds, waits_for=waits_for)
+        self.action = replace(self.action, duration_seconds=duration_seconds, waits_for=waits_for, planned=())
         return self.action
 
     def _final_state(self) -> ActionState:

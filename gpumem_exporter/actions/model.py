@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import SnapshotFile
 from gpumem_exporter.actions.caller import Caller, Rights, share_of
-from gpumem_exporter.actions.declarations import ActionRequest, Target
+from gpumem_exporter.actions.declarations import DEFAULT_DEADLINE_SECONDS, ActionRequest, Target
 from gpumem_exporter.core.ledger import sum_of_known
 
 DRY_RUN_OUTCOMES: Mapping[str, str] = {
@@ -66,6 +66,10 @@ class ActionResult:
     duration_seconds: float | None = None
     step: int | None = None
     """The process's step after which it ran. In a dry run, the last step of a process that trains."""
+    mode: str | None = None
+    """When the process acts: one of `protocol.MODES`. None if the exporter itself acts."""
+    at_step: int | None = None
+    """The step after which all ranks of its job act; None if the process acts by itself."""
     thread_id: int | None = None
     """The native id of the thread in which it ran."""
     snapshot: SnapshotFile | None = None
@@ -86,6 +90,18 @@ class ActionResult:
         file = self.snapshot
         blocks = 0 if file is None else len(file.path) + _BLOCK_BYTES * (len(file.largest) + len(file.emptiest))
         return _RESULT_BYTES + len(self.reason) + blocks
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPart:
+    """A process that has no result yet. The fields are as of `ActionResult`."""
+
+    pid: int | str
+    workload: str
+    rank: str
+    job: str
+    mode: str
+    at_step: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +131,15 @@ class Action:
     created_unix_seconds: float
     target: Target
     mode: str = "now"
+    """The requested mode."""
     group: bool = False
+    """Whether ranks of a job act together."""
     at_step: int | None = None
+    """Their step, if there is one such job."""
+    deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
+    """The latest one of its processes."""
+    planned: tuple[PendingPart, ...] = ()
+    """The processes that got a command; empty once it has ended."""
     dry_run: bool = False
     reason: str = ""
     results: tuple[ActionResult, ...] = ()
@@ -146,7 +169,7 @@ class Action:
             created_unix_seconds=created_unix_seconds,
             target=request.target,
             mode=request.mode,
-            group=request.group,
+            deadline_seconds=request.deadline_seconds,
             dry_run=request.dry_run,
             reason=request.reason,
             caller=caller.key,
@@ -163,6 +186,12 @@ class Action:
     def finished(self) -> bool:
         """Whether the action has ended."""
         return self.state not in ("queued", "running")
+
+    @property
+    def pending(self) -> list[PendingPart]:
+        """The processes that got a command and have no result yet."""
+        ended = {result.pid for result in self.results}
+        return [part for part in self.planned if part.pid not in ended]
 
     @property
     def freed_bytes(self) -> int | None:

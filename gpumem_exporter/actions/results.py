@@ -84,8 +84,13 @@ def _without(device: DeviceResult, unmapped_bytes: int) -> DeviceResult:
     return replace(device, **{name: max(0, value - unmapped_bytes) for name, value in known.items()})
 
 
-def dry_run_results(selected: SelectedProcess, request: ActionRequest, facts: NodeFacts) -> Iterator[ActionResult]:
-    """Yield the expected results, from the last report. The effect of a garbage collection is unknown."""
+def dry_run_results(
+    selected: SelectedProcess, request: ActionRequest, facts: NodeFacts, reason: str = ""
+) -> Iterator[ActionResult]:
+    """Yield the expected results, from the last report, and the reason for when it acts.
+
+    The effect of a garbage collection is unknown.
+    """
     devices = []
     for sample in selected.samples:
         freed = sample.reclaimable_bytes if request.action == "empty_cache" else released_bytes(sample, request)
@@ -102,7 +107,7 @@ def dry_run_results(selected: SelectedProcess, request: ActionRequest, facts: No
     idle = {sample.uuid: sample.idle_cache_bytes for sample in selected.samples}
     report = selected.process.report
     step = report.step if report.step_seconds else None
-    would = CommandResult("", DRY_RUN_OUTCOMES[request.action], devices=tuple(devices), step=step)
+    would = CommandResult("", DRY_RUN_OUTCOMES[request.action], reason, devices=tuple(devices), step=step)
     for result in command_results(selected, would, facts):
         # What the process did not need for a minute. The rest is reserved again, as in every minute before.
         idle_bytes, freed = idle.get(result.uuid), result.freed_bytes
@@ -119,8 +124,8 @@ def released_bytes(sample: DeviceSample, request: ActionRequest) -> int | None:
     return sum(sizes.get(name, 0) for name in ("kv_cache", "weights") if name != request.keep)
 
 
-def unsupported(process: ReportingProcess, request: ActionRequest) -> CommandResult | None:
-    """Return the result of a request that the process's reporter does not support, or its owner does not allow.
+def unsupported(process: ReportingProcess, request: ActionRequest, mode: str) -> CommandResult | None:
+    """Return the result if a process's reporter does not support the request in a mode, or its owner does not allow it.
 
     None for any other request.
     """
@@ -131,17 +136,16 @@ def unsupported(process: ReportingProcess, request: ActionRequest) -> CommandRes
     if report.actions and request.action not in report.actions:
         reason = f"its reporter supports only {', '.join(report.actions)}"
         return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_ACTION)
-    if request.mode not in report.modes:
+    if mode not in report.modes:
         reason = f"its reporter supports only the mode {', '.join(report.modes)}"
         return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_MODE)
     return None
 
 
 def expected_refusal(selected: SelectedProcess, request: ActionRequest, facts: NodeFacts) -> CommandResult | None:
-    """Return the result of a command that the process would not run, from its last report; None if it would."""
-    refusal = unsupported(selected.process, request)
-    if refusal is not None or request.force:
-        return refusal
+    """Return the result of a fraction that the process would refuse, from its last report; None if it would not."""
+    if request.force:
+        return None
     for sample in selected.samples:
         limit_bytes = facts.limits.get(sample.uuid)
         if limit_bytes is not None and sample.reserved_bytes is not None and sample.reserved_bytes > limit_bytes:

@@ -124,8 +124,6 @@ class Selection:
     reporting: tuple[SelectedProcess, ...]
     listed: tuple[OutsideTarget, ...]
     """Processes that only the driver lists. Only the `OUTSIDE_ACTIONS` reach them."""
-    at_step: int | None
-    """The step after which a group acts."""
 
     def limit_keys(self) -> list[tuple[Hashable, str]]:
         """Return the key and the name of each process for the rate limits."""
@@ -171,7 +169,7 @@ class Selection:
 
 
 def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_identities: bool = False) -> Selection:
-    """Select the processes of a request that its caller may act on. `group.whole_group` adds the ranks of a group.
+    """Select the processes of a request that its caller may act on. `timing.plan` adds the ranks of a group.
 
     Without a match, the selection is empty if the target names no process: there is nothing to do. With
     `hide_identities`, errors name only the caller's processes.
@@ -188,7 +186,7 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
     listed = select_listed(request.target, snapshot) if request.action in OUTSIDE_ACTIONS else ()
     if not matching and not listed:
         if request.target.given.keys() <= {"gpu"}:
-            return Selection(snapshot, (), (), None)
+            return Selection(snapshot, (), ())
         raise TargetNotFoundError(nothing_matches(request.target, shown))
     keys = {process.key for _, process in permitted}
     selected = tuple(one for one in matching if one.process.key in keys)
@@ -198,7 +196,7 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
             f"{request.target.describe()} matches only processes of others; {caller} may act on its own processes, "
             f"of which {counted(len(permitted), 'reports', 'report')}"
         )
-    return Selection(snapshot, selected, listed, None)
+    return Selection(snapshot, selected, listed)
 
 
 def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
@@ -333,8 +331,6 @@ def unknown_names(
 
 def nothing_matches(target: Target, reporting: _Reporting) -> str:
     """Describe why nothing matches a target, with the processes that it could select."""
-    if target.orphans:
-        return f"nothing matches {target.describe()}: no process of the target has lost its launcher, as far as known"
     if not reporting:
         return f"nothing matches {target.describe()}: no process reports that could be shown"
     shown = []

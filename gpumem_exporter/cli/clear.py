@@ -1,88 +1,32 @@
 """An action from a question to its end: `clear --all` on a terminal, `top`, and every command that requests an action.
 
-For a clear, the exporter decides in its reply to a dry run without a mode which processes clear at once, which at the
-end of a step, and which ranks clear as a group.
+The exporter decides which processes act at once, which at the end of a step, and which when they are idle.
 """
 
 from __future__ import annotations
 
-import http.client
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-from gpumem_client.wire.errors import ExporterAnswerError
-from gpumem_exporter.actions.declarations import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS, longest_seconds
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_exporter.actions.declarations import ANSWER_GRACE_SECONDS, longest_seconds
 from gpumem_exporter.actions.model import is_done
-from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended, has_settled
+from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended
+from gpumem_exporter.cli.interrupt import Interrupts
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons
-from gpumem_exporter.core.ledger import sum_of_known
+from gpumem_exporter.cli.usage import note
 from gpumem_exporter.view import sentences
 
-_HOLD_SECONDS = 1.0
-_POLL_SECONDS = 0.25
-_YES = ("y", "yes")
-# A part of a clear is refused if its processes exited, its ranks cannot act together, or a limit is reached.
-_REFUSALS = (http.client.NOT_FOUND, http.client.CONFLICT, http.client.TOO_MANY_REQUESTS)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A request for an action, and for a clear the exporter's reply to its dry run."""
-
-    body: Document
-    expected: Document = field(default_factory=dict)
-
-    @property
-    def results(self) -> Sequence[Document]:
-        """The expected results."""
-        return self.expected.get("results") or ()
-
-    @property
-    def requests(self) -> list[dict[str, Any]]:
-        """The suggested requests, or the request itself."""
-        return [{**self.body, **suggested} for suggested in self.expected.get("suggested") or ()] or [dict(self.body)]
-
-    @property
-    def subject(self) -> str:
-        """The job that would act, or the number of processes."""
-        return sentences.subject(result for result in self.results if is_done(result["outcome"]))
-
-    @property
-    def wait_seconds(self) -> float:
-        """How long the action may take."""
-        return max(map(longest_seconds, self.requests))
-
-    def as_given(self) -> Plan:
-        """Return the plan with the request itself in place of the suggested ones."""
-        return Plan(self.body, {**self.expected, "suggested": []})
-
-
-def plan_clear(api: ExporterApi, body: Document) -> Plan:
-    """Request the dry run of a clear. Its mode, and the default deadline, are left to the exporter."""
-    left_open = {"mode", "settle_seconds"}
-    if body["deadline_seconds"] == DEFAULT_DEADLINE_SECONDS:
-        left_open.add("deadline_seconds")
-    dry_run = {name: value for name, value in body.items() if name not in left_open}
-    return Plan(body, api.submit({**dry_run, "dry_run": True}))
-
-
-def question(plan: Plan, *, free_mode: bool = True) -> str:
-    """Return `Clear demo-notebook? Stays free 2.2 GiB.`, and when the jobs clear, in one line.
-
-    Without `free_mode`, the mode of the plan's request is in force, and not the suggested ones.
-    """
-    at_step = sentences.at_step_requests(plan.expected)
-    timing = sentences.when(plan.expected) if free_mode else ""
-    if not free_mode and at_step and plan.body["mode"] == "now":
-        timing = f"In the middle of a step, which may stall: {sentences.subjects(at_step, plan.results)}."
-    parts = (f"Clear {plan.subject}?", sentences.sentence(plan.expected), timing, *reasons(plan.results))
-    return " ".join(map(one_line, filter(None, parts)))
+_FIRST_PAUSE_SECONDS = 0.01
+_LONGEST_PAUSE_SECONDS = 0.25
+# An exporter that restarts answers again within this time.
+_LOST_SECONDS = 15.0
+YES = ("y", "yes")
 
 
 def can_ask() -> bool:
@@ -90,24 +34,18 @@ def can_ask() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def confirmed(api: ExporterApi, body: Document, *, free_mode: bool) -> Plan | None:
-    """Ask whether to clear. Returns what to clear; None if the answer is no.
-
-    With `free_mode`, the exporter chooses the mode of each process. Otherwise, the mode of `body` is in force.
-    """
-    plan = plan_clear(api, body)
-    others = "/now" if free_mode and sentences.at_step_requests(plan.expected) else ""
-    text = f"{question(plan, free_mode=free_mode)} [y/N{others}]"
-    *lines, last = textwrap.wrap(text, shutil.get_terminal_size().columns - len(" now"))
+def confirmed(expected: Document) -> bool:
+    """Ask whether to clear, after a dry run: `Clear demo-notebook? Stays free 2.2 GiB. [y/N]`."""
+    would = [result for result in expected["results"] if is_done(result["outcome"])]
+    if not would:
+        return True  # there is nothing to decide, and the action says why
+    parts = (f"Clear {sentences.subject(would)}?", sentences.sentence(expected), *reasons(expected["results"]), "[y/N]")
+    *lines, last = textwrap.wrap(" ".join(map(one_line, parts)), shutil.get_terminal_size().columns - len(" y"))
     print("\n".join([*lines, ""]), end="")
-    given = answer(last)
-    if others and given == "now":
-        return plan.as_given()
-    if given not in _YES:
-        print("Nothing was cleared.")
-        return None
-    # The jobs may have changed since the question was printed.
-    return plan_clear(api, body) if free_mode else plan.as_given()
+    if answer(last) in YES:
+        return True
+    print("Nothing was cleared.")
+    return False
 
 
 def answer(question: str) -> str:
@@ -120,87 +58,85 @@ def answer(question: str) -> str:
 
 def act(
     api: ExporterApi,
-    plan: Plan,
+    body: Document,
     *,
     wait_seconds: float | None = None,
     say: Callable[[str], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Send the requests, wait for their ends and for what stays free, and return one document for all of them.
+    """Send a request, wait for its end and for what stays free, and return the action.
 
-    What has not started is canceled on KeyboardInterrupt, and once `stopped` returns true. `say` is called about four
-    times a second with what the action waits for. Without `wait_seconds`, the wait ends with the action.
+    What has not started is canceled on Ctrl-C, at any moment, and once `stopped` returns true. `say` is called again
+    and again with what the action waits for. Without `wait_seconds`, the wait ends with the action.
 
-    Raises ExporterAnswerError if the exporter rejects the only request, and ExporterUnreachableError if no address
-    answers.
+    Raises ExporterAnswerError if the exporter rejects the request, and ExporterUnreachableError if no address answers.
+    Once the action has an id, the error has it.
     """
-    if wait_seconds is None:
-        wait_seconds = plan.wait_seconds
-    end = time.monotonic() + wait_seconds
-    requests = plan.requests
-    # With several requests, a delayed answer would delay the next request.
-    hold_seconds = min(wait_seconds, _HOLD_SECONDS) if len(requests) == 1 else 0.0
-    actions = [_sent(api, plan, request, hold_seconds) for request in requests]
-    canceled = False
-    while (left := end - time.monotonic()) > 0 and not all(map(has_ended, actions)):
+    with Interrupts() as interrupts:
+        # The reply comes at once. Only then is the id known with which the action can be canceled.
+        following = _Following(api, api.submit(body), lambda: interrupts.requested or stopped())
+        if wait_seconds is None:
+            deadline_seconds = following.action.get("deadline_seconds") or body.get("deadline_seconds")
+            wait_seconds = longest_seconds({**body, "deadline_seconds": deadline_seconds})
         try:
-            for request, action in zip(requests, actions, strict=True):
-                if not has_ended(action) and (action.get("waits_for") or request.get("mode", "now") != "now"):
-                    name = sentences.subjects([request], plan.results) if plan.results else ""
-                    say(sentences.waiting(action, name=name, deadline_seconds=request["deadline_seconds"]))
-            time.sleep(min(_POLL_SECONDS, left))
-            stops = stopped()
+            following.wait(wait_seconds, say)
+            if wait_seconds > 0:
+                following.settle(lambda: interrupts.requested, say)
         except KeyboardInterrupt:
-            if canceled:
-                raise
-            stops = True
-        read = api.cancel if stops and not canceled else api.action
-        canceled = canceled or stops
-        actions = [action if has_ended(action) else read(action["id"]) for action in actions]
-    return _settled(api, actions, say) if wait_seconds > 0 else _joined(actions)
-
-
-def _settled(api: ExporterApi, actions: Sequence[dict[str, Any]], say: Callable[[str], None]) -> dict[str, Any]:
-    """Wait until it is known how much of the freed memory stays free. KeyboardInterrupt ends the wait."""
-    document = _joined(actions)
-    end = time.monotonic() + document["settle_seconds"] + ANSWER_GRACE_SECONDS
-    if document.get("settling") and document["freed_bytes"]:
-        say(f"{sentences.sentence(document)} Measuring for {document['settle_seconds']:g} s how much of it stays free.")
-    try:
-        while document.get("settling") and document["freed_bytes"] and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
-            actions = [action if has_settled(action) else api.action(action["id"]) for action in actions]
-            document = _joined(actions)
-    except KeyboardInterrupt:
-        pass
-    return document
-
-
-def _joined(actions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one document for the parts of an action, with the state of the first part that is not done."""
-    if len(actions) == 1:
-        return actions[0]
-    first = next((action for action in actions if action["state"] != "done"), actions[0])
-    results = [result for action in actions for result in action["results"]]
-    joined = {
-        **first,
-        "freed_bytes": sum_of_known([action.get("freed_bytes") for action in actions]),
-        "still_free_bytes": sum_of_known([action.get("still_free_bytes") for action in actions]),
-        "settle_seconds": max(action.get("settle_seconds") or 0.0 for action in actions),
-        "settling": any(action.get("settling") for action in actions),
-        "results": results,
-    }
-    return {**joined, "subject": sentences.subject(results), "sentence": sentences.sentence(joined)}
-
-
-def _sent(api: ExporterApi, plan: Plan, request: Document, hold_seconds: float) -> dict[str, Any]:
-    """Send a request. If only this part of the clear is refused, return its refusal, because the others may run."""
-    try:
-        return api.submit(request, hold_seconds=hold_seconds)
-    except ExporterAnswerError as error:
-        if len(plan.requests) == 1 or error.status not in _REFUSALS:
+            action_id = following.action["id"]
+            note(f"Action {action_id} may still act; see `gpumem-exporter actions show {action_id[:8]}`.")
             raise
-        unknown = dict.fromkeys(("reserved_after_bytes", "freed_bytes", "still_free_bytes"))
-        refused = {"outcome": "refused", "reason": error.detail, **unknown}
-        results = [{**result, **refused} for result in sentences.results_of(request, plan.results)]
-        return {**plan.expected, "state": "failed", "dry_run": False, **unknown, "results": results}
+        return following.action
+
+
+class _Following:
+    """Follows an action to its end. `stopped` returns whether to cancel it."""
+
+    def __init__(self, api: ExporterApi, action: dict[str, Any], stopped: Callable[[], bool]) -> None:
+        self.action = action
+        self._api, self._stopped = api, stopped
+        self._canceled = False
+        self._answered_seconds = time.monotonic()
+
+    def wait(self, wait_seconds: float, say: Callable[[str], None]) -> None:
+        """Wait until the action has ended."""
+        end, pause = time.monotonic() + wait_seconds, _FIRST_PAUSE_SECONDS
+        while not has_ended(self.action):
+            stops = self._stopped() and not self._canceled
+            left = end - time.monotonic()
+            if left <= 0 and not stops:
+                return
+            waits = any(part["mode"] != "now" for part in self.action.get("pending") or ())
+            if waits or self.action.get("waits_for"):
+                say(sentences.waiting(self.action))
+            if not stops:
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            self._read(cancel=stops)
+
+    def settle(self, stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
+        """Wait until it is known how much of the freed memory stays free."""
+        end = time.monotonic() + (self.action.get("settle_seconds") or 0.0) + ANSWER_GRACE_SECONDS
+        if self._settles:
+            seconds = self.action["settle_seconds"]
+            say(f"{sentences.sentence(self.action)} Measuring for {seconds:g} s how much of it stays free.")
+        while self._settles and time.monotonic() < end and not stopped():
+            time.sleep(_LONGEST_PAUSE_SECONDS)
+            self._read(cancel=False)
+
+    @property
+    def _settles(self) -> bool:
+        return has_ended(self.action) and bool(self.action.get("settling") and self.action["freed_bytes"])
+
+    def _read(self, *, cancel: bool) -> None:
+        """Read the action, or cancel it. An exporter that does not answer for a while may be restarting."""
+        action_id = self.action["id"]
+        try:
+            self.action = self._api.cancel(action_id) if cancel else self._api.action(action_id)
+            self._canceled = self._canceled or cancel
+            self._answered_seconds = time.monotonic()
+        except ExporterAnswerError as error:
+            raise ExporterAnswerError(error.status, f"action {action_id}: {error}") from error
+        except ExporterUnreachableError as error:
+            if time.monotonic() - self._answered_seconds > _LOST_SECONDS:
+                raise ExporterUnreachableError(f"action {action_id} may still act: {error}") from error

@@ -6,7 +6,7 @@ A decorator such as `target_options` adds a group of options to a command, in th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial, wraps
@@ -34,7 +34,7 @@ from gpumem_exporter.cli.completion import of_list
 from gpumem_exporter.cli.render.columns import SORTS
 from gpumem_exporter.cli.render.layout import Order
 from gpumem_exporter.cli.render.rows import View
-from gpumem_exporter.cli.usage import quiet_option
+from gpumem_exporter.cli.usage import note, quiet_option
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.kube import Forward
@@ -262,13 +262,13 @@ def list_option(flag: str, name: str, values: Mapping[str, str], text: str) -> C
     )
 
 
-def action_options(action: str) -> Callable[[_Command], _Command]:
+def action_options(action: str, *, without: Collection[str] = ()) -> Callable[[_Command], _Command]:
     """Return the options of an action as `actions.declarations` has them. Their names are the fields of a request."""
     return option_group(
         *(
             _action_option(name, option, option.help[action])
             for name, option in OPTIONS.items()
-            if option.flag and action in option.help
+            if option.flag and action in option.help and name not in without
         )
     )
 
@@ -308,8 +308,13 @@ def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any
 def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool) -> dict[str, Any]:
     """Return the request of an action, without its target, from the values of its options."""
     request = {"action": action, **values}
-    if "mode" in request:
-        request["mode"] = request["mode"] or ("step" if request["group"] else "now")
+    if request.pop("group", False):
+        if request["mode"] not in (None, "auto", "step"):
+            raise ConfigurationError(f"--group and --mode {request['mode']} contradict each other")
+        note("--group is deprecated: --mode step acts on all ranks of a job together")
+        request["mode"] = "step"
+    # What is not given is the exporter's choice.
+    request = {name: value for name, value in request.items() if value is not None or name == "settle_seconds"}
     settle_seconds = request.pop("settle_seconds", 0.0)
     if settle_seconds is None and on_terminal and not request["dry_run"]:
         settle_seconds = _SETTLE_SECONDS

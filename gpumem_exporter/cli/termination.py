@@ -9,7 +9,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.clear import Plan, answer, can_ask
+from gpumem_exporter.cli.clear import YES, answer, can_ask
 from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.cli.render.terminal import open_console, show
 
@@ -30,7 +30,7 @@ def confirmed(document: Document, tables: Callable[[Document], Iterator[Renderab
     """Show the results of a dry run, and ask whether to terminate the processes."""
     show(open_console(), tables(document))
     count = len(ends(document["results"]))
-    if count and answer(f"Terminate {counted(count, 'process', 'processes')}? [y/N]") in ("y", "yes"):
+    if count and answer(f"Terminate {counted(count, 'process', 'processes')}? [y/N]") in YES:
         return True
     print("Nothing was terminated.")
     return False
@@ -41,13 +41,13 @@ def ends(results: Iterable[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
     return list(dict.fromkeys((row.get("instance"), row["pid"]) for row in results if is_done(row["outcome"])))
 
 
-def confirmed_termination(api: ExporterApi, body: Document) -> Plan | None:
+def confirmed_termination(api: ExporterApi, body: Document) -> Document | None:
     """Show what would be terminated, and ask. Returns the termination of these processes; None if the answer is no."""
     dry_run = {**body, "dry_run": True}
     expected = api.submit(dry_run)
     if not expected["results"]:
-        return Plan(dry_run)  # not the request itself, which may match something by now
+        return dry_run  # not the request itself, which may match something by now
     if not confirmed(expected, action_tables):
         return None
     target = {name: values for name, values in body["target"].items() if name != "all"}
-    return Plan({**body, "target": {**target, "pid": [pid for _, pid in ends(expected["results"])]}}, expected)
+    return {**body, "target": {**target, "pid": [pid for _, pid in ends(expected["results"])]}}

@@ -165,14 +165,19 @@ class ProcessKey(NamedTuple):
     """Where the process runs; where its sender runs if the exporter cannot see the process."""
 
     @property
-    def owner(self) -> tuple[int | None, Place]:
-        """The user and the place: a group's processes have both in common."""
-        return self.owner_uid, self.place
-
-    @property
     def share(self) -> str:
         """The holder of one share of every limit, as `Caller.share` spells it: see `Place.share`."""
         return self.place.share(self.owner_uid)
+
+
+class JobKey(NamedTuple):
+    """What the processes of a job have in common."""
+
+    workload: str
+    slurm_job_id: str
+    """Empty outside of Slurm. The tasks of an array often have one name, and are jobs of their own."""
+    owner_uid: int | None
+    place: Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,12 @@ class ReportingProcess:
     def owner_uid(self) -> int | None:
         """The user of the process, according to the kernel; None if only a token vouches for the report."""
         return self.key.owner_uid
+
+    @property
+    def job(self) -> JobKey | None:
+        """Its job; None for a process without a workload, which is a job of its own."""
+        identity = self.report.process
+        return _job_key(self.key, identity.workload, identity.slurm_job_id)
 
     @property
     def seen(self) -> bool:
@@ -247,11 +258,22 @@ class SilentReporter:
     rank: str
     last_report_seconds: float
     last_report_unix_seconds: float
+    slurm_job_id: str = ""
 
     @property
     def name(self) -> str:
         """The name of the process: see `core.naming`."""
         return reporter_name(self.host_pid, *self.key)
+
+    @property
+    def job(self) -> JobKey | None:
+        """As of `ReportingProcess`."""
+        return _job_key(self.key, self.workload, self.slurm_job_id)
+
+
+def _job_key(key: ProcessKey, workload: str, slurm_job_id: str) -> JobKey | None:
+    # The Slurm job is a claim of the report. With a false one, a process can join only another job of its owner.
+    return JobKey(workload, slurm_job_id, key.owner_uid, key.place) if workload else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,6 +331,7 @@ class Store:
                 rank=identity.rank,
                 last_report_seconds=process.received_seconds,
                 last_report_unix_seconds=process.received_unix_seconds,
+                slurm_job_id=identity.slurm_job_id,
             )
             while len(self._silent) > self.max_processes:
                 unseen = [key for key, silent in self._silent.items() if silent.host_pid is None]

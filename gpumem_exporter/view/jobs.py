@@ -1,4 +1,4 @@
-"""Jobs: the processes of one workload and one owner. A process without a workload is a job of its own."""
+"""Jobs: the processes of one workload, one owner and one Slurm job. One without a workload is a job of its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typing import Any
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.core.ledger import fragmented_bytes, sum_of_known
-from gpumem_exporter.core.place import Place
-from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot, once_per_snapshot
+from gpumem_exporter.core.samples import JobKey, NodeReading, ReportingProcess, Snapshot, once_per_snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.view.documents import JOB_NUMBERS, Part, SeenProcess, parts_of, seen_processes
 
@@ -28,8 +27,6 @@ ACTIVE_SECONDS = 60.0
 
 STATES_OF_ENGINES = {"starting": "starting", "serving": "serving", "idle": "idle", "asleep": "sleeping"}
 """The state of a job by the states of its engines; the first one counts."""
-
-Owner = tuple[int | None, Place]
 
 
 def _reserved(value: Callable[[DeviceSample], int | None]) -> Callable[[Part], int | None]:
@@ -63,7 +60,7 @@ _PARTIAL = ("unmapped_bytes",)
 
 @dataclass
 class Job:
-    """The processes of one workload and one owner, from one snapshot."""
+    """The processes of a job, from one snapshot."""
 
     id: str
     """See `job_id`."""
@@ -182,27 +179,26 @@ def _jobs(snapshot: Snapshot, viewer: Caller | None) -> Sequence[Job]:
     jobs: dict[str, Job] = {}
     for process in seen_processes(snapshot, viewer):
         known = process.reporter or process.silent
-        identity = process.reporter.report.process if process.reporter is not None else process.silent
-        workload = identity.workload if identity is not None else ""
-        key = job_id(workload, known.key.owner) if known is not None and workload else f"pid~{process.pid}"
-        jobs.setdefault(key, Job(key, workload or None)).processes.append(process)
+        of = known.job if known is not None else None
+        id_ = job_id(of) if of is not None else f"pid~{process.pid}"
+        jobs.setdefault(id_, Job(id_, of.workload if of is not None else None)).processes.append(process)
     return sorted(jobs.values(), key=lambda job: (-(job.sums["used_bytes"] or job.sums["reserved_bytes"] or 0), job.id))
 
 
-def job_id(workload: str, owner: Owner) -> str:
-    """Return the id of the job of a workload and an owner: the same after a restart of the job or of the exporter.
+def job_id(job: JobKey) -> str:
+    """Return the id of a job with a workload: the same after a restart of the job or of the exporter.
 
     It fits into a URL, and shows nothing about the owner.
     """
-    uid, place = owner
-    digest = hashlib.blake2b(f"{uid} {place!r} {workload}".encode("utf-8", "replace"), digest_size=6, key=_key())
+    workload, slurm_job_id, uid, place = job
+    text = f"{uid} {place!r} {workload}" + (f"\0{slurm_job_id}" if slurm_job_id else "")
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=6, key=_key())
     return f"{_UNSAFE.sub('-', workload)[:_ID_CHARACTERS]}~{digest.hexdigest()}"
 
 
 def job_of_process(process: ReportingProcess) -> str:
     """Return the id of the job of a process that reports."""
-    workload = process.report.process.workload
-    return job_id(workload, process.key.owner) if workload else f"pid~{process.name}"
+    return job_id(process.job) if process.job is not None else f"pid~{process.name}"
 
 
 @cache

@@ -7,7 +7,9 @@ from typing import Any
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS
 from gpumem_exporter.actions.caller import Caller, Rights
-from gpumem_exporter.actions.suggestion import suggested_timing
+from gpumem_exporter.actions.declarations import ActionRequest, Target
+from gpumem_exporter.actions.selection import SelectedProcess
+from gpumem_exporter.actions.timing import turns_of_job
 from gpumem_exporter.core.ledger import DeviceLedger, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.view.documents import Part, device_document, process_document
@@ -20,6 +22,7 @@ from gpumem_exporter.view.sentences import stays_free
 from gpumem_exporter.view.words import WORDS
 
 ALL_DETAILS = "all"
+_CLEAR = ActionRequest("empty_cache", Target(all=True))
 # The minima of minutes change no more often.
 _GROWTH_SECONDS = 30.0
 
@@ -245,13 +248,13 @@ def _job(
 
 
 def _clear(job: Job, now_seconds: float) -> Document | None:
-    """Return the clear that harms the job least; None where nothing stays free."""
+    """Return the target of a clear of the job, and when it would act; None where nothing stays free."""
     able = [
-        (process.pid, process.reporter)
+        SelectedProcess(process.pid, process.reporter, process.reporter.report.devices)
         for process in job.processes
         if process.reporter is not None and process.reporter.clears
     ]
-    samples = [sample for _, reporter in able for sample in reporter.report.devices]
+    samples = [sample for one in able for sample in one.samples]
     idle = sum(sample.idle_cache_bytes or 0 for sample in samples)
     if not idle:
         return None
@@ -260,16 +263,17 @@ def _clear(job: Job, now_seconds: float) -> Document | None:
         for sample in samples
         if sample.reclaimable_bytes is not None and sample.idle_cache_bytes is not None
     )
-    timing = suggested_timing([reporter for _, reporter in able], now_seconds)
+    modes = {turn.mode for _, turn in turns_of_job(_CLEAR, able, able, now_seconds)}
+    mode = next(mode for mode in ("step", "idle", "now") if mode in modes)
     again = max(0, again)
     at_least = any(sample.idle_cache_bytes is None and sample.reserved_bytes != 0 for sample in samples)
     return {
         "stays_free_bytes": idle,
         "again_bytes": again,
         "at_least": at_least,
-        "sentence": f"{stays_free(idle, again, at_least=at_least, at_step=timing.mode == 'step')}.",
-        "target": _target([pid for pid, _ in able]),
-        **timing._asdict(),
+        "sentence": f"{stays_free(idle, again, at_least=at_least, at_step=mode == 'step')}.",
+        "target": _target([one.pid for one in able]),
+        "mode": mode,
     }
 
 

@@ -49,40 +49,34 @@ def subject(results: Iterable[Document]) -> str:
     return f"{name} ({len(ranks)} {'ranks' if all(ranks) else 'processes'})"
 
 
-def at_step_requests(action: Document) -> list[Document]:
-    """Return the requests of a dry run's suggestion for processes that clear at the end of a step."""
-    return [request for request in action.get("suggested") or () if request["mode"] == "step"]
-
-
-def results_of(request: Document, results: Sequence[Document]) -> list[Document]:
-    """Return the results of the processes that a request of a suggestion names."""
-    pids = request["target"].get("pid")
-    chosen = pids if isinstance(pids, list) else [pids]
-    return [result for result in results if pids is None or result["pid"] in chosen]
-
-
-def subjects(requests: Iterable[Document], results: Sequence[Document]) -> str:
-    """Return the jobs of some requests of a suggestion, by name."""
+def subjects(results: Iterable[Document]) -> str:
+    """Return the jobs of some results, by name."""
     jobs: dict[object, list[Document]] = {}
-    for number, request in enumerate(requests):
-        for result in results_of(request, results):
-            # A group is a job. Of other processes, another user may have the same workload.
-            jobs.setdefault(number if request["group"] else result["workload"] or result["pid"], []).append(result)
+    for result in results:
+        # Two users may have the same workload. Their ranks act after different steps.
+        jobs.setdefault((result["workload"] or result["pid"], result.get("at_step")), []).append(result)
     names = [subject(each) for each in jobs.values()]
     more = len(names) - _NAMED_JOBS_MAX
     return ", ".join([*names[:_NAMED_JOBS_MAX], *([f"and {more} more"] if more > 0 else [])])
 
 
-def when(action: Document) -> str:
-    """Return which jobs of a dry run would clear at the end of a step; empty if all clear at once."""
-    results, at_step = action["results"], at_step_requests(action)
-    if not at_step:
-        return ""
-    deadline_seconds = max(request["deadline_seconds"] for request in at_step)
-    text = f"At the end of a step, within {deadline_seconds:.0f} s: {subjects(at_step, results)}."
-    at_once = [request for request in action["suggested"] if request["mode"] != "step"]
-    now = subject(each for request in at_once for each in results_of(request, results))
-    return f"{text} At once: {now}." if at_once else text
+def timing(action: Document) -> str:
+    """Return when the processes of a dry run would act; empty if all would act at once."""
+    modes: dict[str, list[Document]] = {}
+    for result in action["results"]:
+        if is_done(result["outcome"]):
+            modes.setdefault(result.get("mode") or "now", []).append(result)
+    seconds = action.get("deadline_seconds")
+    within = f", within {seconds:.0f} s" if seconds else ""
+    texts = []
+    if at_step := modes.get("step"):
+        texts.append(f"At the end of a step{within}: {subjects(at_step)}.")
+    if idle := modes.get("idle"):
+        why = "; ".join(dict.fromkeys(result["reason"] for result in idle if result.get("reason")))
+        texts.append(f"When idle{within}: {subjects(idle)}{f', because {why}' if why else ''}.")
+    if texts and "now" in modes:
+        texts.append(f"At once: {subject(modes['now'])}.")
+    return " ".join(texts)
 
 
 def sentence(action: Document) -> str:
@@ -91,27 +85,30 @@ def sentence(action: Document) -> str:
     if action["state"] in ("queued", "running"):
         return waiting(action)
     if not results:
-        return ""
+        return "No process matches the target: there is nothing to do." if action["state"] == "done" else ""
     done = [result for result in results if is_done(result["outcome"])]
     act, acted = ("would act", "No process would act.") if action["dry_run"] else ("acted", "No process acted.")
     if not done:
         return acted
     text = _OF_ACTIONS.get(action["action"], _other)(action, done)
+    if action["dry_run"] and (when_ := timing(action)):
+        text = f"{text} {when_}"
     count, all_count = (len({(each.get("instance"), each["pid"]) for each in some}) for some in (done, results))
     return text if count == all_count else f"{text} {count} of {all_count} processes {act}."
 
 
-def waiting(action: Document, *, name: str = "", deadline_seconds: float | None = None) -> str:
-    """Return what a running action waits for. `name` is its job."""
-    of, at_most = (
-        f" of {name}" if name else "",
-        "" if deadline_seconds is None else f", at most {deadline_seconds:.0f} s",
-    )
+def waiting(action: Document) -> str:
+    """Return what a running action waits for."""
     if engines := action.get("waits_for"):
         return " ".join(map(_engine_wait, engines))
-    if action.get("mode") == "step":
-        return f"Waiting for the end of a step{of}{at_most}."
-    return f"Waiting for {name or 'the processes'}{' to be idle' if action.get('mode') == 'idle' else ''}{at_most}."
+    pending, seconds = action.get("pending") or (), action.get("deadline_seconds")
+    at_step, idle = ([part for part in pending if part["mode"] == mode] for mode in ("step", "idle"))
+    at_most = f", at most {seconds:.0f} s" if seconds else ""
+    texts = [
+        f"Waiting for the end of a step of {subjects(at_step)}{at_most}." if at_step else "",
+        f"Waiting for {subjects(idle)} to be idle{at_most}." if idle else "",
+    ]
+    return " ".join(filter(None, texts)) or f"Waiting for {subject(pending) if pending else 'the processes'}."
 
 
 def _engine_wait(wait: Document) -> str:

@@ -100,7 +100,7 @@ class Ranks(Bench):
         return self.put(pid, rank=rank, **{**known, **changes})
 
     def ask_group(self, **changes: Any) -> Action:
-        return self.ask(**{"target": Target(rank="0"), "mode": "step", "group": True, **changes})
+        return self.ask(**{"target": Target(rank="0"), "mode": "step", **changes})
 
     def says(self, process: ReportingProcess, *waiting: str) -> ReportingProcess:
         """Let the process report again with these waiting commands."""

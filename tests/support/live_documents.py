@@ -125,8 +125,6 @@ def job(name: str, *processes: dict[str, Any], **changes: Any) -> dict[str, Any]
         "sentence": f"{stays_free(idle or 0, again, at_step=group)}.",
         "target": target,
         "mode": "step" if group else "now",
-        "group": group,
-        "deadline_seconds": 65.0 if group else 30.0,
     }
     return {
         "id": f"{name}~1f3a9c0e" if first["workload"] else f"pid~{first['pid']}",

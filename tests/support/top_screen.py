@@ -82,7 +82,7 @@ class TopScreen:
         document["jobs"] = [_detailed(one) if one["id"] in path else one for one in document["jobs"]]
         return document
 
-    def submit(self, request: Mapping[str, Any], *, hold_seconds: float = 0.0) -> Any:
+    def submit(self, request: Mapping[str, Any]) -> Any:
         self.requests.append(request)
         if self.error is not None:
             raise self.error
@@ -90,13 +90,14 @@ class TopScreen:
 
     def action(self, _: str) -> Any:
         state, results = ("running", []) if self.waits else ("done", self.results)
-        mode = self.requests[-1]["mode"]
+        pending = [{"pid": 50100, "workload": "llm-pretrain", "rank": "0", "job": "", "mode": "step"}]
         return {
             "id": "a",
             "action": "empty_cache",
             "dry_run": False,
             "state": state,
-            "mode": mode,
+            "mode": "auto",
+            "pending": pending if self.waits else [],
             "results": results,
             "waits_for": self.engines,
             "freed_bytes": 3 * GIB,

@@ -23,6 +23,7 @@ from gpumem_exporter.actions.engine_starts import describe, devices_of, starts_o
 from gpumem_exporter.actions.model import Action, is_done
 from gpumem_exporter.actions.policy.rules import Rule, StopAfter
 from gpumem_exporter.actions.policy.values import FIELDS, IdleClock, Observation, observations, shown_quantity
+from gpumem_exporter.actions.timing import acts_on_jobs, steps_with_ranks
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 
@@ -42,7 +43,7 @@ class Decision:
 
     rule: Rule
     subject: str
-    """The process, or for a group its workload, that the rule acts on."""
+    """The process, or the ranks of its job, that the rule acts on."""
     observation: Observation
     """The observation that met the conditions."""
     request: ActionRequest
@@ -101,8 +102,8 @@ class RuleState:
         self._subjects: dict[str, _SubjectState] = {}
 
     def subject(self, observation: Observation) -> str:
-        """Return the subject of the rule: the process on all its devices, or the ranks of its workload."""
-        return observation.group if self.rule.request.group else observation.reporter_id
+        """Return the subject of the rule: the process on all its devices, or the ranks of its job."""
+        return observation.ranks if acts_on_jobs(self.rule.request) else observation.reporter_id
 
     def objection(self, subject: str, share: str, now: float) -> str:
         """Return why the rule does not act now, as one of `RESULTS`; empty if it may act."""
@@ -304,7 +305,7 @@ class _Observed:
 
     def subjects(self) -> set[str]:
         """Return every process and workload."""
-        return {subject for each in self.all for subject in (each.reporter_id, each.group)}
+        return {subject for each in self.all for subject in (each.reporter_id, each.ranks)}
 
     def _of(self, field: str) -> list[float]:
         values = self._values.get(field)
@@ -346,9 +347,7 @@ class _Round:
             self.count(rule, objection or "unmet")  # the process has exited
             return False
         state.acted(subject, share, now)
-        # The process of a group names the ranks of its user. Another user's process may have the same workload.
-        target = Target(pid=name, workload=seen.workload if rule.request.group else None)
-        request = replace(rule.request, target=target, dry_run=rule.dry_run, reason=_reason(rule, seen))
+        request = replace(rule.request, target=Target(pid=name), dry_run=rule.dry_run, reason=_reason(rule, seen))
         self.decisions.append(Decision(rule, subject, seen, request))
         if not rule.dry_run:  # the next rule of this round must not act on the same processes
             self._under_way.update(process.key for process in processes)
@@ -369,13 +368,9 @@ class _Round:
 
     def _processes(self, rule: Rule, seen: Observation) -> Sequence[ReportingProcess]:
         """Return the processes that a rule acts on."""
-        if not rule.request.group:
+        if not acts_on_jobs(rule.request) or not steps_with_ranks(seen.process):
             return [seen.process]
-        return [
-            each
-            for each in self._snapshot.processes
-            if (each.report.process.workload, each.key.owner) == (seen.workload, seen.process.key.owner)
-        ]
+        return [each for each in self._snapshot.processes if each.job == seen.process.job and steps_with_ranks(each)]
 
     @cached_property
     def _names(self) -> dict[ProcessKey, str]:

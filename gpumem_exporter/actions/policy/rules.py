@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -24,6 +25,7 @@ from typing_extensions import Self
 
 from gpumem_exporter.actions.declarations import (
     ACTIONS,
+    GROUP_IS_DEPRECATED,
     MAX_SETTLE_SECONDS,
     OPTIONS,
     ActionRequest,
@@ -33,6 +35,8 @@ from gpumem_exporter.actions.declarations import (
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
 from gpumem_exporter.actions.policy.values import FIELDS, read_quantity, shown_quantity
 from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_error
+
+_log = logging.getLogger(__name__)
 
 MAX_RULES = 100
 _DAY_SECONDS = 86400.0
@@ -62,6 +66,8 @@ def read_policy(path: Path, *, allowed: Collection[str]) -> tuple[Rule, ...]:
         if rule.name in first:
             twice = f"the rule {rule.name!r} appears twice, first in line {first[rule.name]}"
             raise file.error(("rules", index), twice, of=())
+        if rule.request.group:
+            _log.warning(GROUP_IS_DEPRECATED, extra={"fields": {"rule": rule.name}})
         first[rule.name] = line
     return tuple(rules)
 
@@ -230,13 +236,13 @@ class Rule(FileSection):
 
     @cached_property
     def request(self) -> ActionRequest:
-        """The requested action; its target is replaced by the process, or for a group by the workload."""
+        """The requested action; its target is replaced by the process."""
         return replace(self.do.request, settle_seconds=self.settle_seconds)
 
     def concerns(self, workload: str) -> bool:
-        """Return whether the rule is for this workload. Only `*` matches processes without one, and no group does."""
+        """Return whether the rule is for this workload. Only `*` matches processes without one."""
         if not workload:
-            return "*" in self.workloads and not self.request.group
+            return "*" in self.workloads
         return any(fnmatchcase(workload, pattern) for pattern in self.workloads)
 
 

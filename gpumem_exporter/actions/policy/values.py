@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample
+from gpumem_exporter.actions.timing import steps_with_ranks
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 
@@ -87,10 +88,9 @@ class Observation(NamedTuple):
         return self.process.report.process.workload
 
     @property
-    def group(self) -> str:
-        """The workload of one owner as the subject of a rule for groups: the ranks that act together."""
-        uid, place = self.process.key.owner
-        return f"workload {uid} {place.container} {place.user} {self.workload}"
+    def ranks(self) -> str:
+        """The ranks that train together, as the subject of a rule; otherwise the process."""
+        return repr(self.process.job) if steps_with_ranks(self.process) else self.reporter_id
 
 
 @dataclass(frozen=True, slots=True)

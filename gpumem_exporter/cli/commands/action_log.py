@@ -130,10 +130,9 @@ def _lines(action: Document, note: str = "") -> Iterator[RenderableType]:
     """Yield what was requested, by whom and why, the results, and a note."""
     name = ACTION_NAMES.get(action["action"], action["action"])
     dry_run = ", a dry run" if action["dry_run"] else ""
-    mode = f", in mode {action['mode']}" if action["mode"] != "now" else ""
-    group = ", as a group" if action["group"] else ""
+    mode = f", in mode {action['mode']}" if action["mode"] not in ("auto", "now") else ""
     reason = f": {action['reason']}" if action["reason"] else ""
-    yield plain(f"Action {action['id']}: {name} of {_target(action['target'])}{group}{mode}{dry_run}")
+    yield plain(f"Action {action['id']}: {name} of {_target(action['target'])}{mode}{dry_run}")
     yield plain(f"Requested at {_time(action)} by {action['requested_by']}{reason}")
     yield from action_tables(action)
     if note:

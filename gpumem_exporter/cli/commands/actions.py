@@ -12,7 +12,7 @@ import click
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
-from gpumem_exporter.cli.clear import Plan, act, can_ask, confirmed, plan_clear
+from gpumem_exporter.cli.clear import act, can_ask, confirmed
 from gpumem_exporter.cli.options import (
     action_options,
     action_request,
@@ -52,7 +52,7 @@ ACTION_COMMANDS = (
   gpumem-exporter clear --all --dry-run               # how much a clear would free
   gpumem-exporter clear --gpu 0,1                     # as --gpu 0 --gpu 1
   gpumem-exporter clear --workload notebook --gc --reason "make room for the release run"
-  gpumem-exporter clear --workload llm-pretrain --group    # all ranks, after the same step
+  gpumem-exporter clear --workload llm-pretrain       # all ranks, after the same step
   gpumem-exporter clear --workload notebook --mode idle --deadline 600
   gpumem-exporter clear --pid 4711 --settle 10 --json | jq .still_free_bytes
 """,
@@ -150,9 +150,7 @@ ACTION_COMMANDS = (
 
 
 _yes_options = {
-    "clear": click.option(
-        "--yes", is_flag=True, help="Do not ask before `clear --all` on a terminal, and clear at once."
-    ),
+    "clear": click.option("--yes", is_flag=True, help="Do not ask before `clear --all` on a terminal."),
     "terminate": yes_to_terminate,
 }
 _wait_option = click.option(
@@ -192,22 +190,15 @@ def _run(
         raise ConfigurationError(f"--wait {wait_seconds:g}: must be 0 or more seconds")
     body = {**action_request(action, values, on_terminal=on_terminal), "target": target}
     able = not (yes or as_json) and can_ask()
-    asks = action == "empty_cache" and target == {"all": True} and able
+    asks = action == "empty_cache" and target == {"all": True} and able and not body["dry_run"]
     asks_to_end = must_ask(body, yes=yes, as_json=as_json)
-    # The exporter suggests a mode for each process, unless --mode or --group is given.
-    free_mode = asks and values["mode"] is None and not values["group"]
-    plan: Plan | None = Plan(body)
     api.find_addresses()  # kubectl takes seconds, which are no part of --wait
-    if asks and not body["dry_run"]:
-        plan = confirmed(api, body, free_mode=free_mode)
-    elif asks_to_end:
-        plan = confirmed_termination(api, body)
-    if plan is None:
+    if asks and not confirmed(api.submit({**body, "dry_run": True})):
         return FAILED
-    if free_mode and body["dry_run"]:
-        document = plan_clear(api, body).expected
-    else:
-        document = act(api, plan, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else _print_new())
+    requested = confirmed_termination(api, body) if asks_to_end else body
+    if requested is None:
+        return FAILED
+    document = act(api, requested, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else _print_new())
     print_result(document, action_tables(document), as_json=as_json)
     # The table of a user with rights to its own processes lacks the processes of others.
     if not as_json and not is_quiet() and (rights := read_rights(api)).get("rights") == "own":

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from gpumem_exporter.actions.declarations import DEVICE_ACTIONS, OUTSIDE_ACTIONS
+from gpumem_exporter.actions.declarations import DEVICE_ACTIONS
 from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import act
 from gpumem_exporter.cli.fleet.options import FleetOptions, fleet_options, overview_options, selection_options
@@ -30,8 +30,6 @@ Examples:
   gpumem-exporter fleet info --prometheus http://prometheus:9090
   gpumem-exporter fleet clear --prometheus http://prometheus:9090 \\
     --query 'gpumem_torch_idle_cache_bytes > 8e9' --dry-run
-  gpumem-exporter fleet clear --group --deadline 60 \\
-    --query 'gpumem_reporter_up{workload="llm-pretrain"}'
   gpumem-exporter fleet gc --query 'sum by (instance, pid) (gpumem_torch_fragmented_bytes) > 4e9'
 
 \b
@@ -40,10 +38,10 @@ The labels of a series:
   pid, workload, rank, gpu, uuid    select processes there; labels narrow each other
 
 \b
-The command acts only on processes that the query selects, and on at most --max-processes. --group adds
-the other ranks of their workload, and first prints which. The command compares each exporter's answer
-with the request. Exporters on other machines require a token. The command sends the token with actions
-to the addresses in the series, if they use https or with --insecure.
+The command acts only on processes that the query selects, and on at most --max-processes. A clear of one
+rank at the end of a step is a clear of all ranks of its job on that node. The command compares each
+exporter's answer with the request. Exporters on other machines require a token. The command sends the
+token with actions to the addresses in the series, if they use https or with --insecure.
 
 \b
 Exit codes: 0 all done; 1 an exporter is down or refuses, or a process exited; 2 wrong usage or query.
@@ -121,17 +119,16 @@ def top(options: FleetOptions, interval_seconds: float, query: str, **values: An
 def _add_action(command: ActionCommand) -> None:
     devices = " If a series names a device, only on that device." if command.action in DEVICE_ACTIONS else ""
     argument = " 0.5" if command.name == "fraction" else ""
-    ranks = "" if command.action in OUTSIDE_ACTIONS else " With --group, on every rank of their workload."
     query, reason = _QUERIES[command.name]
     acts = f"Acts as `{command.name}` on each process that the query selects."
 
     @fleet.command(
         command.name,
-        help=f"{command.summary}\n\n{acts}{ranks}{devices}",
+        help=f"{command.summary}\n\n{acts}{devices}",
         epilog=_ACTION_EXAMPLES.format(name=f"{command.name}{argument}", query=query, reason=reason),
     )
     @(yes_to_terminate if command.action == "terminate" else option_group())
-    @action_options(command.action)
+    @action_options(command.action, without=("group",))
     @selection_options
     @fleet_options
     def run(options: FleetOptions, query: str, max_processes: int, **values: Any) -> int:

@@ -18,7 +18,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import human_bytes, human_seconds
 from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.clear import Plan, act
+from gpumem_exporter.cli.clear import act
 from gpumem_exporter.cli.completion import JOBS, PROFILE_IDS, SELECTORS
 from gpumem_exporter.cli.options import (
     action_options,
@@ -129,7 +129,7 @@ def take(api: ExporterApi, pids: Sequence[str], **values: Any) -> int:
         document = expected
     else:
         note(_cost(body["duration_seconds"], len(processes)))
-        document = act(api, Plan(body))
+        document = act(api, body)
     taken = dict.fromkeys(result["profile"] for result in document["results"] if result.get("profile"))
     for profile_id in taken:
         file.write(api, f"{_PATH}/{profile_id}", one=len(taken) == 1)
@@ -138,7 +138,7 @@ def take(api: ExporterApi, pids: Sequence[str], **values: Any) -> int:
         note(f"kept as {ids}; a page with a flame graph: gpumem-exporter profile show ID -o profile.html")
     for reason in reasons(document["results"]):
         print(reason, file=sys.stderr)
-    if body["dry_run"]:
+    if body["dry_run"] or not document["results"]:
         print(document["sentence"])
     complete = bool(document["results"]) and all(is_done(result["outcome"]) for result in document["results"])
     return 0 if complete and (taken or body["dry_run"]) else FAILED

@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gpumem_client.wire.units import UNKNOWN
 from gpumem_exporter.actions.declarations import (
-    DEFAULT_DEADLINE_SECONDS,
     DEVICE_ACTIONS,
     OUTSIDE_ACTIONS,
-    longest_seconds,
+    ActionRequest,
+    Target,
 )
 from gpumem_exporter.actions.model import is_done
-from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
+from gpumem_exporter.actions.timing import acts_on_jobs
 from gpumem_exporter.cli.fleet.options import FleetOptions
-from gpumem_exporter.cli.fleet.prometheus import Prometheus, print_warnings
+from gpumem_exporter.cli.fleet.prometheus import print_warnings
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet, failed_row, result_rows
 from gpumem_exporter.cli.fleet.selection import (
     Exporter,
     Failure,
     Selector,
     TargetProcess,
-    exporters_of,
     select,
     selectors_of,
 )
+from gpumem_exporter.cli.interrupt import Interrupts
 from gpumem_exporter.cli.options import action_request
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import result_order, result_tables
 from gpumem_exporter.cli.render.columns import natural
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_result
 from gpumem_exporter.cli.termination import confirmed, must_ask
-from gpumem_exporter.cli.usage import note
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
+from gpumem_exporter.errors import ActionRefusedError
 from gpumem_exporter.view.sentences import sentence, subject
 
 if TYPE_CHECKING:
@@ -53,8 +50,8 @@ ExporterRow = tuple[Exporter, dict[str, Any]]
 def act(action: str, query: str, max_processes: int, values: dict[str, Any], options: FleetOptions) -> int:
     """Request an action of all processes that the query selects, print the results, and return the exit code.
 
-    Nothing is requested if the query selects too many processes, if a rank of a group cannot take part, or if the
-    answer to the question before a termination is no.
+    Nothing is requested if the query selects too many processes, or if the answer to the question before a termination
+    is no. Ctrl-C cancels what has not started.
     """
     on_terminal = sys.stdout.isatty() and not options.as_json
     yes = bool(values.pop("yes", False))
@@ -64,11 +61,10 @@ def act(action: str, query: str, max_processes: int, values: dict[str, Any], opt
     found = prometheus.query(query)
     selectors = selectors_of(found.series, options.instance_url)
     run = _Run(body, max_processes, options, asks)
-    as_group = selectors and body.get("group")
     quiet = asks or not on_terminal
     with contextlib.nullcontext() if quiet else open_console().status("Waiting for the processes"):
-        results = run.as_group(selectors, prometheus) if as_group else run.on_each(selectors)
-    document = fleet_document(body, *results, query=query, warnings=found.warnings)
+        rows = run.on_each(selectors)
+    document = fleet_document(body, rows, query=query, warnings=found.warnings)
     if not options.as_json:
         print_warnings(found.warnings)
     print_result(document, fleet_tables(document), as_json=options.as_json)
@@ -78,8 +74,6 @@ def act(action: str, query: str, max_processes: int, values: dict[str, Any], opt
 def fleet_document(
     body: Mapping[str, Any],
     rows: Sequence[Row],
-    at_step: int | None = None,
-    cancel_reason: str = "",
     *,
     query: str = "",
     warnings: Sequence[str] = (),
@@ -87,8 +81,7 @@ def fleet_document(
     """Return the JSON document of an action.
 
     A row is a result of the API with the `instance` and `url` of its exporter. `pid` is None if the query selected a
-    process by other labels and no process matched. `at_step` is the step of a group, and `cancel_reason` says why the
-    group was canceled.
+    process by other labels and no process matched.
     """
     sums = {
         name: sum_of_known([row.get(name) for row in rows]) if rows else None
@@ -97,11 +90,9 @@ def fleet_document(
     document = {
         "action": body["action"],
         "query": query,
-        "mode": body.get("mode", "now"),
+        "mode": body.get("mode", "auto"),
         "dry_run": body["dry_run"],
         "state": "done" if all(map(_is_done, rows)) else "failed",
-        "at_step": at_step,
-        "called_off": cancel_reason,
         "results": list(rows),
         **sums,
         "settle_seconds": body.get("settle_seconds", 0.0),
@@ -112,18 +103,10 @@ def fleet_document(
 
 def fleet_tables(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     """Yield what an action prints, from top to bottom."""
-    rows, at_step = document["results"], document["at_step"]
-    if not rows:
+    if not document["results"]:
         yield plain("The query selects no process. There is nothing to do.")
         return
     yield from result_tables(document)
-    if document["called_off"] and document["state"] != "done":
-        yield plain(f"Canceled: {document['called_off']}.", "bold red")
-        acted = [f"rank {row.get('rank') or UNKNOWN} on {row['instance']}" for row in rows if _is_done(row)]
-        only = f"Only some ranks acted: {', '.join(dict.fromkeys(acted))}."
-        yield plain(only, "bold red") if acted else plain("No rank acted.")
-    elif at_step is not None:
-        yield plain(f"{'Would act' if document['dry_run'] else 'All acted'} after step {at_step}.")
     yield plain(document["sentence"], "bold")
 
 
@@ -137,17 +120,21 @@ class _Run:
     asks: bool = False
     """Whether to ask before processes are terminated."""
 
-    def on_each(self, selectors: Selectors) -> tuple[list[Row]]:
-        """Run the action in every selected process on its own, and return the rows."""
+    def on_each(self, selectors: Selectors) -> list[Row]:
+        """Run the action in every selected process, and return the rows."""
         with self.options.fleet(selectors) as fleet:
             processes, failed = self._select(fleet, selectors, unreported=self.body["action"] in OUTSIDE_ACTIONS)
             self._require_allowed_number(processes)
-            requests, refused = requests_for(self.body["action"], processes), list[ExporterRequest]()
+            of_jobs = acts_on_jobs(
+                ActionRequest(self.body["action"], Target(all=True), mode=self.body.get("mode", "auto"))
+            )
+            requests = requests_for(self.body["action"], processes, of_jobs=of_jobs)
+            refused = list[ExporterRequest]()
             if self.asks and requests:
                 requests, refused = self._confirmed(fleet, requests, failed)
-            fleet.submit(requests, self.body)
-            fleet.wait(requests, wait_seconds=_wait_seconds(self.body))
-        return (_rows((*requests, *refused), failed),)
+            with Interrupts() as interrupts:
+                fleet.run(requests, self.body, stopped=lambda: interrupts.requested)
+        return _rows((*requests, *refused), failed)
 
     def _confirmed(
         self, fleet: Fleet, requests: Sequence[ExporterRequest], failed: Sequence[ExporterRow]
@@ -155,8 +142,7 @@ class _Run:
         """Show what a dry run would do, and ask. Return the requests to send, and those that a dry run refuses."""
         body = {**self.body, "dry_run": True}
         tried = [replace(request) for request in requests]
-        fleet.submit(tried, body)
-        fleet.wait(tried, wait_seconds=_wait_seconds(body))
+        fleet.run(tried, body)
         if not confirmed(fleet_document(body, _rows(tried, failed)), fleet_tables):
             raise ActionRefusedError("the answer was not yes")
         done = [all(map(_is_done, result_rows(each))) for each in tried]
@@ -164,32 +150,6 @@ class _Run:
             [request for request, would in zip(requests, done, strict=True) if would],
             [each for each, would in zip(tried, done, strict=True) if not would],
         )
-
-    def as_group(self, selectors: Selectors, prometheus: Prometheus) -> tuple[list[Row], int | None, str]:
-        """Run the action in all ranks of the workload after the same step.
-
-        Returns the rows, the step, and why the group was canceled.
-        """
-        with self.options.fleet(selectors) as fleet:
-            processes, failed = self._select(fleet, selectors, unreported=False)
-        if not processes:
-            return _rows((), failed), None, ""
-        workload = _one_workload(processes)
-        # The query may select some of the ranks only, and a rank may have no series now.
-        with_ranks = exporters_of(prometheus.query(ranks_query(workload)).series, self.options.instance_url)
-        by_url = {exporter.url: exporter for exporter in (*with_ranks, *selectors)}
-        exporters = sorted(by_url.values(), key=lambda each: natural(each.instance))
-        with self.options.fleet(exporters, timeout_seconds=GROUP_TIMEOUT_SECONDS) as fleet:
-            requested_seconds = time.monotonic()
-            given = self.body["deadline_seconds"]
-            deadline_seconds = None if given == DEFAULT_DEADLINE_SECONDS else given
-            group = form_group(workload, fleet.processes(), requested_seconds, deadline_seconds=deadline_seconds)
-            self._require_allowed_number(group.processes)
-            if added := group.added(processes):
-                note(added)
-            body = {**self.body, "deadline_seconds": group.deadline_seconds}
-            requests, cancel_reason = group.act(fleet, body, wait_seconds=_wait_seconds(body))
-        return _rows(requests, ()), group.at_step, cancel_reason
 
     def _select(
         self, fleet: Fleet, selectors: Selectors, *, unreported: bool
@@ -214,10 +174,6 @@ class _Run:
             raise ActionRefusedError(f"the query selects {more}; nothing was requested")
 
 
-def _wait_seconds(body: Mapping[str, Any]) -> float:
-    return longest_seconds(body) + float(body.get("settle_seconds", 0.0))
-
-
 def _rows(requests: Sequence[ExporterRequest], failed: Sequence[ExporterRow]) -> list[Row]:
     """Return a row for each process and device, by exporter, job and rank."""
     rows = [*((request.exporter, row) for request in requests for row in result_rows(request)), *failed]
@@ -225,24 +181,27 @@ def _rows(requests: Sequence[ExporterRequest], failed: Sequence[ExporterRow]) ->
     return [row for _, row in rows]
 
 
-def requests_for(action: str, processes: Iterable[TargetProcess]) -> list[ExporterRequest]:
-    """Return one request for each process, or for each selected device if the action acts on devices."""
+def requests_for(action: str, processes: Iterable[TargetProcess], *, of_jobs: bool = False) -> list[ExporterRequest]:
+    """Return one request for each process, or for each selected device if the action acts on devices.
+
+    With `of_jobs`, the ranks of a workload on a node are one request, which may add their other ranks there: they act
+    after the same step.
+    """
     requests = []
+    ranks: dict[tuple[Exporter, str], list[TargetProcess]] = {}
     for process in processes:
+        if of_jobs and process.workload and process.rank:
+            ranks.setdefault((process.exporter, process.workload), []).append(process)
+            continue
         per_device = process.uuids is not None and action in DEVICE_ACTIONS
         targets = [{"uuid": uuid} for uuid in process.uuids or ()] if per_device else [{}]
         requests += [
             ExporterRequest(process.exporter, (process,), {**process.api_target, **target}) for target in targets
         ]
+    for (exporter, workload), known in ranks.items():
+        target = {"pid": [process.pid for process in known], "workload": workload}
+        requests.append(ExporterRequest(exporter, tuple(known), target, of_job=True))
     return requests
-
-
-def _one_workload(processes: Sequence[TargetProcess]) -> str:
-    workloads = sorted({process.workload or "" for process in processes})
-    if len(workloads) > 1 or not workloads[0]:
-        listed = ", ".join(workload or "(none)" for workload in workloads)
-        raise GroupIncompleteError(f"--group needs one workload; the query selects {listed}")
-    return workloads[0]
 
 
 def _is_done(row: Row) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import click
@@ -111,14 +111,14 @@ class FleetOptions:
         if (context := click.get_current_context(silent=True)) is not None:
             context.call_on_close(self.forwards.close)
 
-    def fleet(self, exporters: Iterable[Exporter], *, timeout_seconds: float = 5.0) -> Fleet:
+    def fleet(self, exporters: Iterable[Exporter]) -> Fleet:
         """Return the APIs of exporters."""
         exporters = list(exporters)
         if self.instance_url.startswith(SCHEME):
             self.forwards.open(exporter.url.removeprefix(SCHEME) for exporter in exporters)
-        return Fleet(exporters, partial(self.api, timeout_seconds=timeout_seconds), parallel=self.parallel)
+        return Fleet(exporters, self.api, parallel=self.parallel)
 
-    def api(self, url: str, timeout_seconds: float = 5.0) -> ExporterApi:
+    def api(self, url: str) -> ExporterApi:
         """Return the API of one exporter."""
         urls: tuple[str, ...] = (url,)
         advice = ""
@@ -132,7 +132,6 @@ class FleetOptions:
             token=action_token(self.token_file),
             token_for_reads=False,
             trust=self.trust(),
-            timeout_seconds=timeout_seconds,
             advice=advice,
         )
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterError, ExporterUntrustedError
 from gpumem_client.wire.http import shown_url
+from gpumem_exporter.actions.declarations import longest_seconds
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess
 
@@ -19,7 +20,7 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.5
 # An action has failed if its exporter misses this number of answers in a row.
 _MISSED_ANSWERS_MAX = 3
-_REFUSALS = (401, 403, 409, 422, 429)
+_REFUSALS = (401, 403, 404, 409, 422, 429)
 
 
 @dataclass(slots=True)
@@ -34,6 +35,8 @@ class ExporterRequest:
     failure: Failure | None = None
     missed_answers: int = 0
     """Answers that the exporter missed in a row."""
+    of_job: bool = False
+    """The exporter may add the other ranks of the workload on its node."""
 
     @property
     def pending(self) -> bool:
@@ -76,36 +79,38 @@ class Fleet:
         """Return the processes of each exporter, or why they are unknown."""
         return self.ask(_processes)
 
-    def submit(self, requests: Sequence[ExporterRequest], body: Mapping[str, Any]) -> None:
-        """Submit requests without waiting for their end."""
-        self._for_each(requests, lambda request, api: _submit(request, api, body))
-
-    def wait(
-        self, requests: Sequence[ExporterRequest], *, wait_seconds: float, observe: Callable[[], None] = lambda: None
+    def run(
+        self,
+        requests: Sequence[ExporterRequest],
+        body: Mapping[str, Any],
+        *,
+        wait_seconds: float | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Poll submitted requests until all have ended or the time is over.
+        """Submit requests, and poll them until all have ended or the time is over; by default their own time.
 
-        `observe` is called at the start and after each round.
+        Once `stopped` returns true, no further request is submitted, and the others are canceled where they have not
+        started.
         """
-        end = self._clock() + wait_seconds
-        pause = _FIRST_PAUSE_SECONDS
-        observe()
+        self._for_each(requests, lambda request, api: _submit(request, api, body, stopped))
+        if wait_seconds is None:
+            wait_seconds = max((_wait_seconds(request, body) for request in requests), default=0.0)
+        end, pause, canceled = self._clock() + wait_seconds, _FIRST_PAUSE_SECONDS, False
         while pending := [request for request in requests if request.pending]:
             left = end - self._clock()
             if left <= 0:
                 break
+            if stopped() and not canceled:
+                canceled = True
+                self._for_each(pending, _cancel)
+                continue
             self._sleep(min(left, pause))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             self._for_each(pending, _poll)
-            observe()
         for request in requests:
             if request.pending and not has_ended(request.action):
                 reason = f"action {request.action.get('id')} did not end within {wait_seconds:g} s"
                 request.failure = Failure("expired", reason)
-
-    def cancel(self, requests: Sequence[ExporterRequest]) -> None:
-        """Cancel requests where they have not started."""
-        self._for_each([request for request in requests if request.pending and request.action], _cancel)
 
     def _for_each(
         self, requests: Iterable[ExporterRequest], work: Callable[[ExporterRequest, ExporterApi], None]
@@ -140,7 +145,8 @@ def result_rows(request: ExporterRequest) -> Iterator[dict[str, Any]]:
     requested = {str(process.pid): process for process in request.processes}
     for result in request.action.get("results") or ():
         row = {**origin, **result}
-        if str(result["pid"]) not in requested or _contradicts(request.target, result):
+        added = request.of_job and result.get("rank")
+        if (str(result["pid"]) not in requested and not added) or _contradicts(request.target, result):
             row |= {"outcome": "failed", "reason": "the exporter acted on a process that was not requested"}
         yield row
     answered = {str(result["pid"]) for result in request.action.get("results") or ()}
@@ -175,12 +181,21 @@ def _processes(api: ExporterApi) -> list[Document] | Failure:
     return Failure("failed", f"the server at {shown_url(api.url)} is not a gpumem-exporter")
 
 
-def _submit(request: ExporterRequest, api: ExporterApi, body: Mapping[str, Any]) -> None:
+def _wait_seconds(request: ExporterRequest, body: Mapping[str, Any]) -> float:
+    deadline_seconds = request.action.get("deadline_seconds") or body.get("deadline_seconds")
+    return longest_seconds({**body, "deadline_seconds": deadline_seconds}) + float(body.get("settle_seconds", 0.0))
+
+
+def _submit(request: ExporterRequest, api: ExporterApi, body: Mapping[str, Any], stopped: Callable[[], bool]) -> None:
+    if stopped():
+        request.failure = Failure("refused", "canceled before it was requested")
+        return
     try:
         request.action = api.submit({**body, "target": request.target})
     except ExporterAnswerError as error:
+        # Of several processes, only one may have exited; the error names it.
         gone = Failure("gone", "no process matches; it may have exited")
-        request.failure = gone if error.status == 404 else _failure(error)
+        request.failure = gone if error.status == 404 and len(request.processes) == 1 else _failure(error)
     except ExporterUntrustedError as error:
         request.failure = Failure("refused", str(error))
     except ExporterError as error:
@@ -196,7 +211,8 @@ def _poll(request: ExporterRequest, api: ExporterApi) -> None:
     except ExporterError as error:
         request.missed_answers += 1
         if request.missed_answers >= _MISSED_ANSWERS_MAX:
-            request.failure = Failure("failed", f"requested, and the process may have acted, but {error}")
+            action_id = request.action["id"]
+            request.failure = Failure("failed", f"action {action_id}: the process may have acted, but {error}")
 
 
 def _cancel(request: ExporterRequest, api: ExporterApi) -> None:

@@ -123,7 +123,7 @@ def select(
         able = [(process, uuids) for process, uuids in matching if unreported or process["reporting"]]
         for process, uuids in able:
             key = str(process["pid"])
-            selected[key] = target_process(exporter, process, _union(selected.get(key), uuids))
+            selected[key] = _target_process(exporter, process, _union(selected.get(key), uuids))
         if not matching:
             unmatched.append((selector, Failure("gone", "no process matches; it may have exited")))
         elif not able:
@@ -131,8 +131,7 @@ def select(
     return list(selected.values()), unmatched
 
 
-def target_process(exporter: Exporter, process: Document, uuids: tuple[str, ...] | None = None) -> TargetProcess:
-    """Return a process of `/api/v1/processes` as a target."""
+def _target_process(exporter: Exporter, process: Document, uuids: tuple[str, ...] | None) -> TargetProcess:
     devices = [device for device in process["devices"] if uuids is None or device["uuid"] in uuids]
     gpus = tuple(device["gpu"] or "" for device in devices)
     return TargetProcess(exporter, process["pid"], process["workload"], process["rank"], gpus, uuids)

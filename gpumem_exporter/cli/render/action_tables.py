@@ -30,8 +30,6 @@ def action_tables(action: Document) -> Iterator[RenderableType]:
         )
     else:
         yield plain(sentence(action), "bold")
-    if action.get("when"):
-        yield plain(action["when"])
 
 
 def result_tables(action: Document) -> Iterator[RenderableType]:
@@ -42,6 +40,8 @@ def result_tables(action: Document) -> Iterator[RenderableType]:
     results, name = action["results"], action["action"]
     if results:
         columns: list[_Column] = [*_NAMES, *_SIZES.get((name, action["dry_run"]), (_TOOK,))]
+        if action["dry_run"] and any(result.get("mode") in ("step", "idle") for result in results):
+            columns.insert(len(_NAMES), _WHEN)
         if any("instance" in result for result in results):
             columns.insert(0, ("exporter", "left", lambda result: result["instance"]))
         rows = results
@@ -112,6 +112,8 @@ _NAMES: tuple[_Column, ...] = (
     ("gpu", "left", lambda result: result.get("gpu") or result.get("uuid") or UNKNOWN),
     ("outcome", "left", _outcome),
 )
+_MODES = {"now": "at once", "step": "end of step", "idle": "when idle"}
+_WHEN: _Column = ("when", "left", lambda result: _MODES.get(result.get("mode") or "", UNKNOWN))
 _TOOK: _Column = ("took", "right", lambda result: human_seconds(result.get("duration_seconds")))
 _STAYS_FREE: _Column = ("stays free", "right", _bytes("still_free"))
 _RESERVED: _Column = ("reserved", "right", _bytes("reserved_before"))

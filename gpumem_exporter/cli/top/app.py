@@ -23,7 +23,7 @@ from textual.widgets import Footer, Input, Static
 
 from gpumem_client.wire.errors import GpumemError
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.clear import Plan, act
+from gpumem_exporter.cli.clear import act
 from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.program import INTERRUPTED, one_line
 from gpumem_exporter.cli.render.action_tables import reasons
@@ -50,6 +50,7 @@ _KEYS = (
     ("-  ≥", "unknown; a lower bound. K, M and G are KiB, MiB and GiB"),
     ("█ ▒ ░ ·", "a device: used by a job, its idle cache, used by no job, free"),
 )
+_WHEN = {"step": "It clears at the end of a step. ", "idle": "It clears when it is idle. "}
 # If a reading takes longer than this, its values are no longer current.
 _LATE_SECONDS = 4.0
 # Without a new reading, the screen is drawn this often, because the values may no longer be current.
@@ -349,14 +350,12 @@ class Top(App[None]):
             return "A clear needs an exporter, and no exporter answers."
         if clear is None:
             return f"{name} has no idle cache that a clear frees for good."
-        ranks = "Its ranks clear together" if clear["group"] else "It clears"
-        timing = f" {ranks} at the end of a step." if clear["mode"] == "step" else ""
-        question = plain(f"Clear {name}? {clear['sentence']}{timing} y/n", "bold reverse")
+        timing = _WHEN.get(clear["mode"], "")
+        question = plain(f"Clear {name}? {clear['sentence']} {timing}y/n", "bold reverse")
         if not await self.push_screen_wait(Question(question, _QUESTION_SECONDS)):
             return ""
         self.note(f"Clearing {name} …")
-        body = {name: clear[name] for name in ("target", "mode", "group", "deadline_seconds")}
-        body |= {"action": "empty_cache", "reason": "requested in top"}
+        body = {"action": "empty_cache", "target": clear["target"], "reason": "requested in top"}
         loop = asyncio.get_running_loop()
 
         def say(text: str) -> None:
@@ -364,7 +363,7 @@ class Top(App[None]):
 
         def run() -> str:
             with self._open_api(url) as api:
-                action = act(api, Plan(body), say=say, stopped=stopped.is_set)
+                action = act(api, body, say=say, stopped=stopped.is_set)
             return one_line(" ".join(reasons(action["results"])) or sentence(action))
 
         try:

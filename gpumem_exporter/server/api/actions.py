@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
 from itertools import islice
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH
 from gpumem_exporter.actions.caller import Rights
 from gpumem_exporter.actions.declarations import (
     ACTIONS,
+    GROUP_IS_DEPRECATED,
     OPTIONS,
     ORPHANS,
     SELECTORS,
@@ -35,7 +37,6 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import (
     ActionForbiddenError,
     ActionNotAllowedError,
-    GroupIncompleteError,
     IdempotencyConflictError,
     TargetNotFoundError,
     TooManyActionsError,
@@ -47,6 +48,8 @@ from gpumem_exporter.server.http.turns import HeldRequests
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH, CALLER_PATH, Callers
 from gpumem_exporter.view import sentences
 from gpumem_exporter.view.jobs import job_of_process
+
+_log = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 60.0
 MAX_FIELDS = 64
@@ -164,6 +167,8 @@ class ActionBody(_body("_Options", OPTIONS, base=_Required)):  # type: ignore[mi
 
     def request(self) -> ActionRequest:
         """Return the request. Raises ProblemError (422) with each invalid field."""
+        if self.group:
+            _log.warning(GROUP_IS_DEPRECATED)
         values = self.model_dump(exclude={"target", "wait_seconds"})
         request = ActionRequest(target=Target(**self.target.model_dump()), **values)
         if invalid := invalid_fields(request):
@@ -171,13 +176,15 @@ class ActionBody(_body("_Options", OPTIONS, base=_Required)):  # type: ignore[mi
         return request
 
 
-class SuggestedDocument(TypedDict):
-    """The keys of a request that clears some processes of a dry run when it harms them least."""
+class PendingDocument(TypedDict):
+    """A process that has a command and no result yet."""
 
-    target: dict[str, str | int | bool | list[str | int]]
-    mode: str
-    group: bool
-    deadline_seconds: float
+    pid: int | str
+    workload: str
+    rank: str
+    job: str
+    mode: Annotated[str, Field(description="when it acts: now, step or idle")]
+    at_step: Annotated[int | None, Field(description="the step after which all ranks of its job act")]
 
 
 class _ActionValues(TypedDict):
@@ -189,9 +196,10 @@ class _ActionValues(TypedDict):
     ]
     created: Annotated[str, Field(description="RFC 3339")]
     target: dict[str, str | int | bool | list[str | int]]
-    mode: str
-    group: bool
-    at_step: int | None
+    mode: Annotated[str, Field(description="as requested; each result has the mode of its process")]
+    group: Annotated[bool, Field(description="whether the ranks of a job act together")]
+    at_step: Annotated[int | None, Field(description="their step, if there is one such job")]
+    deadline_seconds: Annotated[float, Field(description="the latest deadline of a process, from the request on")]
     dry_run: bool
     reason: str
     duration_seconds: float | None
@@ -212,7 +220,6 @@ class _ActionValues(TypedDict):
 
 _COMPUTED = ("created", "target", "waits_for", "subject", "sentence")
 _COPIED = tuple(name for name in _ActionValues.__annotations__ if name not in _COMPUTED)
-_SUGGESTED = tuple(SuggestedDocument.__annotations__)
 _RESULT = tuple(field.name for field in fields(ActionResult))
 
 
@@ -220,13 +227,7 @@ class ActionDocument(_ActionValues):
     """An action. Values that were not measured are null."""
 
     results: list[ActionResult]
-    suggested: Annotated[
-        NotRequired[list[SuggestedDocument]],
-        Field(description="for a dry run of empty_cache without mode: the requests that clear these processes"),
-    ]
-    when: Annotated[
-        NotRequired[str], Field(description="with `suggested`, which jobs clear at the end of a step, for people")
-    ]
+    pending: Annotated[list[PendingDocument], Field(description="the processes of a running action without a result")]
 
 
 class ListedActionDocument(_ActionValues):
@@ -241,21 +242,16 @@ class ActionsDocument(TypedDict):
     actions: list[ListedActionDocument]
 
 
-def action_document(action: Action, suggested: Sequence[ActionRequest] = ()) -> dict[str, Any]:
-    """Return an action as an `ActionDocument`, with the requests that the exporter suggests for its dry run."""
+def action_document(action: Action) -> dict[str, Any]:
+    """Return an action as an `ActionDocument`."""
     document = {
         **{name: getattr(action, name) for name in _COPIED},
         "created": iso_time(action.created_unix_seconds),
         "target": action.target.document(),
         "waits_for": [asdict(engine) for engine in action.waits_for],
         "results": [_result(result) for result in action.results],
+        "pending": [asdict(part) for part in action.pending],
     }
-    if suggested:
-        document["suggested"] = [
-            {**{name: getattr(each, name) for name in _SUGGESTED}, "target": each.target.document()}
-            for each in suggested
-        ]
-        document["when"] = sentences.when(document)
     document["subject"] = sentences.subject(document["results"])
     document["sentence"] = sentences.sentence(document)
     return document
@@ -264,7 +260,7 @@ def action_document(action: Action, suggested: Sequence[ActionRequest] = ()) -> 
 def listed_action_document(action: Action) -> dict[str, Any]:
     """Return an action as a `ListedActionDocument`."""
     document = action_document(action)
-    del document["results"]
+    del document["results"], document["pending"]
     return {**document, "outcomes": action.outcomes}
 
 
@@ -347,26 +343,16 @@ class ActionRoutes:
 
     async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
         """Request an action on the target processes and wait up to `wait_seconds` for its results."""
-        suggested: tuple[ActionRequest, ...] = ()
         if idempotency_key is not None:
             await self._audit.wait_until_restored()
         with refusals_as_problems():
-            action_request = body.request()
-            if body.dry_run and body.action == "empty_cache" and body.mode is None and not body.group:
-                suggestion = self._dispatcher.suggest_clears(
-                    action_request,
-                    requested_by=request.state.caller,
-                    free_deadline="deadline_seconds" not in body.model_fields_set,
-                )
-                action_request = replace(action_request, target=suggestion.target)
-                suggested = suggestion.requests
             action = self._dispatcher.submit(
-                action_request, requested_by=request.state.caller, idempotency_key=idempotency_key
+                body.request(), requested_by=request.state.caller, idempotency_key=idempotency_key
             )
         if not action.finished and body.wait_seconds > 0:
             await self._held_requests.hold(action.id, body.wait_seconds, request.receive)
             action = self._dispatcher.get(action.id) or action
-        reply = await self._recorded(action, suggested=suggested)
+        reply = await self._recorded(action)
         if not action.finished:
             reply.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
         return reply
@@ -399,28 +385,22 @@ class ActionRoutes:
         action = self._dispatcher.get(action_id)
         return action if action is not None and action.visible_to(request.state.caller) else None
 
-    async def _recorded(
-        self, action: Action | None, running_status: int = 202, suggested: Sequence[ActionRequest] = ()
-    ) -> Response:
+    async def _recorded(self, action: Action | None, running_status: int = 202) -> Response:
         """Return the action. If it has ended, wait until its end is stored."""
         if action is None:
             raise ProblemError(404, _UNKNOWN_ACTION)
         if action.finished:
             await self._audit.wait_until_stored(action)
         status = 200 if action.finished else running_status
-        if len(action.results) <= INLINE_RESULTS:
-            return json_response(_document(action, suggested), status)
-        # A document of many results is built in its turn, and once for all requests that wait: it may take MiB. A
-        # suggestion is only in the reply to its dry run.
-        if suggested:
-            body = await self._renderer.render(lambda: _document(action, suggested))
-        else:
-            body = await self._renderer.render_shared(("action", id(action)), lambda: _document(action, ()))
+        if len(action.results) + len(action.planned) <= INLINE_RESULTS:
+            return json_response(_document(action), status)
+        # A document of many results is built in its turn, and once for all requests that wait: it may take MiB.
+        body = await self._renderer.render_shared(("action", id(action)), lambda: _document(action))
         return json_response(body, status)
 
 
-def _document(action: Action, suggested: Sequence[ActionRequest]) -> bytes:
-    return encoded(action_document(action, suggested))
+def _document(action: Action) -> bytes:
+    return encoded(action_document(action))
 
 
 def _listing(actions: Iterable[Action]) -> bytes:
@@ -445,7 +425,7 @@ def refusals_as_problems() -> Iterator[None]:
         raise ProblemError(404, str(error)) from None
     except TooManyActionsError as error:
         raise ProblemError(429, str(error), {"Retry-After": retry_after(error.retry_seconds)}) from None
-    except (IdempotencyConflictError, GroupIncompleteError) as error:
+    except IdempotencyConflictError as error:
         raise ProblemError(409, str(error)) from None
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumem_exporter.actions.group import StepRate, first_common_step, seconds_until_step_ends
+from gpumem_exporter.actions.timing import StepRate, first_common_step, seconds_until_step_ends
 
 RATES = st.lists(
     st.builds(StepRate, st.integers(0, 10**9), st.floats(1e-4, 1e3), st.floats(0.0, 60.0)), min_size=1, max_size=8

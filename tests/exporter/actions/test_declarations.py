@@ -19,7 +19,9 @@ def request(**changes: Any) -> ActionRequest:
     [
         *({"action": action} for action in ACTIONS if action not in ("set_memory_fraction", "terminate")),
         *({"mode": mode} for mode in MODES),
-        {"group": True, "mode": "step", "at_step": 1},
+        {"mode": "step", "at_step": 1},
+        {"group": True},
+        {"action": "terminate", "mode": "auto", "force": True},
         {"action": "set_memory_fraction", "fraction": 1.0, "force": True},
         {"action": "terminate", "force": True},
         {"action": "terminate", "dry_run": True},
@@ -38,11 +40,11 @@ def test_a_valid_request_has_no_invalid_field(changes: dict[str, Any]) -> None:
     ("field", "message", "changes"),
     [
         ("action", f"'explode' is invalid: expected {', '.join(ACTIONS)}", {"action": "explode"}),
-        ("mode", "'soon' is invalid: expected now, step, idle", {"mode": "soon"}),
+        ("mode", "'soon' is invalid: expected auto, now, step, idle", {"mode": "soon"}),
         ("mode", "'step' is invalid: expected now", {"action": "terminate", "mode": "step", "force": True}),
         ("mode", "'now' is invalid: expected step", {"group": True, "mode": "now"}),
-        ("at_step", "5 is invalid: expected no value without group", {"at_step": 5}),
-        ("at_step", "0 is invalid: expected an integer from 1", {"group": True, "mode": "step", "at_step": 0}),
+        ("at_step", "5 is invalid: expected no value without mode step", {"at_step": 5}),
+        ("at_step", "0 is invalid: expected an integer from 1", {"mode": "step", "at_step": 0}),
         ("fraction", "is missing: expected a number over 0 and at most 1", {"action": "set_memory_fraction"}),
         ("fraction", "0.5 is invalid: expected no value", {"fraction": 0.5}),
         ("grace_seconds", "5.0 is invalid: expected no value, because only terminate", {"grace_seconds": 5.0}),
@@ -57,6 +59,7 @@ def test_a_valid_request_has_no_invalid_field(changes: dict[str, Any]) -> None:
         ("deadline_seconds", "nan is invalid", {"deadline_seconds": float("nan")}),
         ("reason", "at most 1000 characters", {"reason": "x" * 1001}),
         ("target", "expected gpu, uuid, pid, workload, rank, user, orphans: true or all: true", {"target": Target()}),
+        ("target.all", "no value beside pid", {"target": Target(all=True, pid=4711)}),
         ("target.gpu", "'' is invalid: expected 1 to 128 characters", {"target": Target(gpu="")}),
         ("target.workload", "expected 0 to 128 characters", {"target": Target(workload="x" * 257)}),
         ("target.pid", "'0' is invalid: expected an integer from 1", {"target": Target(pid=(7, 0))}),
@@ -80,8 +83,15 @@ def test_a_target_is_at_most_16_kib() -> None:
     assert not invalid_fields(request(target=Target(workload=names[:100])))
 
 
-def test_a_group_acts_at_a_step_and_everything_else_at_once_unless_a_mode_is_requested() -> None:
-    assert [request(**given).mode for given in ({}, {"group": True}, {"mode": "idle"})] == ["now", "step", "idle"]
+def test_the_exporter_chooses_mode_and_deadline_unless_the_request_has_them() -> None:
+    for given, mode in (
+        ({}, "auto"),
+        ({"group": True}, "step"),
+        ({"mode": "idle"}, "idle"),
+        ({"action": "terminate"}, "now"),
+    ):
+        assert request(**given).mode == mode
+    assert [request(**given).free_deadline for given in ({}, {"deadline_seconds": 30.0})] == [True, False]
 
 
 def test_a_target_is_the_same_whether_a_value_or_a_list_of_numbers_or_texts_was_given() -> None:

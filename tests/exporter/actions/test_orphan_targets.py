@@ -55,6 +55,15 @@ def test_a_process_that_is_not_an_orphan_is_not_found() -> None:
         selected(Target(orphans=True, pid=2))
 
 
+def test_a_target_without_names_may_match_nothing_and_a_name_may_not() -> None:
+    idle = dataclasses.replace(snapshot({}), processes=())
+    for target in (Target(all=True), Target(gpu=1)):
+        assert select(ActionRequest("empty_cache", target), Caller.policy("rule"), idle).reporting == ()
+    for target in (Target(gpu=9), Target(workload="chat"), Target(pid=1), Target(orphans=True, user="bob")):
+        with pytest.raises(TargetNotFoundError):
+            select(ActionRequest("empty_cache", target), Caller.policy("rule"), idle)
+
+
 def test_a_later_process_with_the_pid_of_an_orphan_is_none() -> None:
     shown = snapshot(ORPHANS)
     assert shown.node is not None

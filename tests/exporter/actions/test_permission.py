@@ -14,7 +14,6 @@ from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.errors import (
     ActionForbiddenError,
     ActionRefusedError,
-    GroupIncompleteError,
 )
 from tests.support.builders import MIB, UUIDS, device, node, sample
 from tests.support.dispatching import Bench, Ranks
@@ -91,8 +90,6 @@ def test_a_rank_of_another_user_does_not_join_a_group() -> None:
     action = ranks.ask_group()
     assert len(ranks.dispatcher.under_way()) == 2
     assert action.state == "queued"
-    with pytest.raises(GroupIncompleteError, match=r"uid 0 \(pid 1, 2\), uid 1002 \(pid 3\)"):
-        ranks.ask_group(target=Target(workload="train"))
     eve = ranks.ask_group(target=Target(workload="train"), caller=EVE)
     assert {part for part in ranks.dispatcher.under_way() if part.owner_uid == 1002}
     assert eve.id != action.id

@@ -24,9 +24,12 @@ def stop_after(clears: int = 3, freed_under: float = 64 << 20, **changes: Any) -
     return {"clears": clears, "freed_under": freed_under, "still_free_after": 0.0, **changes}
 
 
+STEPS: dict[str, Any] = {"step": 5, "step_seconds": 1.0}
+
+
 def rule(name: str = "r", *when: Condition, group: bool = False, **changes: Any) -> Rule:
     """Return a rule as a YAML file has it; by default, it clears where there is slack; `stop_after` None is never."""
-    do = {"action": "empty_cache", "mode": "step" if group else "now", "group": group}
+    do = {"action": "empty_cache", "mode": "auto" if group else "now"}
     do |= {key: changes.pop(key) for key in ("action", "force") if key in changes}
     bounds = {each.field: {"over": each.over, "under": each.under} for each in when or (SLACK,)}
     known = {name: {key: bound for key, bound in both.items() if not isinf(bound)} for name, both in bounds.items()}
@@ -103,7 +106,8 @@ def test_a_rule_requests_its_action_on_the_process_that_meets_its_conditions() -
     bench = Bench(rule("r", SLACK, Condition("device_free_ratio", under=0.05), workloads=("train",)))
     assert bench.hoarding(workload="eval").counts == {}
     (decision,) = bench.hoarding().decisions
-    assert decision.request == ActionRequest("empty_cache", Target(pid=1), reason=decision.request.reason)
+    reason = decision.request.reason
+    assert decision.request == ActionRequest("empty_cache", Target(pid=1), mode="now", reason=reason)
     assert re.search(
         r"slack_bytes\b.*\b200\.0 MiB\b.*\b100\.0 MiB\b.*device_free_ratio\b.*\b1 %.*\b5 %", decision.request.reason
     )
@@ -253,26 +257,34 @@ def test_a_process_on_two_devices_gets_one_action_of_the_first_rule_that_is_no_d
 def test_a_made_up_rank_of_another_user_neither_acts_on_a_group_nor_delays_its_rule() -> None:
     bench = Bench(rule(group=True, cooldown=600.0))
     bench.now += 1
-    mine, rank = (process(pid, at=bench.now, workload="train", owner_uid=1001) for pid in (1, 2))
-    other = process(3, at=bench.now, workload="train", owner_uid=1002)
-    assert not bench.hoarding(0.0, workload="").decisions, "a process without a workload is in no group"
-    quiet = process(1, sample(), at=bench.now, workload="train", owner_uid=1001)
+    mine, rank = (
+        process(pid, at=bench.now, workload="train", rank=str(pid), owner_uid=1001, **STEPS) for pid in (1, 2)
+    )
+    other = process(3, at=bench.now, workload="train", rank="1", owner_uid=1002, **STEPS)
+    quiet = process(1, sample(), at=bench.now, workload="train", rank="1", owner_uid=1001)
     (decision,) = bench.evaluate(quiet, other).decisions
-    assert decision.request.target == Target(pid=3, workload="train")  # of its own user only
+    assert decision.request.target == Target(pid=3)
     bench.under_way = {other.key}
     (decision,) = bench.evaluate(mine, rank, other).decisions
-    assert decision.request.target == Target(pid=1, workload="train")
+    assert decision.request.target == Target(pid=1)
+
+
+def test_processes_with_one_name_that_wait_for_no_other_are_several_subjects_of_a_rule() -> None:
+    bench = Bench(rule(group=True, cooldown=600.0))
+    bench.now += 1
+    several = [process(pid, at=bench.now, workload="train") for pid in (1, 2)]
+    assert [decision.request.target.pid for decision in bench.evaluate(*several).decisions] == [("1",), ("2",)]
 
 
 def test_a_group_gets_one_action_and_none_while_a_rank_is_busy() -> None:
     bench = Bench(rule(group=True))
     bench.now += 1
-    ranks = [process(pid, at=bench.now, workload="train", rank=str(pid)) for pid in (1, 2)]
+    ranks = [process(pid, at=bench.now, workload="train", rank=str(pid), **STEPS) for pid in (1, 2)]
     bench.under_way = {ranks[1].key}
     assert only(bench.evaluate(*ranks), "busy")
     bench.under_way = set()
     (decision,) = bench.evaluate(*ranks).decisions
-    assert (decision.request.target, decision.request.group) == (Target(pid=1, workload="train"), True)
+    assert (decision.request.target, decision.request.mode) == (Target(pid=1), "auto")
     assert only(bench.evaluate(*ranks), "cooling")
 
 

@@ -74,7 +74,7 @@ rules:
 def test_a_minimal_rule_is_a_dry_run_with_default_limits(tmp_path: Path) -> None:
     (rule,) = read(tmp_path, MINIMAL)
     assert rule.dry_run is True
-    assert (rule.request.mode, rule.request.group) == ("now", False)
+    assert rule.request.mode == "auto"
     assert (rule.for_seconds, rule.cooldown, rule.max_per_hour) == (0.0, 300.0, 12)
     assert (rule.trigger, rule.stop_after) == ("conditions", StopAfter())
     assert rule.request.settle_seconds == 10.0
@@ -104,7 +104,6 @@ def test_the_documented_rules_are_dry_runs_and_clear_only_what_stays_free(tmp_pa
         "stop_after",
         "still_free_after",
         "dry_run",
-        "group",
         "deadline",
     ):
         assert f"{key}:" in example

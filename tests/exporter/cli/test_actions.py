@@ -37,7 +37,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         def find_addresses(self) -> None:
             """Nothing is to be found."""
 
-        def submit(self, body: dict[str, Any], **_: object) -> dict[str, Any]:
+        def submit(self, body: dict[str, Any]) -> dict[str, Any]:
             bodies.append(body)
             return {**action(_result()), "settle_seconds": 0.0}
 
@@ -61,19 +61,28 @@ def test_the_request_has_the_target(requested: list[dict[str, Any]], words: str,
 
 
 def test_the_request_has_every_option(requested: list[dict[str, Any]]) -> None:
-    words = "--all --group --gc --deadline 5 --reason room --json"
+    words = "--all --mode step --gc --deadline 5 --reason room --json"
     assert main(["clear", "--dry-run", *words.split()]) == 0
     assert main(["clear", "--settle", "3", *words.split()]) == 0
     assert main(["terminate", "--pid", "7", "--yes", "--json"]) == 0
-    options = {"action": "empty_cache", "target": {"all": True}, "mode": "step", "group": True, "force": False}
+    options = {"action": "empty_cache", "target": {"all": True}, "mode": "step", "force": False}
     options |= {"collect_garbage": True, "deadline_seconds": 5.0, "reason": "room"}
-    terminate = {"action": "terminate", "target": {"pid": 7}, "force": False, "deadline_seconds": 30.0}
-    terminate |= {"grace_seconds": 30.0}
+    terminate = {"action": "terminate", "target": {"pid": 7}, "force": False, "grace_seconds": 30.0}
     assert requested == [
         {**options, "dry_run": True},
         {**options, "dry_run": False, "settle_seconds": 3.0},
         {**terminate, "dry_run": False, "reason": ""},
     ]
+
+
+def test_a_group_is_mode_step_with_a_warning(
+    requested: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["clear", "--all", "--group", "--json"]) == 0
+    assert requested[0]["mode"] == "step"
+    assert "--group is deprecated" in capsys.readouterr().err
+    assert main(["clear", "--all", "--json"]) == 0
+    assert not requested[1].keys() & {"mode", "group", "deadline_seconds"}, "the exporter's choice"
 
 
 @pytest.mark.parametrize(
@@ -86,6 +95,7 @@ def test_the_request_has_every_option(requested: list[dict[str, Any]]) -> None:
         (action(_result(), state="running"), False, 0),
         (action(_result(outcome="gone"), state="running"), False, 1),
         (action(state="failed"), True, 1),
+        (action(), True, 0),
         (action(_result(), state="cancelled"), True, 1),
     ],
 )
@@ -116,7 +126,11 @@ def test_the_output_of_each_action() -> None:
         still_free_bytes=1023 << 30,
     )
     cases = {
-        "clear": action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, rank="1"), when="At once."),
+        "clear": action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, rank="1")),
+        "clear at a step": action(
+            _result(mode="step", at_step=9), _result(pid=4712, mode="now"), deadline_seconds=30.0
+        ),
+        "clear, nothing": action(),
         "clear, settled": action(settled, {**settled, **unnamed, "pid": 4713}, settle_seconds=10.0),
         "clear, widest": action(widest, state="failed"),
         "clear, refused": action(refused, {**refused, "gpu": "1"}, _result(pid=4712), state="failed"),

@@ -1,121 +1,138 @@
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from gpumem_client.wire.errors import ExporterAnswerError
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli import clear
-from gpumem_exporter.cli.clear import Plan, act, confirmed, plan_clear
+from gpumem_exporter.cli.clear import act, confirmed
 from tests.support.fleet_builders import action, row
 
 GIB = 1 << 30
-BODY = {"action": "empty_cache", "target": {"all": True}, "mode": "now", "group": False, "deadline_seconds": 30.0}
-NOW = {"target": {"pid": [1, 2]}, "mode": "now", "group": False, "deadline_seconds": 30.0}
-GROUP = {"target": {"pid": [3, 4]}, "mode": "step", "group": True, "deadline_seconds": 45.0}
-EXPECTED = [
-    row(pid, "would_clear", workload=workload, freed_bytes=10 * GIB, still_free_bytes=GIB)
-    for pid, workload in ((1, "notebook"), (2, ""), (3, "llm"), (4, "llm"))
-]
+BODY = {"action": "empty_cache", "target": {"all": True}}
+PENDING = [{"pid": 3, "workload": "llm", "rank": "0", "job": "llm", "mode": "step", "at_step": 7}]
+EXPECTED = action(
+    *(
+        row(pid, "would_clear", workload=name, freed_bytes=10 * GIB, still_free_bytes=GIB, mode=mode)
+        for pid, name, mode in ((1, "notebook", "now"), (2, "", "now"), (3, "llm", "step"), (4, "llm", "step"))
+    ),
+    dry_run=True,
+    deadline_seconds=45.0,
+)
+SILENT = ExporterUnreachableError("silent-x")
 
 
 class Api:
-    """An exporter whose dry run suggests two parts. Its actions end after `readings` readings."""
+    """An exporter whose action ends after some readings, each of which may do something else first."""
 
-    def __init__(self, readings: int = 0) -> None:
+    def __init__(self, *readings: Any) -> None:
+        self.readings = list(readings)
         self.requests: list[Mapping[str, Any]] = []
-        self.readings = readings
-        self.refuses_groups = False
         self.canceled: list[str] = []
+        self.on_submit = lambda: None
 
-    def submit(self, request: Mapping[str, Any], **_: float) -> Any:
+    def submit(self, request: Mapping[str, Any]) -> Any:
         self.requests.append(request)
-        if request.get("dry_run"):
-            return action(*EXPECTED, dry_run=True, suggested=[NOW, GROUP])
-        if request.get("group") and self.refuses_groups:
-            raise ExporterAnswerError(409, "rank 1 makes no steps")
-        return self.action(str(len(self.requests)))
+        self.on_submit()
+        return self._running()
 
     def action(self, action_id: str) -> Any:
-        self.readings -= 1
-        done = row(1, freed_bytes=GIB, still_free_bytes=None)
-        common = {"id": action_id, "settle_seconds": 0.0, "freed_bytes": GIB, "mode": self.requests[-1].get("mode")}
-        return {**action(state="running"), **common} if self.readings >= 0 else {**action(done), **common}
+        reading = self.readings.pop(0) if self.readings else None
+        if isinstance(reading, Exception):
+            raise reading
+        if reading is not None:
+            reading()
+            return self._running()
+        return {**action(row(1, freed_bytes=GIB, still_free_bytes=None), id=action_id), "settle_seconds": 0.0}
 
     def cancel(self, action_id: str) -> Any:
         self.canceled.append(action_id)
-        self.readings = 0
-        return self.action(action_id)
+        self.readings.clear()
+        return action(row(1, "refused", reason="cancelled"), state="cancelled", id=action_id)
+
+    def _running(self) -> Any:
+        return action(state="running", pending=PENDING, deadline_seconds=45.0)
 
 
-@pytest.fixture
-def api(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(clear, "_POLL_SECONDS", 0.001)
-    return Api()
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize(
-    ("answer", "free_mode", "modes"),
-    [
-        ("n", True, None),
-        ("y", True, ["now", "step"]),
-        ("now", True, ["now"]),
-        ("y", False, ["now"]),
-        ("now", False, None),
-    ],
-)
-def test_the_answer_chooses_the_modes(
-    api: Any, answer: str, free_mode: bool, modes: list[str] | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def waits() -> None:
+    """Let an action run on."""
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clear, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(clear, "_LONGEST_PAUSE_SECONDS", 0.001)
+
+
+@pytest.mark.parametrize(("given", "agreed"), [("n", False), ("", False), ("y", True), ("now", False)])
+def test_the_question_says_what_stays_free_and_when_the_jobs_clear(
+    given: str, agreed: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def answered(prompt: str) -> str:
         print(prompt)
-        return answer
+        return given
 
     monkeypatch.setattr("builtins.input", answered)
-    chosen = confirmed(api, BODY, free_mode=free_mode)
-    assert (None if chosen is None else [request["mode"] for request in chosen.requests]) == modes
+    assert confirmed(EXPECTED) is agreed
     text = " ".join(capsys.readouterr().out.split())
     assert "Clear 4 processes? Stays free 4.0 GiB; 36.0 GiB more would be reserved again." in text
-    assert "llm (2 ranks)" in text
-    assert ("[y/N/now]" in text, "[y/N]" in text) == (free_mode, not free_mode)
+    assert "At the end of a step, within 45 s: llm (2 ranks). At once: 2 processes. [y/N]" in text
     assert clear.can_ask() is False
 
 
-def test_a_dry_run_leaves_mode_and_default_deadline_to_the_exporter(api: Any) -> None:
-    plan_clear(api, BODY)
-    plan_clear(api, {**BODY, "deadline_seconds": 7.0})
-    assert ["mode" in request for request in api.requests] == [False, False]
-    assert [request.get("deadline_seconds") for request in api.requests] == [None, 7.0]
+def test_nothing_to_clear_is_no_question() -> None:
+    assert confirmed(action(dry_run=True)) is True
 
 
-def test_a_part_that_is_refused_does_not_hide_the_results_of_the_others(api: Any) -> None:
-    api.refuses_groups = True
-    document = act(api, plan_clear(api, BODY))
-    assert [(each["pid"], each["outcome"]) for each in document["results"]] == [
-        *((1, "done"), (3, "refused"), (4, "refused")),
-    ]
-    assert (document["state"], document["freed_bytes"]) == ("failed", GIB)
-
-
-def test_the_only_request_that_is_refused_is_an_error(api: Any) -> None:
-    api.refuses_groups = True
-    with pytest.raises(ExporterAnswerError):
-        act(api, Plan({**BODY, "mode": "step", "group": True}))
-
-
-def test_an_action_is_read_until_it_ends_or_the_wait_does(api: Any) -> None:
-    api.readings = 3
+def test_an_action_is_read_until_it_ends_or_the_wait_does() -> None:
     said: list[str] = []
-    assert act(api, Plan({**BODY, "mode": "step"}), say=said.append)["state"] == "done"
-    assert len(said) == 3
-    assert "at most 30 s" in said[0]
-    api.readings = 1000
-    assert act(api, Plan(BODY), wait_seconds=0.01)["state"] == "running"
-    assert act(api, Plan(BODY), wait_seconds=0)["state"] == "running"
+    api = Api(waits, waits)
+    assert act(api, BODY, say=said.append)["state"] == "done"  # type: ignore[arg-type]
+    assert api.requests == [BODY]
+    assert set(said) == {"Waiting for the end of a step of llm rank 0, at most 45 s."}
+    for seconds in (0.01, 0):
+        document = act(Api(*[waits] * 10_000), BODY, wait_seconds=seconds)  # type: ignore[arg-type]
+        assert document["state"] == "running"
 
 
-def test_a_stop_cancels_what_has_not_started(api: Any) -> None:
-    api.readings = 1000
-    assert act(api, plan_clear(api, BODY), stopped=lambda: True)["state"] == "done"
-    assert api.canceled == ["2", "3"]
+def test_a_stop_cancels_what_has_not_started() -> None:
+    api = Api(*[waits] * 1000)
+    assert act(api, BODY, stopped=lambda: True)["state"] == "cancelled"  # type: ignore[arg-type]
+    assert api.canceled == ["a1"]
+
+
+@pytest.mark.parametrize("at", ["request", "reading", "wait"])
+def test_ctrl_c_cancels_at_any_moment(at: str) -> None:
+    api = Api(*([interrupt] if at == "reading" else []), *[waits] * 1000)
+    if at == "request":
+        api.on_submit = interrupt
+    moments = iter([interrupt] if at == "wait" else [])
+    assert act(api, BODY, say=lambda _: next(moments, waits)())["state"] == "cancelled"  # type: ignore[arg-type]
+    assert api.canceled == ["a1"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_ends_the_command_and_prints_the_id(capsys: pytest.CaptureFixture[str]) -> None:
+    def twice() -> None:
+        interrupt()
+        interrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        act(Api(twice), BODY)  # type: ignore[arg-type]
+    assert "a1" in capsys.readouterr().err
+
+
+def test_an_exporter_that_restarts_does_not_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert act(Api(SILENT, SILENT, waits), BODY)["state"] == "done"  # type: ignore[arg-type]
+    monkeypatch.setattr(clear, "_LOST_SECONDS", 0.0)
+    for error in (SILENT, ExporterAnswerError(404, "unknown")):
+        with pytest.raises(type(error), match="a1"):
+            act(Api(error, error), BODY)  # type: ignore[arg-type]

@@ -34,8 +34,7 @@ def run(exporter: ScriptedExporter, wait_seconds: float = 30.0) -> ExporterReque
     clock = Clock()
     request = new_request()
     fleet = fleet_of({A: exporter}, clock)
-    fleet.submit([request], BODY)
-    fleet.wait([request], wait_seconds=wait_seconds)
+    fleet.run([request], BODY, wait_seconds=wait_seconds)
     assert clock.now <= wait_seconds
     return request
 
@@ -59,6 +58,36 @@ def test_only_actions_on_devices_are_requested_by_device(
 ) -> None:
     requests = requests_for(name, [TargetProcess(A, 1, "train", "0", ("0", "1"), uuids)])
     assert [one.target.get("uuid") for one in requests] == requested
+
+
+def test_the_ranks_of_a_job_on_a_node_are_one_request_which_may_add_ranks() -> None:
+    ranks = [TargetProcess(A, pid, "train", str(pid), ("0",)) for pid in (1, 2)]
+    others = [TargetProcess(B, 3, "train", "3"), TargetProcess(A, 4, "notebook", ""), TargetProcess(A, 5, None, None)]
+    requests = requests_for("empty_cache", [*ranks, *others], of_jobs=True)
+    assert [(each.exporter, each.target) for each in requests] == [
+        (A, {"pid": 4, "workload": "notebook", "rank": ""}),
+        (A, {"pid": 5}),
+        (A, {"pid": [1, 2], "workload": "train"}),
+        (B, {"pid": [3], "workload": "train"}),
+    ]
+    request = requests[2]
+    request.action = action(row(1), row(2, rank="1"), row(7, rank="2"), row(8, workload="another"), row(9, rank=""))
+    assert [(pid, outcome) for pid, outcome, _ in results(request)] == [
+        *((pid, "done") for pid in (1, 2, 7)),
+        *((pid, "failed") for pid in (8, 9)),
+    ]
+
+
+def test_ctrl_c_cancels_what_was_requested_and_requests_no_more() -> None:
+    interrupted: list[bool] = []
+    canceled = action(row(1, "refused", reason="cancelled"), state="cancelled")
+    exporter = ScriptedExporter(
+        submits=[action(state="queued")], cancels=[canceled], on_submit=lambda: interrupted.append(True)
+    )
+    requests = [new_request(pid) for pid in (1, 2)]
+    fleet_of({A: exporter}, Clock()).run(requests, BODY, stopped=lambda: bool(interrupted))
+    assert [kind for kind, _ in exporter.requests] == ["submit", "cancel"]
+    assert [outcome for request in requests for _, outcome, _ in results(request)] == ["refused", "refused"]
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -168,5 +197,5 @@ def test_one_exporter_is_used_by_one_thread_at_a_time() -> None:
         busy.release()
 
     exporter = ScriptedExporter(submits=[action(row())], on_submit=on_submit)
-    fleet_of({A: exporter}, Clock(), parallel=8).submit([new_request(pid) for pid in range(1, 40)], BODY)
+    fleet_of({A: exporter}, Clock(), parallel=8).run([new_request(pid) for pid in range(1, 40)], BODY)
     assert overlaps == [False] * 39

@@ -8,13 +8,14 @@ from tests.support.live_documents import full_node
 from tests.support.top_screen import TopScreen, until
 
 
-async def test_a_clear_uses_the_proposed_mode_and_group_after_a_yes() -> None:
+async def test_a_clear_of_the_whole_job_follows_a_yes() -> None:
     world = TopScreen()
     async with world.on_screen(120) as pilot:
         await pilot.press("c")
         await until(lambda: "? " in world.text and "y/n" in world.text, "the question")
         question = " ".join(world.text.split("\n")[-2:])
         assert "Clear llm-pretrain (alice)? Stays free 27.4 GiB; 27.4 GiB more would be reserved again" in question
+        assert "at the end of a step" in question
         assert world.requests == []
         await pilot.press("n")
         await until(lambda: "y/n" not in world.text, "the end of the question")
@@ -26,11 +27,8 @@ async def test_a_clear_uses_the_proposed_mode_and_group_after_a_yes() -> None:
         (request,) = world.requests
         assert request == {
             "target": {"pid": [50100, 50101, 50102, 50103]},
-            "mode": "step",
-            "group": True,
             "action": "empty_cache",
             "reason": "requested in top",
-            "deadline_seconds": 65.0,
         }
 
 
@@ -41,7 +39,7 @@ async def test_a_clear_from_a_finding_is_of_the_job_that_has_the_idle_cache() ->
         await until(lambda: "Clear notebook? Stays free 3.2 GiB" in world.text, "the question")
         await pilot.press("y")
         await until(lambda: world.requests, "the request")
-        assert (world.requests[0]["target"], world.requests[0]["mode"]) == ({"pid": 50723}, "now")
+        assert world.requests[0]["target"] == {"pid": 50723}
 
 
 async def test_a_clear_that_waits_is_canceled_with_c_on_the_screen_of_the_job() -> None:

@@ -20,7 +20,7 @@ def test_a_request_with_every_field_is_read_unchanged() -> None:
     target = {"gpu": 7, "uuid": "MIG-1", "pid": 4711, "workload": ["a", "b"], "rank": [0, "1"], "user": 1001}
     values: dict[str, Any] = {
         "action": "empty_cache",
-        "group": True,
+        "mode": "step",
         "at_step": 120,
         "collect_garbage": True,
         "deadline_seconds": 5,
@@ -30,7 +30,7 @@ def test_a_request_with_every_field_is_read_unchanged() -> None:
     read = ActionBody.model_validate_json(body(**values, target=target, wait_seconds=0))
     assert read.wait_seconds == 0
     selected = Target(gpu="7", uuid="MIG-1", pid=4711, workload=("a", "b"), rank=("0", "1"), user="1001")
-    assert read.request() == ActionRequest(**values, target=selected, mode="step")
+    assert read.request() == ActionRequest(**values, target=selected)
 
 
 @pytest.mark.parametrize(

@@ -233,9 +233,9 @@ class NoAudit:
 async def test_requests_for_one_action_that_wait_build_its_document_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
 
-    def counted(action: Action, *suggested: Any) -> dict[str, Any]:
+    def counted(action: Action) -> dict[str, Any]:
         built.append(action.id)
-        return action_document(action, *suggested)
+        return action_document(action)
 
     monkeypatch.setattr(module, "action_document", counted)
     result = ActionResult(1, "llm", "0", "0", "GPU-1", "done")

@@ -11,13 +11,14 @@ from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import (
     DeviceReading,
+    JobKey,
     ProcessFacts,
     ProcessKey,
     ReportingProcess,
     SilentReporter,
     Snapshot,
 )
-from gpumem_exporter.view.jobs import Job, job_id, jobs_of
+from gpumem_exporter.view.jobs import Job, job_id, job_of_process, jobs_of
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 ALICE, BOB = 1001, 1002
@@ -51,12 +52,21 @@ def test_a_job_is_the_processes_of_one_workload_and_one_owner() -> None:
 
 
 def test_a_job_keeps_its_id_and_the_id_does_not_show_the_owner() -> None:
-    assert job_id("a/b c", (ALICE, HERE)) == job_id("a/b c", (ALICE, HERE))
-    assert job_id("a/b c", (ALICE, HERE)) != job_id("a/b c", (BOB, HERE))
-    assert job_id("a/b c", (ALICE, HERE)) != job_id("a/b-c", (ALICE, HERE))
-    named = job_id("a/b c?#&%ü" * 99, (ALICE, HERE))
+    known = JobKey("a/b c", "", ALICE, HERE)
+    assert job_id(known) == job_id(JobKey("a/b c", "", ALICE, HERE))
+    others = [known._replace(owner_uid=BOB), known._replace(workload="a/b-c"), known._replace(slurm_job_id="4711")]
+    assert len({job_id(each) for each in (known, *others)}) == 4
+    named = job_id(known._replace(workload="a/b c?#&%ü" * 99))
     assert quote(named) == named
     assert len(named) < 100
+
+
+def test_tasks_of_an_array_with_one_name_are_several_jobs_also_when_they_are_silent() -> None:
+    tasks = [of(pid, slurm_job_id=str(pid)) for pid in (103, 104)]
+    silent = SilentReporter(ProcessKey(1, 105, ALICE, HERE), 105, 1000, "train", "1", 1.0, 1.0, "104")
+    jobs = jobs_of(snapshot(*tasks, listed={105: 1 * MIB}, silent=(silent,)))
+    assert sorted(ids(jobs)) == [[103], [104, 105]]
+    assert {job_of_process(task) for task in tasks} == {job.id for job in jobs}
 
 
 def test_a_silent_rank_belongs_to_its_job_and_makes_the_sums_incomplete() -> None:

@@ -11,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
-from gpumem_exporter.actions.declarations import ActionRequest, Target
-from gpumem_exporter.actions.group import whole_group
-from gpumem_exporter.actions.selection import select
 from gpumem_exporter.core.ledger import CATEGORIES
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
@@ -52,29 +49,19 @@ def test_a_clear_says_what_stays_free_and_what_the_next_step_reserves_again() ->
         "sentence": "Stays free 3.0 GiB; 18.0 GiB more would be reserved again.",
         "target": {"pid": [1, 2]},
         "mode": "now",
-        "group": False,
-        "deadline_seconds": 30.0,
     }
 
 
-def test_a_clear_of_a_job_that_trains_is_at_a_step_and_in_a_group() -> None:
-    training = {"step": 5, "step_seconds": 0.5}
-    (job, *_) = document(of(1, GIB, GIB, **training), of(2, None, GIB, **training))["jobs"]
-    assert (job["clear"]["mode"], job["clear"]["group"], job["clear"]["at_least"]) == ("step", True, True)
-    (alone, *_) = document(of(1, GIB, GIB, **training))["jobs"]
-    assert (alone["clear"]["mode"], alone["clear"]["group"], alone["clear"]["target"]) == ("step", False, {"pid": 1})
-
-
-@pytest.mark.parametrize("step_seconds", [0.5, 40.0, 600.0])
-def test_a_clear_is_accepted_as_it_is_however_long_the_steps_are(step_seconds: float) -> None:
-    training = {"step": 5, "step_seconds": step_seconds, "workload": "llm", "actions": ("empty_cache",)}
-    ranks = [of(pid, GIB, GIB, **training) for pid in (1, 2)]
+@pytest.mark.parametrize("step_seconds", [0.5, 600.0])
+def test_a_clear_of_a_job_that_trains_is_at_a_step(step_seconds: float) -> None:
+    training = {"step": 5, "step_seconds": step_seconds, "world_size": 2}
+    ranks = [of(rank, idle, GIB, rank=str(rank), **training) for rank, idle in ((0, GIB), (1, None))]
     (job, *_) = document(*ranks)["jobs"]
-    timing = {name: job["clear"][name] for name in ("mode", "group", "deadline_seconds")}
-    request = ActionRequest("empty_cache", Target(**job["clear"]["target"]), **timing)
-    operator = Caller(CallerKind.POLICY, Rights.ALL)
-    selection = select(request, operator, Snapshot(100.0, None, tuple(ranks)))
-    assert len(whole_group(selection, request, operator, 100.0).reporting) == 2
+    assert (job["clear"]["mode"], job["clear"]["at_least"]) == ("step", True)
+    (alone, *_) = document(of(1, GIB, GIB, **{**training, "world_size": 1}))["jobs"]
+    assert (alone["clear"]["mode"], alone["clear"]["target"]) == ("step", {"pid": 1})
+    (half, *_) = document(of(1, GIB, GIB, rank="0", **training))["jobs"]
+    assert half["clear"]["mode"] == "idle", "the other rank is not here"
 
 
 def test_a_job_of_which_nothing_stays_free_has_no_clear() -> None:

@@ -5,12 +5,10 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
-from gpumem_exporter.view.sentences import sentence, subject, when
+from gpumem_exporter.view.sentences import sentence, subject
 from tests.support.fleet_builders import action, row
 
 GIB = 1 << 30
-NOW = {"target": {"pid": [1, 2]}, "mode": "now", "group": False, "deadline_seconds": 30.0}
-GROUP = {"target": {"pid": [3, 4]}, "mode": "step", "group": True, "deadline_seconds": 45.0}
 
 
 def size(gib: float | None) -> int | None:
@@ -26,26 +24,20 @@ RANKS = [result(3, 10, 1, "llm", "0"), result(4, 10, 1.2, "llm", "1")]
 OTHERS = [result(1, 4, 4, "notebook"), result(2, 1, 1)]
 
 
-def expected(*results: dict[str, Any], suggested: list[dict[str, Any]]) -> dict[str, Any]:
-    return action(*results, dry_run=True, suggested=suggested)
-
-
 @pytest.mark.parametrize(
-    ("results", "suggested", "text"),
+    ("results", "text"),
     [
-        (RANKS, [GROUP], "Stays free 2.2 GiB; 17.8 GiB more would be reserved again in the next step."),
-        (OTHERS, [NOW], "Stays free 5.0 GiB."),
-        ([result(1, 4, 1), *RANKS], [NOW, GROUP], "Stays free 3.2 GiB; 20.8 GiB more would be reserved again."),
-        ([result(1, 4, 4), result(2, 1, None)], [NOW], "Stays free at least 4.0 GiB."),
-        ([result(1, None, None)], [NOW], "It is not known how much memory a clear would free."),
-        ([result(1, 0, 0)], [NOW], "A clear would free nothing."),
-        ([result(1, 4, 4), row(2, "refused")], [NOW], "Stays free 4.0 GiB. 1 of 2 processes would act."),
+        (RANKS, "Stays free 2.2 GiB; 17.8 GiB more would be reserved again in the next step."),
+        (OTHERS, "Stays free 5.0 GiB."),
+        ([result(1, 4, 1), *RANKS], "Stays free 3.2 GiB; 20.8 GiB more would be reserved again."),
+        ([result(1, 4, 4), result(2, 1, None)], "Stays free at least 4.0 GiB."),
+        ([result(1, None, None)], "It is not known how much memory a clear would free."),
+        ([result(1, 0, 0)], "A clear would free nothing."),
+        ([result(1, 4, 4), row(2, "refused")], "Stays free 4.0 GiB. 1 of 2 processes would act."),
     ],
 )
-def test_a_dry_run_of_a_clear_says_what_stays_free(
-    results: list[dict[str, Any]], suggested: list[dict[str, Any]], text: str
-) -> None:
-    assert sentence(expected(*results, suggested=suggested)) == text
+def test_a_dry_run_of_a_clear_says_what_stays_free(results: list[dict[str, Any]], text: str) -> None:
+    assert sentence(action(*results, dry_run=True)) == text
 
 
 @pytest.mark.parametrize(
@@ -83,10 +75,19 @@ def test_no_dry_run_reads_as_done(name: str) -> None:
     assert "ould" not in sentence(action(row(1, job="llm"), action=name))
 
 
-def test_a_suggestion_says_when_jobs_clear() -> None:
-    assert when(expected(*OTHERS, suggested=[NOW])) == ""
-    text = when(expected(*OTHERS, *RANKS, suggested=[NOW, GROUP]))
-    assert text == "At the end of a step, within 45 s: llm (2 ranks). At once: 2 processes."
+def test_a_dry_run_says_when_jobs_clear_unless_all_do_at_once() -> None:
+    now, at_step = ([{**each, "mode": mode} for each in some] for mode, some in (("now", OTHERS), ("step", RANKS)))
+    spread = [row(5, "would_clear", workload="big", mode="idle", reason="rank 1 of 2 does not report here")]
+    assert sentence(action(*now, dry_run=True, deadline_seconds=45.0)) == "Stays free 5.0 GiB."
+    text = sentence(action(*now, *at_step, *spread, dry_run=True, deadline_seconds=45.0))
+    assert text.endswith(
+        " At the end of a step, within 45 s: llm (2 ranks). When idle, within 45 s: big rank 0, because rank 1 of 2 "
+        "does not report here. At once: 2 processes."
+    )
+
+
+def test_an_action_without_a_match_says_that_there_is_nothing_to_do() -> None:
+    assert "nothing to do" in sentence(action())
 
 
 @pytest.mark.parametrize(
@@ -108,9 +109,12 @@ def test_results_are_named_by_their_job(results: list[dict[str, Any]], name: str
 
 def test_a_running_action_says_what_it_waits_for() -> None:
     engine = {"pid": 9, "title": "VLLM::EngineCore", "gpu": "0", "uuid": "GPU-0", "until_unix_seconds": 3600.0}
-    for changes, named in (
-        ({"mode": "step"}, "step"),
-        ({"mode": "idle"}, "idle"),
-        ({"mode": "step", "waits_for": [engine]}, "VLLM::EngineCore"),
+    ranks = [{"pid": pid, "workload": "llm", "rank": str(pid), "job": "llm", "at_step": 9} for pid in (0, 1)]
+    for changes, text in (
+        ({"mode": "step"}, "Waiting for the end of a step of llm (2 ranks), at most 30 s."),
+        ({"mode": "idle"}, "Waiting for llm (2 ranks) to be idle, at most 30 s."),
+        ({"mode": "now"}, "Waiting for llm (2 ranks)."),
     ):
-        assert named in sentence(action(state="running", **changes))
+        pending = [{**rank, **changes} for rank in ranks]
+        assert sentence(action(state="running", pending=pending, deadline_seconds=30.0)) == text
+    assert "VLLM::EngineCore" in sentence(action(state="running", waits_for=[engine]))

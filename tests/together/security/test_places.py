@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import pytest
 
-from gpumem_client.wire.protocol import CommandResult
+from gpumem_client.wire.protocol import MODES, CommandResult
 from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, Cgroup, LocalUser, needs_cgroups
 from tests.support.other_user import needs_root
 from tests.support.shared_node import ADA, CONTAINER, EVE, KINDS, SharedNode, act
@@ -154,19 +154,15 @@ def test_invented_processes_take_no_place_of_true_ones() -> None:
 
 def test_a_claimed_rank_neither_joins_nor_blocks_a_group(node: SharedNode) -> None:
     ada, root, inside = node.user(ADA), node.user(0), node.user(ADA, **node.container())
-    shared: dict[str, Any] = {"workload": "llm", "step": 50, "step_seconds": 0.1, "sequence": 2}
+    shared: dict[str, Any] = {"workload": "llm", "step": 50, "step_seconds": 0.1, "sequence": 2, "modes": MODES}
     assert node.report(ada, rank="0", **shared).status == 200
     assert node.report(inside, rank="1", **shared).status == 200
-    group: dict[str, Any] = {"group": True, "mode": "step", "deadline_seconds": 60}
+    group: dict[str, Any] = {"mode": "step", "deadline_seconds": 60}
     for caller, target in ((ada, {"workload": "llm"}), (root, {"pid": ada.pid}), (inside, {"workload": "llm"})):
         reply = act(caller, node.url, target=target, **group)
         assert reply.status == 200, reply
         assert {result["pid"] for result in reply.document["results"]} == {inside.pid if caller is inside else ada.pid}
-    ambiguous = act(root, node.url, target={"workload": "llm"}, **group)
-    assert ambiguous.status == 409
-    for named in (f"pid {ada.pid}", f"pid {inside.pid}", f"uid {ADA}"):
-        assert named in ambiguous.detail
-    both = act(root, node.url, target={"pid": [ada.pid, inside.pid]}, **group)
+    both = act(root, node.url, target={"workload": "llm"}, **group)
     assert {result["pid"] for result in both.document["results"]} == {ada.pid, inside.pid}
 
 

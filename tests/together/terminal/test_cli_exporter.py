@@ -105,15 +105,15 @@ def test_a_clear_of_all_on_a_terminal_asks_and_lets_training_jobs_end_their_step
     command = [sys.executable, "-m", "gpumem_exporter", "clear", "--all", "--settle", "0"]
     terminal = TerminalProgram(command, known, columns=300, lines=200)
     try:
-        terminal.until_shows("end of a step", "demo-llm-pretrain (4 ranks)", "[y/N/now]")
+        terminal.until_shows("end of a step", "demo-llm-pretrain (4 ranks)", "[y/N]")
         terminal.type("y\n")
         assert terminal.wait() in (0, 1)
     finally:
         terminal.close()
     with ExporterApi((node.url,), token=_TOKEN) as api:
-        actions = [each for each in api.get("/api/v1/actions")["actions"] if not each["dry_run"]]
-        results = [row for action in actions for row in api.get(f"/api/v1/actions/{action['id']}")["results"]]
-    kinds = {(action["mode"], action["group"]) for action in actions}
+        (action,) = [each for each in api.get("/api/v1/actions")["actions"] if not each["dry_run"]]
+        results = api.get(f"/api/v1/actions/{action['id']}")["results"]
+    kinds = {(result["mode"], result["at_step"] is not None) for result in results}
     assert kinds == {("now", False), ("step", False), ("step", True)}
     acted = [(result["pid"], result["gpu"]) for result in results]
     assert len(acted) == len(set(acted))

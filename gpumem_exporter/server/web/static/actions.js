@@ -1,5 +1,5 @@
 // A clear, and an engine's sleep and wake: a dry run, the confirmation, the results.
-// Target, mode, group and deadline are the exporter's choice; they go to the exporter as they came.
+// The exporter chooses when each process acts.
 
 import { ACTIONS, request } from "./api.js";
 import { explain, isRunning, openDialog, runAction, show, staysOpen } from "./dialog.js";
@@ -54,8 +54,7 @@ function open(name, choice) {
 }
 
 function bodyOf(more) {
-  const { action, target, mode, group, deadline_seconds } = chosen;
-  return { action, target, mode, group, deadline_seconds, ...more };
+  return { action: chosen.action, target: chosen.target, ...more };
 }
 
 async function preview() {
@@ -64,7 +63,8 @@ async function preview() {
   try {
     const { document: action } = await request(ACTIONS, { method: "POST", body: bodyOf({ dry_run: true }) });
     if (!isShown()) return;
-    show({ status: safe(action.sentence), when: when(action), results: resultsTable(action), confirm: chosen.verb, then: run });
+    chosen.waits = action.results.some(({ mode }) => mode === "step" || mode === "idle");
+    show({ status: safe(action.sentence), when: chosen.when ?? "The job continues.", results: resultsTable(action), confirm: chosen.verb, then: run });
     $("dialog-confirm").focus();
     if (happened.refusal) happened.refresh(true); // the token that was accepted also shows events
   } catch (error) {
@@ -72,20 +72,12 @@ async function preview() {
   }
 }
 
-/** Say when the processes clear, and what the job notices. */
-function when({ results }) {
-  if (chosen.when !== undefined) return chosen.when;
-  if (chosen.mode !== "step") return "The job continues. It clears at once.";
-  if (chosen.group) return `The job continues. Its ${new Set(results.map(({ pid }) => pid)).size} ranks clear after the same step, so that none waits for another.`;
-  return "The job continues. It clears at the end of its next step.";
-}
-
 async function run() {
   const isShown = staysOpen();
   show({ status: chosen.doing, cancel: "Close" });
   $("dialog-title").focus();
   try {
-    const wait = chosen.mode === "step" ? 0 : WAIT_SECONDS;
+    const wait = chosen.waits ? 0 : WAIT_SECONDS;
     const action = await runAction(bodyOf({ wait_seconds: wait, settle_seconds: chosen.settles ? SETTLE_SECONDS : 0 }), showProgress, (action) => isRunning(action) || action.settling);
     happened.refresh(true);
     if (action === null) return;
