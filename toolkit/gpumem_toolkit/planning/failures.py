@@ -17,7 +17,7 @@ from gpumem_toolkit.planning.worker import place
 
 _PROFILE = "plan from measured steps instead: --profile on a machine with a GPU"
 _SPARSE = "SparseTensorImpl"  # in the error of every access to the memory of a sparse tensor
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 _DEVICE = re.compile(r"\bcuda\b|nvidia driver", re.IGNORECASE)
 # Code that runs only on a device, by the start of its module's name.
@@ -38,7 +38,7 @@ def explain(error: Exception, *, factory: bool = False) -> str:
         name, depth = met
         return f"uses {name}, which needs a device: {text} at {place(frames[:depth])}; {_PROFILE}"
     where = place(frames)
-    if isinstance(error, _NEEDS_VALUES):
+    if isinstance(error, NEEDS_VALUES):
         return f"reads a value, which tensors without values do not have: {error.func} at {where}; {_PROFILE}"
     if _SPARSE in str(error):
         return f"has sparse gradients, whose size depends on values: plan with sparse=False (larger), or {_PROFILE}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,10 +19,11 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.planning.failures import explain
+from gpumem_toolkit.planning.failures import NEEDS_VALUES, explain
 from gpumem_toolkit.planning.job import Job
 
 _FEW_VALUES = 4096
+_NO_ASSERTIONS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
 
@@ -43,6 +45,8 @@ def without_values() -> Iterator[None]:
     # `nn.init.trunc_normal_` samples until all values are in its range. It reads values, and in memory that is not
     # initialized it never ends. It is skipped, as PyTorch does for meta tensors.
     sample = nn.init._no_grad_trunc_normal_
+    # The assertions of transformers read values, such as the number of image tokens.
+    asserting = os.environ.get(_NO_ASSERTIONS)
 
     def assign(parameter: Tensor, converted: Tensor) -> None:
         if isinstance(parameter, FakeTensor):
@@ -52,9 +56,13 @@ def without_values() -> Iterator[None]:
 
     torch.utils.swap_tensors = assign
     nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
+    os.environ[_NO_ASSERTIONS] = "1"
     try:
         yield
     finally:
+        os.environ.pop(_NO_ASSERTIONS)
+        if asserting is not None:
+            os.environ[_NO_ASSERTIONS] = asserting
         torch.utils.swap_tensors = swap
         nn.init._no_grad_trunc_normal_ = sample
 
@@ -92,8 +100,8 @@ def _built(job: Job, mode: FakeTensorMode) -> Any:
     try:
         with mode:
             return job.make_model()
-    except DataDependentOutputException:
-        # The factory reads values, for example with `.tolist()`: build the model in memory, then replace its tensors.
+    except NEEDS_VALUES:
+        # The factory reads values, for example with `.tolist()` or `torch.unique`: build the model in memory, then replace its tensors.
         with _Uninitialized():
             model = job.make_model()
         if isinstance(model, nn.Module):

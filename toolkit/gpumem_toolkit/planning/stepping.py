@@ -34,11 +34,14 @@ def _make_optimizer(job: Job, model: nn.Module) -> tuple[Any, bool]:
             made = _MAKERS[job.optimizer](parameters, **options)
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"optimizer {job.optimizer}: {error}") from error
+    counts_on_device = any(group.get("fused") or group.get("capturable") for group in made.param_groups)
     for group in made.param_groups:
+        if "capturable" in group:
+            group["capturable"] = False  # refused on the CPU; apart from the step counts it changes only scalars
         # CUDA parameters get the foreach implementation by default; CPU parameters, which these are, do not.
         if group.get("foreach", False) is None and not group.get("fused") and type(made) is not torch.optim.Adafactor:
             group["foreach"] = True
-    return made, any(group.get("fused") or group.get("capturable") for group in made.param_groups)
+    return made, counts_on_device
 
 
 class _Described(torch.optim.Optimizer):
