@@ -85,7 +85,7 @@ def test_a_leak_is_reported_once_with_its_rate_and_the_steps_left() -> None:
     detector = _detector(reported)
     for value in islice(allocated(SHAPES["every step the same"], 0, percent=1.0), 400):
         detector.add(0, 100 * MIB)
-        detector.add(1, value, lambda: 1 << 30)
+        detector.add(1, value, lambda: (1 << 30, 8 << 30))
     (leak,) = reported
     assert leak.device == 1
     assert leak.bytes_per_step == pytest.approx(8 * (1 << 30) / 100 / 1000, rel=0.01)
@@ -105,6 +105,48 @@ def test_freed_memory_ends_a_leak_and_the_next_leak_is_reported() -> None:
             detector.add(0, 900 * MIB)
         assert detector.leaks == ()
     assert len(reported) == 2
+
+
+def test_a_leak_that_fills_the_device_in_two_hundred_steps_is_reported_before_a_third_of_it() -> None:
+    for percent, found in ((0.5, True), (2.0, True), (0.4, False)):
+        reported: list[Leak] = []
+        detector = _detector(reported)
+        for step in range(60):
+            used = int((1 + step * percent / 100 * 8) * (1 << 30))
+            detector.add(0, used, lambda used=used: ((8 << 30) - used, 8 << 30))  # type: ignore[misc]
+        assert bool(reported) is found, percent
+
+
+def test_a_rise_that_slows_down_or_jumps_once_is_no_fast_leak() -> None:
+    slowing = [int((8 << 30) * 0.6 * (1 - 0.95**step)) for step in range(90)]
+    jumping = [step * MIB + (step > 45) * (6 << 30) for step in range(90)]
+    for values in (slowing, jumping):
+        reported: list[Leak] = []
+        detector = _detector(reported)
+        for value in values:
+            detector.add(0, value, lambda: (1 << 30, 8 << 30))
+        assert reported == []
+
+
+def test_growth_is_not_reported_while_no_kind_of_tensor_grows_in_number() -> None:
+    reported: list[Leak] = []
+    detector = LeakDetector(reported.append)  # there is no CUDA, so no tensor is found
+    for step in range(1000):
+        detector.add(0, (1000 + step) * MIB)
+    assert reported == []
+    assert detector.leaks == ()
+
+
+def test_a_leak_that_has_stopped_is_withdrawn_within_the_window_in_which_it_was_found() -> None:
+    for per_step, window in ((MIB, 112), (100 * MIB, 30)):
+        detector = _detector([])
+        for step in range(180):
+            detector.add(0, step * per_step, lambda: (1 << 30, 8 << 30))
+        (leak,) = detector.leaks
+        assert leak.steps == window
+        for _step in range(window * 5 // 4):
+            detector.add(0, 180 * per_step, lambda: (1 << 30, 8 << 30))
+        assert detector.leaks == ()
 
 
 @pytest.mark.parametrize("name", ["a sawtooth of 16 steps and 64 MiB", "garbage collected at irregular times"])

@@ -26,7 +26,7 @@ def run(kind, seed):
     detector = toolkit.leak_detector(on_leak=reported.append)
     at = 0
     for at in range(220):
-        rows = rng.randrange(64, 640)
+        rows = min(64 + 16 * at, 2000) if kind == "longer batches" else rng.randrange(64, 640)
         output = model(torch.empty(rows, 256, device="cuda"))
         loss = output.sum()
         loss.backward()
@@ -58,6 +58,25 @@ def run(kind, seed):
 """
 
 
+FAST = """
+import gpumem_client as client
+import gpumem_toolkit as toolkit
+reported, kept = [], []
+detector = toolkit.leak_detector(on_leak=reported.append)
+while not reported and len(kept) < 78:  # of 80 that fit
+    kept.append(torch.empty(100 << 20, dtype=torch.uint8, device="cuda"))
+    client.step()
+detector.stop()
+result = {"step": len(kept), "leak": str(reported[0]) if reported else ""}
+"""
+
+
+def test_a_leak_that_fills_the_device_in_80_steps_is_named_before(start_torch: StartTorch) -> None:
+    reported = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(FAST)
+    assert "kept" in reported["leak"]
+    assert reported["step"] < 65
+
+
 def test_leaks_are_found_within_200_steps_and_their_holder_is_named(start_torch: StartTorch) -> None:
     process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
     process.exec(LOOP)
@@ -67,7 +86,8 @@ def test_leaks_are_found_within_200_steps_and_their_holder_is_named(start_torch:
         "many shapes": r"\blist\b.*\b1\d\d\b.*\bhistory\b",
         "a graph": r"\btotal\b",
     }
-    assert process.exec("result = run('none', 1)")["leak"] == ""
+    for kind in ("none", "longer batches"):
+        assert process.exec("result = run(given, 1)", given=kind)["leak"] == "", kind
     for kind, holder in holders.items():
         reported = process.exec("result = run(given, 3)", given=kind)
         assert reported["step"] < 200, kind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import weakref
 from collections import defaultdict
@@ -19,6 +18,7 @@ from gpumem_toolkit.leaks.suspects import SuspectSearch
 from gpumem_toolkit.leaks.trend import Growing, Trend
 
 _log = GuestLog(logging.getLogger("gpumem_toolkit"), None)
+_Memory = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +32,16 @@ class Leak(ShownAsText):
     leaked_bytes: int
     """Growth in that window."""
     suspects: tuple[str, ...] = ()
-    """Kinds of tensors that grew in number, and what refers to them; the likeliest cause first."""
+    """Kinds of tensors that grew in number, and what refers to them; the likeliest cause first. Empty without
+    `name_suspects`."""
     steps_left: int | None = None
     """Steps until the device is full at this rate."""
-    hidden_objects: int = 0
-    """Objects that `gc.freeze()` hides from the search for suspects."""
 
     def __str__(self) -> str:
         rate, leaked = human_bytes(round(self.bytes_per_step)), human_bytes(self.leaked_bytes)
         left = f"; the device is full in {self.steps_left} steps" if self.steps_left is not None else ""
-        hidden = f" (gc.freeze() hides {self.hidden_objects:,} objects)" if self.hidden_objects else ""
-        suspects = self.suspects or (f"no kind of tensor that Python objects hold grew in number{hidden}",)
         first = f"memory leak: cuda:{self.device} grows by {rate} per step ({leaked} in {self.steps} steps){left}"
-        return "\n  ".join((first, *suspects))
+        return "\n  ".join((first, *self.suspects))
 
 
 @dataclass(slots=True)
@@ -96,26 +93,27 @@ class LeakDetector:
         self._examine()
         return self.leaks
 
-    def add(self, device: int, allocated_bytes: int, free_bytes: Callable[[], int | None] = lambda: None) -> None:
-        """Add the allocated bytes of a device after a step."""
+    def add(self, device: int, allocated_bytes: int, memory: Callable[[], _Memory] = lambda: (None, None)) -> None:
+        """Add the allocated bytes of a device after a step. `memory` returns its free and total bytes."""
         state = self._devices[device]
-        slope = state.trend.add(allocated_bytes)
+        slope = state.trend.add(allocated_bytes, lambda: memory()[1])
         if state.growing is None:
             if slope is not None:
                 state.growing = Growing(slope)
                 # Counting at each step would cost milliseconds: tensors are counted only once the memory grows.
-                state.search = SuspectSearch() if self._name_suspects else None
+                state.search = SuspectSearch(slope.steps) if self._name_suspects else None
         elif not state.growing.goes_on(allocated_bytes):
             if state.leak is not None:
                 _log.warning("no memory leak: cuda:%d does not grow any more; the earlier report is withdrawn", device)
             state.growing = state.search = state.leak = None
+            state.trend.restart()
         elif state.leak is None:
+            # Batches that become longer and a cache that has filled grow, too: the report waits for a kind that grows.
             suspects = state.search.step() if state.search is not None else ()
-            if suspects is not None:
-                state.search, slope, free = None, state.growing.slope, free_bytes()
+            if suspects or state.search is None:
+                state.search, slope, free = None, state.growing.slope, memory()[0]
                 steps_left = None if free is None else int(free / slope.per_step)
-                hidden = gc.get_freeze_count()
-                state.leak = Leak(device, slope.per_step, slope.steps, slope.grown, suspects, steps_left, hidden)
+                state.leak = Leak(device, slope.per_step, slope.steps, slope.grown, suspects, steps_left)
                 self._on_leak(state.leak)
 
     def __reduce__(self) -> tuple[Callable[[], LeakDetector], tuple[()]]:
@@ -136,7 +134,7 @@ class LeakDetector:
         for device in self._statistics.devices():
             state = self._statistics.state(device)
             if state is not None:
-                self.add(device, state["allocated_bytes"]["current"], functools.partial(_free_bytes, torch, device))
+                self.add(device, state["allocated_bytes"]["current"], functools.partial(_memory, torch, device))
 
 
 # The detectors of this process: the diagnosis of an out-of-memory error reads their leaks.
@@ -160,12 +158,14 @@ def leak_detector(
     The detector examines the memory after each step of an optimizer (torch 2.1 or later), at each
     `gpumem_client.step()`, or at each call of `look()`. That takes 15 µs per device, and one or two milliseconds at
     every eighth step while memory rises. A steady leak of one percent of the device in 1,000 steps is found after about
-    130 steps, a slower or irregular one later. Warm-up, spikes, a sawtooth and a cache that fills up are not reported.
-    If the growth stops after a report, a warning says so, and the leak is no longer among `leaks` and in the advice of
-    `oom_guard`.
+    130 steps, a slower or irregular one later, and one of half a percent of the device in each step after 60. Warm-up,
+    spikes, a sawtooth and a cache that fills up are not reported. If the growth stops after a report, a warning says
+    so, and the leak is no longer among `leaks` and in the advice of `oom_guard`.
 
-    Once a device leaks, the detector counts the live tensors, and again some steps later. It names the kinds that grew
-    and what refers to them (`lingering_tensors` describes the cost). Nothing happens while CUDA is not initialized.
+    Once the memory of a device grows, the detector counts the live tensors, and again some steps later. It reports a
+    leak once the number of tensors of a kind has grown, and names these kinds and what refers to them
+    (`lingering_tensors` describes the cost). So batches that become longer are no leak, and neither is one tensor that
+    becomes longer: `oom_guard` explains that one. Nothing happens while CUDA is not initialized.
 
     `on_leak` is called once for each leak, in the training thread; by default a warning is logged. The first
     `warm_up_steps` are ignored, and so is a growth of less than `least_growth` bytes. Without `name_suspects`, no
@@ -182,8 +182,10 @@ def _log_leak(leak: Leak) -> None:
     _log.warning("%s", leak)
 
 
-def _free_bytes(torch: Any, device: int) -> int | None:
+def _memory(torch: Any, device: int) -> _Memory:
+    """Return the free and the total bytes of a device."""
     try:
-        return int(torch.cuda.cudart().cudaMemGetInfo(device)[0])
+        free, total = torch.cuda.cudart().cudaMemGetInfo(device)
     except RuntimeError:
-        return None
+        return None, None
+    return int(free), int(total)

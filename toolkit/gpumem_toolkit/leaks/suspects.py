@@ -10,9 +10,10 @@ from gpumem_client.objects.referrers import NO_REFERRER
 from gpumem_client.torch_access import initialized_torch
 from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup, walk
 
-# For each recount, in steps after the first count: the number of new tensors that makes a kind a suspect. A leak need
-# not keep a tensor at each step, so the later recounts accept fewer.
-_RECOUNTS = {16: 3, 32: 2, 48: 1}
+# For each recount of three, the number of new tensors that makes a kind a suspect. A leak need not keep a tensor at each
+# step, so the later recounts accept fewer.
+_RECOUNTS = {1: 3, 2: 2, 3: 1}
+_EVERY_MAX = 16
 _SUSPECTS_MAX = 3
 # A kind without its shape, of which only the number of dimensions counts.
 _Alike = tuple[int, str, int, bool]
@@ -21,23 +22,30 @@ _OF_MODELS = ("attribute _parameters of", "attribute state of")
 
 
 class SuspectSearch:
-    """Counts the live tensors when it is created, and again some steps later."""
+    """Counts the live tensors when it is created, and again some steps later. The intervals double until a kind grows.
 
-    def __init__(self) -> None:
+    Growth that was found in a short window is fast, and its first intervals are short.
+    """
+
+    def __init__(self, window_steps: int) -> None:
+        self._every = min(_EVERY_MAX, window_steps // 7)
         self._before = _count()
         self._steps = 0
 
-    def step(self) -> tuple[str, ...] | None:
-        """Return the suspects after a further step, the likeliest cause first; None while the search goes on."""
+    def step(self) -> tuple[str, ...]:
+        """Return the suspects after a further step, the likeliest cause first; empty while none is found."""
         self._steps += 1
-        least = _RECOUNTS.get(self._steps)
-        if least is None:
-            return None
+        least = _RECOUNTS.get(self._steps // self._every)
+        if least is None or self._steps % self._every:
+            return ()
         # The search for referrers takes 2 s per million objects, a count 0.1 s: search only if there is a suspect.
-        found = grown(self._before, _count(), least=least)
+        counted = _count()
+        found = grown(self._before, counted, least=least)
         if found:
             found = grown(self._before, _count(referrers=True), least=least)
-        return found or (() if self._steps == max(_RECOUNTS) else None)
+        if not found and least == min(_RECOUNTS.values()):
+            self._every, self._steps, self._before = 2 * self._every, 0, counted
+        return found
 
 
 def _count(*, referrers: bool = False) -> LingeringTensors:

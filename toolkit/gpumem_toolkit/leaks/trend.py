@@ -6,16 +6,19 @@ A window is divided into blocks, and reports a leak if the smallest values of th
 lengths are tried: what rises and falls back within a block, such as noise, garbage, gradient accumulation or an
 evaluation, does not count. The last length is the period of the series.
 
+Before the first window is full, growth that would fill the device in 200 steps is found in 30 steps, if each of them is
+higher than the one before.
+
 A series that looks like a leak for a whole window (a first sawtooth of 170 steps, a cache that fills for 200 steps) is
-reported as a leak, until `Growing` sees that its growth has stopped. `benchmarks/leaks.py` measures false alarms and
-the steps until a leak is found.
+judged to grow, until `Growing` sees that its growth has stopped. `benchmarks/leaks.py` measures false alarms and the
+steps until a leak is found.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import sub
@@ -36,8 +39,13 @@ _STEADY = 0.7
 # A sawtooth falls back to its floor: the growth has to be this many times the largest fall.
 _ABOVE_FALLS = 1.5
 _CORRELATION_MAX = 0.98
-# If a window grows by less than this share of the growth that was found, the growth has stopped.
+# If half a window grows by less than this share of the growth that was found for it, the growth has stopped.
 _STOPPED_SHARE = 0.25
+# Blocks of a window in which the end of a growth is looked for.
+_END_BLOCKS = 8
+# A short window, for growth by at least this share of the device per step.
+_FAST_POINTS = 30
+_FAST_SHARE = 0.005
 # The standard errors by which a slope must exceed 0: a chance of one in a million. A run makes many judgements.
 _SIGMAS = 4.75
 
@@ -65,14 +73,26 @@ class Trend:
     def __init__(self, *, warm_up_steps: int = 20, least_growth: int = 1 << 20) -> None:
         self._warm_up_left = warm_up_steps
         self._least_growth = least_growth
-        self._windows = tuple(_Window(steps, points_min) for steps, points_min in _WINDOWS)
+        self._last = 0
+        self.restart()
 
-    def add(self, value: int) -> Slope | None:
-        """Add the value of the next step. Returns the slope if a window judges at this step that the series grows."""
+    def restart(self) -> None:
+        """Forget the values until now, as after the end of a growth."""
+        self._windows = tuple(_Window(steps, points_min) for steps, points_min in _WINDOWS)
+        self._rises: deque[int] = deque(maxlen=_FAST_POINTS)
+
+    def add(self, value: int, total_bytes: Callable[[], int | None] = lambda: None) -> Slope | None:
+        """Add the value of the next step. Returns the slope if a window judges at this step that the series grows.
+
+        `total_bytes` returns the size of the device. It is called only while each step is higher than the one before.
+        """
         if self._warm_up_left > 0:
             self._warm_up_left -= 1
+            self._last = value
             return None
-        found: Slope | None = None
+        self._rises.append(value - self._last)
+        self._last = value
+        found = self._fast_slope(total_bytes)
         for window in self._windows:
             if window.add(value):
                 slope = slope_of(window.points, self._least_growth)
@@ -80,29 +100,40 @@ class Trend:
                     found = Slope(slope / window.point_steps, len(window.points) * window.point_steps)
         return found
 
+    def _fast_slope(self, total_bytes: Callable[[], int | None]) -> Slope | None:
+        if len(self._rises) < _FAST_POINTS or min(self._rises) <= 0:
+            return None
+        rises, total = list(self._rises), total_bytes()
+        half = _FAST_POINTS // 2
+        early, late = median(rises[:half]), median(rises[half:])
+        steady = late >= _STEADY * early and total is not None and min(early, late) >= _FAST_SHARE * total
+        return Slope(median(rises), _FAST_POINTS) if steady else None
+
 
 class Growing:
     """Follows a series that grows, to see whether the growth continues.
 
-    The end of a growth, or its release, is seen after three times the window of `slope` at the latest.
+    The end of a growth, or its release, is seen after a quarter more than the window of `slope` at the latest.
     """
 
     def __init__(self, slope: Slope) -> None:
         self.slope = slope
-        self._floor_before = -math.inf
-        self._floor = math.inf
+        self._block = slope.steps // _END_BLOCKS
+        self._floors: deque[float] = deque([math.inf], maxlen=_END_BLOCKS)
         self._steps = 0
 
     def goes_on(self, value: int) -> bool:
         """Add the value of the next step. Returns False once the series does not grow any more."""
-        self._floor = min(self._floor, value)
+        self._floors[-1] = min(self._floors[-1], value)
         self._steps += 1
-        if self._steps % self.slope.steps:
+        if self._steps % self._block:
             return True
-        # The floors of whole windows: spikes and a sawtooth do not change them.
-        grown = self._floor - self._floor_before
-        self._floor_before, self._floor = self._floor, math.inf
-        return grown >= _STOPPED_SHARE * self.slope.grown
+        # The floors of half a window each: spikes and a sawtooth do not change them.
+        half = _END_BLOCKS // 2
+        floors = list(self._floors)
+        grown = min(floors[half:]) - min(floors[:half]) if len(floors) == _END_BLOCKS else math.inf
+        self._floors.append(math.inf)
+        return grown >= _STOPPED_SHARE * self.slope.grown / 2
 
 
 class _Window:
