@@ -12,6 +12,7 @@ from gpumem_toolkit.oom.advice import advise
 from gpumem_toolkit.oom.diagnosis import NOTE_PREFIX, OomDiagnosis
 from gpumem_toolkit.oom.growth import BlockHistory
 from gpumem_toolkit.oom.guard import clear_frames, oom_guard
+from gpumem_toolkit.oom.known_causes import CAUSES, Cause
 from gpumem_toolkit.oom.phase import Place, origin_of, phase_of
 from gpumem_toolkit.oom.values import OomValues
 
@@ -129,7 +130,11 @@ RIGHT = [
         "smaller_batch",
     ),
     ("forward, nothing measured", _with(phase="forward", batch_size=64, grown=4 * GIB), "smaller_batch"),
-    ("backward, batch of one", _with(phase="backward", batch_size=1, grown=4 * GIB), "checkpointing"),
+    (
+        "backward, batch of one",
+        _with(phase="backward", batch_size=1, grown=4 * GIB, gradients=True),
+        "checkpointing",
+    ),
     ("the optimizer's state", _with(**ADAMW, optimizer_state=GIB, optimizer_state_missing=3 * GIB), "optimizer_state"),
     ("on eight ranks", _with(**ADAMW, optimizer_state=GIB, optimizer_state_missing=3 * GIB, ranks=8), "shard"),
     ("the optimizer's temporaries", _with(**ADAMW, optimizer_state=4 * GIB), "optimizer_temporaries"),
@@ -152,8 +157,8 @@ def test_the_first_advice_fits_the_values(values: OomValues, kind: str) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "proposed", "enough"),
     [
-        ({"optimizer": "AdamW", "optimizer_foreach": True}, "fused=True", True),
-        ({"optimizer": "AdamW"}, "fused=True", True),
+        ({"optimizer": "AdamW", "optimizer_foreach": True, "batch_growth": 0}, "fused=True", True),
+        ({"optimizer": "AdamW"}, "fused=True", None),
         ({"optimizer": "RMSprop", "optimizer_foreach": True}, "foreach=False", None),
         ({"optimizer": "AdamW", "optimizer_fused": True}, None, None),
         ({"optimizer": "RMSprop"}, None, None),
@@ -195,7 +200,7 @@ def test_the_expected_growth_of_the_block_counts_if_it_is_more_than_the_request(
 @pytest.mark.parametrize(
     ("batch", "enough", "first"),
     [
-        ({}, True, "pieces"),
+        ({}, None, "pieces"),
         ({"batch_size": 1 << 20}, None, "pieces"),
         ({"batch_size": 1 << 20, "batch_growth": 16 * GIB, "bytes_per_item": 16 << 10}, True, "pieces"),
         ({"batch_size": 1 << 20, "batch_growth": 240 * GIB, "bytes_per_item": 240 << 10}, False, "smaller_batch"),
@@ -209,6 +214,113 @@ def test_a_change_of_one_operation_is_enough_only_if_the_rest_of_the_batch_fits(
     advice = advise(values)
     assert next(each for each in advice if each.kind == "pieces").enough is enough
     assert advice[0].kind == first
+
+
+def test_advice_is_enough_only_if_earlier_runs_of_the_block_show_its_need() -> None:
+    for values, kind in [row[1:] for row in RIGHT]:
+        assert values.batch_growth is not None or not any(each.enough for each in advise(values)), kind
+
+
+WITH_GRAPH = {"checkpointing", "mixed_precision", "offload", "accumulation", "shard"}
+
+
+@pytest.mark.parametrize("phase", ["", "forward", "backward", "evaluate", "data transfer"])
+def test_without_a_graph_nothing_is_advised_that_needs_one(phase: str) -> None:
+    values = _with(phase=phase, batch_size=64, grown=4 * GIB, ranks=2)
+    assert not {each.kind for each in advise(values)} & WITH_GRAPH
+    if phase != "data transfer":
+        assert {each.kind for each in advise(replace(values, gradients=True))} >= WITH_GRAPH
+
+
+def test_a_known_cause_comes_before_a_smaller_batch_that_is_enough() -> None:
+    measured = {"batch_size": 64, "grown": 4 * GIB, "batch_growth": 6 * GIB, "bytes_per_item": 96 * MIB}
+    for more, kind in (
+        ({"losses": 40, "gradients": True}, "separate_backward"),
+        ({"evaluating": True, "gradients": True}, "inference_mode"),
+        ({"causes": (CAUSES[0],)}, CAUSES[0].kind),
+    ):
+        kinds = [each.kind for each in advise(_with(phase="forward", **measured, **more))]
+        assert kinds[0] == kind
+        assert "smaller_batch" in kinds
+    few = _with(phase="forward", losses=3, gradients=True)
+    assert "separate_backward" not in [each.kind for each in advise(few)]
+    assert "inference_mode" not in [each.kind for each in advise(_with(phase="forward", evaluating=True))]
+
+
+def test_expandable_segments_name_the_variable_that_every_release_reads() -> None:
+    (advice,) = [each for each in advise(_with(reserved=7 * GIB, fragmented=GIB)) if each.kind == "expandable_segments"]
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in advice.text
+    assert "PYTORCH_ALLOC_CONF" in advice.text.partition("PYTORCH_CUDA_ALLOC_CONF")[2]
+
+
+class _Sized:
+    """Stands for a tensor or a layer."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+
+def _called(code: str, **variables: Any) -> list[Cause]:
+    """Return the causes of an error in a function that has this module, name and these arguments."""
+    module, function = code.split(":")
+    namespace: dict[str, Any] = {"__name__": module}
+    exec(f"def {function}({', '.join(variables)}): raise RuntimeError", namespace)
+    with pytest.raises(RuntimeError) as caught:
+        namespace[function](**variables)
+    return list(origin_of(caught.value.__traceback__).causes)
+
+
+KNOWN = [
+    ("copy:deepcopy", {}, "host_copy"),
+    ("torch.serialization:load", {}, "host_load"),
+    ("safetensors.torch:load_file", {}, "host_load"),
+    ("torch.optim.optimizer:load_state_dict", {}, "host_load"),
+    ("torch.nn.modules.module:load_state_dict", {}, "assign"),
+    ("transformers.modeling_utils:from_pretrained", {}, "load_dtype"),
+    ("transformers.modeling_utils:cuda", {}, ""),
+    ("torchmetrics.metric:wrapped_func", {}, "metric_on_host"),
+    ("transformers.trainer:evaluation_loop", {}, "predictions_on_host"),
+    ("transformers.trainer:training_step", {}, ""),
+    ("diffusers.models.autoencoders.autoencoder_kl:_decode", {}, "tiling"),
+    (
+        "transformers.models.llama.modeling_llama:eager_attention_forward",
+        {"query": _Sized(1, 8, 512, 64)},
+        "fused_attention",
+    ),
+    ("transformers.models.llama.modeling_llama:eager_attention_forward", {"query": _Sized(1, 8, 1, 64)}, ""),
+    ("torch.nn.functional:softmax", {"input": _Sized(2, 2048, 2048)}, "fused_attention"),
+    ("torch.nn.functional:softmax", {"input": _Sized(2048, 10)}, ""),
+    ("torch.nn.functional:cross_entropy", {"input": _Sized(2048, 50_000)}, "chunked_loss"),
+    ("torch.nn.functional:cross_entropy", {"input": _Sized(2048, 1_000)}, ""),
+    ("transformers.loss.loss_utils:ForCausalLMLoss", {}, "chunked_loss"),
+    ("torch.nn.modules.linear:forward", {"self": _Sized(50_000, 64)}, "chunked_loss"),
+    ("torch.nn.modules.linear:forward", {"self": _Sized(64, 50_000)}, ""),
+    ("transformers.generation.utils:generate", {}, "cache_length"),
+    ("vllm.v1.worker.gpu_model_runner:execute_model", {}, "cache_length"),
+    ("torch.nn.modules.module:_call_impl", {"kwargs": {"past_key_values": object()}}, "cache_length"),
+    ("torch.nn.modules.module:_call_impl", {"kwargs": {"past_key_values": None}}, ""),
+]
+
+
+@pytest.mark.parametrize(("code", "variables", "kind"), KNOWN)
+def test_code_with_a_known_remedy_is_recognized(code: str, variables: dict[str, Any], kind: str) -> None:
+    assert [cause.kind for cause in _called(code, **variables)] == [kind] * bool(kind)
+
+
+def test_every_known_cause_is_recognized_and_has_a_text_of_its_own() -> None:
+    assert {cause.kind for cause in CAUSES} == {kind for _, _, kind in KNOWN if kind}
+    for cause in CAUSES:
+        values = _with(phase=cause.phase or "forward", causes=(cause,))
+        assert [each.text for each in advise(values) if each.kind == cause.kind] == [cause.text]
+
+
+def test_a_phase_with_advice_of_its_own_has_no_advice_for_a_batch() -> None:
+    for code, phase in (("copy:deepcopy", "a copy"), ("torch.serialization:load", "loading")):
+        (cause,) = _called(code)
+        values = _with(phase=phase, causes=(cause,), batch_size=64, grown=4 * GIB, gradients=True)
+        assert [each.kind for each in advise(values)] == [cause.kind]
+    assert phase_of([STEP, Place("copy", "deepcopy"), Place("torch._tensor", "__deepcopy__")])[0] == "a copy"
+    assert phase_of([STEP, Place("torch.optim.optimizer", "load_state_dict")])[0] == "loading"
 
 
 def test_expected_growth_is_a_line_through_measured_batches() -> None:

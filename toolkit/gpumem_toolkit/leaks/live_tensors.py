@@ -154,6 +154,34 @@ def walk(
     return LingeringTensors(tuple(walker.group(kind, names) for kind in kinds), complete, hidden)
 
 
+def unfinished_losses(torch: Any) -> int:
+    """Return the number of forward passes whose losses wait for one backward pass, at most; 0 without such a loss."""
+    reader, losses, terms = TensorReader(torch), list[Any](), 0
+    with torch_access.without_torch_function(torch):
+        for tensor in each_tracked(reader.types, lambda: False, MAX_OBJECTS):
+            if reader.is_cuda(tensor) and reader.shape(tensor) == ():
+                losses.append(reader.base.grad_fn.__get__(tensor))
+    waiting, seen, uses = [each for each in losses if each is not None], set[Any](), Counter[Any]()
+    terms = len(waiting)
+    for node in waiting[:]:
+        chain = 1
+        while node is not None and type(node).__name__ == "AddBackward0" and chain < _GRAPH_NODES_MAX:
+            node, chain = node.next_functions[0][0], chain + 1
+        terms = max(terms, chain)
+    # The terms of one forward pass share its graph. Those of several have only the parameters in common.
+    while waiting and len(seen) < _GRAPH_NODES_MAX:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for parent, _ in node.next_functions:
+            if parent is not None:
+                uses[parent] += type(parent).__name__ == "AccumulateGrad"
+                waiting.append(parent)
+    shared = sorted(filter(None, uses.values()))
+    return min(terms, shared[len(shared) // 2]) if shared else 0
+
+
 class _Walker:
     """Counts tensors by kind. Each is released before the next, so that other threads can free their memory."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from gpumem_client.wire.units import ShownAsText, human_bytes
+from gpumem_toolkit.oom.known_causes import CAUSES
 from gpumem_toolkit.oom.values import OomValues
 
 # Other processes are the likely cause from this share of the device, fragmentation from this share of reserved.
@@ -15,7 +16,17 @@ _HUGE_SHARE = 0.5
 _TRIFLE_SHARE = 0.02
 # A proposed batch fills this share of the available memory, because rounding and the growth per item vary.
 _BATCH_MARGIN = 0.9
+# Kinds of advice that change the cause.
+_KNOWN = {"separate_backward", "inference_mode", *(cause.kind for cause in CAUSES)}
+# A training step with several losses, as for several tasks, has fewer forward passes.
+_LOSSES_MANY = 4
 
+_CHECKPOINTING = (
+    "use activation checkpointing (torch.utils.checkpoint): it recomputes activations instead of keeping them"
+)
+_MIXED_PRECISION = (
+    "use torch.autocast with bfloat16 if the model computes in float32: most activations take half the memory"
+)
 # Optimizers whose fused kernels run on GPUs.
 _WITH_FUSED = ("Adam", "AdamW", "SGD")
 
@@ -27,7 +38,8 @@ class Advice(ShownAsText):
     kind: str
     """`clear`, `memory_fraction`, `split_request`, `other_process`, `leak`, `expandable_segments`, `fewer_sizes`,
     `pieces`, `smaller_batch`, `accumulation`, `checkpointing`, `mixed_precision`, `offload`, `optimizer_temporaries`,
-    `optimizer_state`, `shard`, `half_precision`, `private_pools`, `release`."""
+    `optimizer_state`, `shard`, `half_precision`, `private_pools`, `release`, `separate_backward`, `inference_mode`, or
+    the kind of a known cause."""
     text: str
     gives_bytes: int | None = None
     """Bytes that the advice saves; None if unknown."""
@@ -46,13 +58,13 @@ class Advice(ShownAsText):
 def advise(values: OomValues) -> tuple[Advice, ...]:
     """Rank all advice.
 
-    Advice that is enough comes first, the cheapest of it at the top. Then come advice of unknown effect, and the rest
-    by saved bytes.
+    Known causes and advice that is enough come first, the cheapest of it at the top. Then come advice of unknown
+    effect, and the rest by saved bytes.
     """
     ranked: list[tuple[tuple[int, int, int], Advice]] = []
     trifle = _TRIFLE_SHARE * (values.short or 0)
     for order, advice in enumerate(_all(values)):
-        if advice.enough:
+        if advice.enough or advice.kind in _KNOWN:
             ranked.append(((0, order, 0), advice))
         elif advice.gives_bytes is not None and advice.gives_bytes <= trifle:
             continue
@@ -86,17 +98,19 @@ def smaller_batch(values: OomValues) -> int | None:
 def _all(values: OomValues) -> Iterator[Advice]:
     """Yield all advice, the cheapest and the likeliest cause first."""
     yield from _available_memory(values)
-    yield from _huge_request(values)
     yield from _leak(values)
     others, fragmented = _other_processes(values), _fragmentation(values)
     others_likely = values.other >= _CAUSE_SHARE * (values.total or 0)
     fragmented_likely = (values.fragmented or 0) >= _CAUSE_SHARE * (values.reserved or 0)
     if others is not None and others_likely:
         yield others
+    yield from _known(values)
+    yield from _huge_request(values)
     if fragmented is not None and fragmented_likely:
         yield fragmented
     of_phase = {"optimizer": _optimizer, "data transfer": _data_transfer, "model transfer": _model_transfer}
-    yield from of_phase.get(values.phase, _activations)(values)
+    if all(values.phase != cause.phase for cause in values.causes):
+        yield from of_phase.get(values.phase, _activations)(values)
     # This may be enough for this request, but hardly for the next one.
     if others is not None and not others_likely:
         yield replace(others, enough=others.enough and None)
@@ -105,14 +119,24 @@ def _all(values: OomValues) -> Iterator[Advice]:
 
 
 def _advice(values: OomValues, kind: str, text: str, saved: int | None) -> Advice:
-    return Advice(kind, text, saved, enough=values.covered_by(saved))
+    """Return advice that is called enough only if earlier runs of the block show what the block needs."""
+    covered = values.covered_by(saved)
+    return Advice(kind, text, saved, enough=None if covered and values.batch_growth is None else covered)
 
 
-def _for_this_request(values: OomValues, kind: str, text: str, saved: int | None) -> Advice:
-    """Return advice that changes one operation."""
-    # Without earlier runs, nothing shows what the batch needs after this operation.
-    measured = values.batch_growth is not None or not values.batch_size
-    return Advice(kind, text, saved, enough=values.covered_by(saved) if measured else None)
+def _known(values: OomValues) -> Iterator[Advice]:
+    """Advice for code that is known to need much memory."""
+    if values.losses >= _LOSSES_MANY:
+        text = (
+            f"call backward on each loss, divided by their number: {values.losses} forward passes wait for one backward"
+            " pass, and each keeps its activations"
+        )
+        yield Advice("separate_backward", text)
+    if values.evaluating and values.gradients:
+        text = "evaluate under torch.inference_mode(): the model is in evaluation mode, but keeps its activations"
+        yield Advice("inference_mode", text)
+    for cause in values.causes:
+        yield Advice(cause.kind, cause.text)
 
 
 def _available_memory(values: OomValues) -> Iterator[Advice]:
@@ -122,13 +146,11 @@ def _available_memory(values: OomValues) -> Iterator[Advice]:
     if values.allowed is not None and values.free is not None and values.needed is not None:
         saved = values.free - (values.available or 0)
         if saved > 0:
-            yield Advice(
-                "memory_fraction",
+            text = (
                 f"raise the memory fraction with gpumem.set_memory_fraction: it allows {human_bytes(values.allowed)},"
-                f" while {human_bytes(values.free)} are free on the device",
-                saved,
-                enough=values.free >= values.needed,
+                f" while {human_bytes(values.free)} are free on the device"
             )
+            yield _advice(values, "memory_fraction", text, saved)
     if values.private_pools:
         text = "delete CUDA graphs and memory pools that are no longer used: other tensors cannot use their memory"
         yield Advice("private_pools", text, values.private_pools, enough=False)
@@ -147,7 +169,7 @@ def _huge_request(values: OomValues) -> Iterator[Advice]:
         f"split the operation{where}: it requests {human_bytes(requested)} at once, {size}. Look for an unintended"
         " shape (a broadcast, a full attention matrix, a one-hot tensor), or loop over chunks"
     )
-    yield _for_this_request(values, "split_request", text, max(1, requested - (values.available or 0)))
+    yield _advice(values, "split_request", text, max(1, requested - (values.available or 0)))
 
 
 def _leak(values: OomValues) -> Iterator[Advice]:
@@ -186,29 +208,22 @@ def _fragmentation(values: OomValues) -> Advice | None:
         return Advice("fewer_sizes", text)
     text = (
         "start the job with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (`gpumem-exporter run --allocator"
-        f" expandable_segments:True`): {pieces}"
+        f" expandable_segments:True`): {pieces}. Every release reads this name, also where it warns that the name is"
+        " deprecated; PYTORCH_ALLOC_CONF works alone, and from torch 2.10 on"
     )
     return _advice(values, "expandable_segments", text, values.fragmented)
 
 
 def _activations(values: OomValues) -> Iterator[Advice]:
     """Advice for forward, backward and unknown phases."""
-    grown = _growth(values)
-    half = None if grown is None else grown // 2
     yield from _batch(values)
-    if values.recomputed:
-        text = "checkpoint smaller parts: a part that backward computed again did not fit"
-        yield Advice("checkpointing", text)
-    else:
-        text = (
-            "use activation checkpointing (torch.utils.checkpoint): it recomputes activations instead of keeping them"
-        )
-        yield Advice("checkpointing", text, half)
-    text = "use torch.autocast with bfloat16 if the model computes in float32: most activations take half the memory"
-    yield Advice("mixed_precision", text, half)
-    yield Advice("offload", "keep saved activations in host memory (torch.autograd.graph.save_on_cpu)", grown)
-    if values.ranks > 1 and values.allocated:
-        yield Advice("shard", "shard parameters, gradients and optimizer state over the ranks (FSDP)")
+    if values.gradients:
+        first = "checkpoint smaller parts: a part that backward computed again did not fit"
+        yield Advice("checkpointing", first if values.recomputed else _CHECKPOINTING)
+        yield Advice("mixed_precision", _MIXED_PRECISION)
+        yield Advice("offload", "keep saved activations in host memory (torch.autograd.graph.save_on_cpu)")
+        if values.ranks > 1 and values.allocated:
+            yield Advice("shard", "shard parameters, gradients and optimizer state over the ranks (FSDP)")
 
 
 def _growth(values: OomValues) -> int | None:
@@ -227,9 +242,11 @@ def _batch(values: OomValues) -> Iterator[Advice]:
         micro = -(-batch // fits)
         size = -(-batch // micro)
         text = f"accumulate gradients over {micro} micro-batches of {size}: the effective batch stays {batch}"
-        yield Advice("accumulation", text, saved, enough)
+        if values.gradients:
+            yield Advice("accumulation", text, saved, enough)
     elif batch != 1:
-        yield Advice("smaller_batch", "use a smaller batch, and accumulate gradients over several of them")
+        more = ", and accumulate gradients over several of them" if values.gradients else ""
+        yield Advice("smaller_batch", f"use a smaller batch{more}")
 
 
 def _optimizer(values: OomValues) -> Iterator[Advice]:
@@ -270,7 +287,7 @@ def _data_transfer(values: OomValues) -> Iterator[Advice]:
     requested = values.requested or 0
     most = f", {human_bytes(values.available)} at most" if values.available else ""
     text = f"keep the data in host memory and move pieces of it when they are needed{most}"
-    yield _for_this_request(values, "pieces", text, requested or None)
+    yield _advice(values, "pieces", text, requested or None)
     yield Advice("release", "delete outputs, loss and the previous batch before the next transfer")
     yield from _batch(values)
     text = "move a narrow type (uint8, bfloat16) and convert it on the device"

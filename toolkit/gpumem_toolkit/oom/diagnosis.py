@@ -17,16 +17,16 @@ from gpumem_client.guest_safety import GuestLog
 from gpumem_client.hooks.out_of_memory import OomMessage, parse_oom_message
 from gpumem_client.objects.referrers import instance_dictionary
 from gpumem_client.phases.measured import phase_at_error
-from gpumem_client.torch_access import DeviceState, rank_and_size
+from gpumem_client.torch_access import DeviceState, rank_and_size, tensor_base_class
 from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.leaks.detector import known_leak
-from gpumem_toolkit.leaks.live_tensors import walk
+from gpumem_toolkit.leaks.live_tensors import unfinished_losses, walk
 from gpumem_toolkit.leaks.suspects import frequent
 from gpumem_toolkit.measure.tensor_bytes import Storages, tensors_in
 from gpumem_toolkit.oom.advice import Advice, advise
 from gpumem_toolkit.oom.growth import BlockHistory
-from gpumem_toolkit.oom.phase import Origin, batch_of_forward, origin_of, self_in_frame
+from gpumem_toolkit.oom.phase import Origin, batch_of_forward, origin_of, self_in_frame, tensor_arguments
 from gpumem_toolkit.oom.settings_advice import expandable_segments_conflict
 from gpumem_toolkit.oom.values import OomValues
 
@@ -96,6 +96,7 @@ def _values(
         recomputed=origin.recomputed,
         place=origin.place,
         device=device,
+        causes=origin.causes,
         batch_size=batch_size,
         grown=None if run is None or allocated is None else max(0, allocated - run.start_bytes),
         batch_growth=run.history.growth(batch_size) if run is not None else None,
@@ -104,6 +105,7 @@ def _values(
         **memory,
         **_if_possible(lambda: _leak(device, run)),
         **_if_possible(lambda: _model(phase, traceback, device)),
+        **_if_possible(lambda: _graph(origin, traceback)),
     )
 
 
@@ -193,6 +195,26 @@ def _leak(device: int | None, run: Run | None) -> dict[str, Any]:
         live = walk(sys.modules["torch"], referrers=True)
         suspects = frequent(live, least=least)
     return {"leaked": leaked, "leak_per_step": round(rate), "leak_suspects": suspects}
+
+
+def _graph(origin: Origin, traceback: TracebackType | None) -> dict[str, Any]:
+    """Return whether activations are kept for a backward pass, and for how many forward passes."""
+    torch = sys.modules["torch"]
+    if origin.without_gradients or not torch.is_grad_enabled():
+        return {}
+    if origin.phase == "forward":
+        # In a forward pass the inputs of inner modules show it. The loss of an earlier step may still have its graph.
+        base = tensor_base_class(torch)
+        inputs = tensor_arguments(traceback, outermost=False)
+        gradients = any(base.grad_fn.__get__(each) is not None for each in inputs)
+    else:
+        gradients = origin.phase == "backward" or any(each.with_graph and each.shape for each in walk(torch).groups)
+    module = self_in_frame(traceback, "torch.nn.modules.module", "_call_impl", outermost=True)
+    return {
+        "gradients": gradients,
+        "evaluating": (instance_dictionary(module) or {}).get("training") is False,
+        "losses": unfinished_losses(torch) if gradients and origin.phase != "backward" else 0,
+    }
 
 
 def _model(phase: str, traceback: TracebackType | None, device: int | None) -> dict[str, Any]:

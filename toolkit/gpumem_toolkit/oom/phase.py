@@ -1,4 +1,4 @@
-"""Finds the phase of a training step in which an error happened, and its objects, from the frames of its traceback."""
+"""Finds from the frames of a traceback what the error interrupted: its phase, known causes, and its objects."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from itertools import islice
 from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import Any
+
+from gpumem_toolkit.oom.known_causes import CAUSES, Cause
 
 _FRAMES_MAX = 400
 _TRANSFER = re.compile(r"\.(?:to|cuda|copy_|pin_memory|to_empty)\(")
@@ -41,22 +43,52 @@ class Origin:
     """The origin of an error."""
 
     phase: str
-    """`forward`, `backward`, `optimizer`, `data transfer`, `model transfer`; empty if the frames do not show it."""
+    """`forward`, `backward`, `optimizer`, `data transfer`, `model transfer`, `a copy`, `loading`; empty if the frames
+    do not show it."""
     recomputed: bool = False
     """Whether a backward pass was recomputing a checkpointed part."""
     place: str = ""
     """The innermost line of the user's code: file, line, function."""
+    causes: tuple[Cause, ...] = ()
+    """The known causes whose code the traceback passes, in the order of their table."""
+    without_gradients: bool = False
+    """Whether the traceback passes code that saves nothing for a backward pass."""
 
 
 def origin_of(traceback: TracebackType | None) -> Origin:
     """Read a traceback, and the running frames that called it."""
     if traceback is None:
         return Origin("")
-    outer = [_place(frame, line) for frame, line in islice(walk_stack(traceback.tb_frame), 1, _FRAMES_MAX)]
-    inner = [_place(frame, line) for frame, line in islice(walk_tb(traceback), _FRAMES_MAX)]
-    phase, recomputed = phase_of([*reversed(outer), *inner], linecache.getline(inner[-1].filename, inner[-1].line))
-    own = next((place for place in reversed(inner) if place.in_user_code), None)
-    return Origin(phase, recomputed, str(own) if own else "")
+    outer = list(islice(walk_stack(traceback.tb_frame), 1, _FRAMES_MAX))
+    frames = [*reversed(outer), *islice(walk_tb(traceback), _FRAMES_MAX)]
+    places = [_place(frame, line) for frame, line in frames]
+    phase, recomputed = phase_of(places, linecache.getline(places[-1].filename, places[-1].line))
+    own = next((place for place in reversed(places[len(outer) :]) if place.in_user_code), None)
+    passed = [cause for cause in CAUSES if _passes(cause, places, frames)]
+    causes = tuple({cause.kind: cause for cause in reversed(passed)}.values())[::-1]
+    no_gradients = not all(cause.keeps_activations for cause in causes) or any(
+        place.module == "torch.utils._contextlib" and _context(frame) in ("no_grad", "inference_mode")
+        for place, (frame, _) in zip(places, frames, strict=True)
+    )
+    return Origin(phase, recomputed, str(own) if own else "", causes, no_gradients)
+
+
+def _passes(cause: Cause, places: Sequence[Place], frames: Sequence[tuple[FrameType, int]]) -> bool:
+    """Return whether the outermost frame of a known cause is as the cause requires."""
+    at = next((at for at, place in enumerate(places) if cause.is_at(place.module, place.function)), None)
+    if at is None or not cause.variable:
+        return at is not None
+    value, named = _variables(frames[at][0], cause.variable, "kwargs")
+    value = (named or {}).get(cause.variable) if value is None else value
+    if cause.least == (0, 0):
+        return value is not None
+    shape = getattr(getattr(value, "weight", value), "shape", ())
+    return len(shape) > 1 and all(size >= least for size, least in zip(shape[-2:], cause.least, strict=True))
+
+
+def _context(frame: FrameType) -> str:
+    """Return the name of the context manager that PyTorch's decorator has entered in this frame."""
+    return type(getattr(_variables(frame, "ctx_factory")[0], "__self__", None)).__name__
 
 
 def phase_of(places: Sequence[Place], source_line: str = "") -> tuple[str, bool]:
@@ -79,6 +111,9 @@ def _event(place: Place) -> str:
     # `Optimizer.step` is wrapped in `torch.optim.optimizer`, a backward pass enters the engine through
     # `torch.autograd.graph`.
     module, function = place.module, place.function
+    cause = next((each for each in CAUSES if each.phase and each.is_at(module, function)), None)
+    if cause is not None:
+        return cause.phase
     if module == "torch.nn.modules.module":
         return "forward" if function == "_call_impl" else "model transfer" if function == "_apply" else ""
     if module.startswith("torch.optim") and not module.startswith(_NO_OPTIMIZER):
@@ -116,14 +151,20 @@ def self_in_frame(traceback: TracebackType | None, module: str, function: str, *
     return found
 
 
-def batch_of_forward(traceback: TracebackType | None) -> int | None:
-    """Return the first dimension of the first tensor among the arguments of the outermost module."""
-    torch = sys.modules.get("torch")
+def tensor_arguments(traceback: TracebackType | None, *, outermost: bool) -> list[Any]:
+    """Return the tensors among the arguments of the modules in a traceback, or of the outermost one alone."""
+    torch, found = sys.modules.get("torch"), list[Any]()
     for frame, _ in islice(walk_tb(traceback), _FRAMES_MAX):
         if frame.f_globals.get("__name__") == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
             arguments, named = _variables(frame, "args", "kwargs")
-            for argument in (*(arguments or ()), *(named or {}).values()):
-                if torch is not None and type(argument) is torch.Tensor and argument.dim() > 0:
-                    return int(argument.shape[0])
-            return None
-    return None
+            given = (*(arguments or ()), *(named or {}).values())
+            found += [each for each in given if torch is not None and type(each) is torch.Tensor]
+            if outermost:
+                break
+    return found
+
+
+def batch_of_forward(traceback: TracebackType | None) -> int | None:
+    """Return the first dimension of the outermost module's inputs, if it has two or more and all agree."""
+    inputs = [int(each.shape[0]) for each in tensor_arguments(traceback, outermost=True) if each.dim() > 0]
+    return inputs[0] if len(inputs) > 1 and len(set(inputs)) == 1 else None

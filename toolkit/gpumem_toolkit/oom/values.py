@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpumem_toolkit.oom.known_causes import Cause
+
 
 @dataclass(frozen=True, slots=True)
 class OomValues:
     """Values at the time of the error, in bytes unless the name says otherwise. None and empty are unknown."""
 
     phase: str = ""
-    """`forward`, `backward`, `optimizer`, `data transfer`, `model transfer`, a phase of the user's code, or empty."""
+    """`forward`, `backward`, `optimizer`, `data transfer`, `model transfer`, `a copy`, `loading`, a phase of the user's
+    code, or empty."""
     user_phase: str = ""
     """The innermost phase of the user's code at the error; empty without one."""
     recomputed: bool = False
@@ -18,6 +21,14 @@ class OomValues:
     place: str = ""
     """The innermost line of the user's code."""
     device: int | None = None
+    causes: tuple[Cause, ...] = ()
+    """Known causes whose code the traceback passes, the likeliest first."""
+    gradients: bool = False
+    """Whether activations are kept for a backward pass."""
+    evaluating: bool = False
+    """Whether the model is in evaluation mode."""
+    losses: int = 0
+    """Forward passes whose losses wait for one backward pass."""
 
     requested: int | None = None
     free: int | None = None

@@ -101,7 +101,8 @@ def _built(job: Job, mode: FakeTensorMode) -> Any:
         with mode:
             return job.make_model()
     except NEEDS_VALUES:
-        # The factory reads values, for example with `.tolist()` or `torch.unique`: build the model in memory, then replace its tensors.
+        # The factory reads values, for example with `.tolist()` or `torch.unique`: build the model in memory, then
+        # replace its tensors.
         with _Uninitialized():
             model = job.make_model()
         if isinstance(model, nn.Module):
