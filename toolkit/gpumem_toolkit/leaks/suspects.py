@@ -10,8 +10,8 @@ from gpumem_client.objects.referrers import NO_REFERRER
 from gpumem_client.torch_access import initialized_torch
 from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup, walk
 
-# For each recount of three, the number of new tensors that makes a kind a suspect. A leak need not keep a tensor at each
-# step, so the later recounts accept fewer.
+# For each of three recounts, the number of new tensors that makes a kind a suspect. A leak need not keep a tensor at
+# each step, so the later recounts accept fewer.
 _RECOUNTS = {1: 3, 2: 2, 3: 1}
 _EVERY_MAX = 16
 _SUSPECTS_MAX = 3

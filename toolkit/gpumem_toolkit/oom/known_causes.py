@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
-_VOCABULARY = 16_384
-_TOKENS = 1_024
-
+_VOCABULARY, _TOKENS = 16_384, 1_024
 _HOST_LOAD = (
     'load the file into host memory, torch.load(path, map_location="cpu", mmap=True) or safetensors'
     ' load_file(path, device="cpu"), copy it to the device with load_state_dict, and delete it: otherwise the device'
@@ -25,8 +23,7 @@ _CACHE_LENGTH = (
 _FUSED_ATTENTION = "use fused attention, which keeps no matrix of all pairs of tokens: "
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """Code that a traceback may pass, and what helps if memory runs out in it."""
 
     kind: str
@@ -36,8 +33,6 @@ class Cause:
     text: str
     phase: str = ""
     """The phase that the code is, whose advice takes the place of the advice for activations."""
-    keeps_activations: bool = True
-    """Whether it may save activations for a backward pass."""
     variable: str = ""
     """An argument that must be set; with `least`, to a tensor or a layer of this size."""
     least: tuple[int, int] = (0, 0)
@@ -48,50 +43,45 @@ class Cause:
         return re.fullmatch(self.code, f"{module}:{function}") is not None
 
 
+# The likeliest cause first, of which each kind counts once.
 CAUSES = (
     Cause(
         "host_copy",
         r"copy:deepcopy",
         "copy on the CPU: create the copy before the model is moved to the device and keep it there, or copy the values"
         " of state_dict() with .cpu()",
-        phase="a copy",
-        keeps_activations=False,
+        "a copy",
     ),
     Cause(
         "host_load",
         r"torch\.serialization:_?load|safetensors\.torch:load_file|torch\.optim\.optimizer:load_state_dict",
         _HOST_LOAD,
-        phase="loading",
-        keeps_activations=False,
+        "loading",
     ),
     Cause(
         "assign",
         r"torch\.nn\.modules\.module:load_state_dict",
         'create the model on the meta device, load the file with map_location="cpu", and call load_state_dict(state,'
         " assign=True) before the model is moved: nothing is copied on the device",
-        phase="loading",
-        keeps_activations=False,
+        "loading",
     ),
     Cause(
         "load_dtype",
         r"transformers\.(modeling_utils:from_pretrained|core_model_loading:.*)",
         'load the model in bfloat16, from_pretrained(..., dtype="bfloat16"), or on several devices, device_map="auto"',
-        phase="loading",
-        keeps_activations=False,
+        "loading",
     ),
     Cause(
         "metric_on_host",
         r"torchmetrics\..*:.*",
         "keep the tensors of the metric in host memory: create it with compute_on_cpu=True, and reset it after each"
         " evaluation",
-        keeps_activations=False,
     ),
     Cause(
         "predictions_on_host",
         r"transformers\.trainer\w*:(evaluation|prediction)_(loop|step)",
         "move the predictions to host memory during the evaluation, TrainingArguments(eval_accumulation_steps=4), and"
         " keep only what the metric needs (preprocess_logits_for_metrics)",
-        keeps_activations=False,
     ),
     Cause(
         "tiling",
@@ -117,22 +107,13 @@ CAUSES = (
         "chunked_loss",
         r"torch\.nn\.functional:(cross_entropy|log_softmax)",
         _CHUNKED_LOSS,
-        variable="input",
-        least=(0, _VOCABULARY),
+        "",
+        "input",
+        (0, _VOCABULARY),
     ),
-    Cause(
-        "chunked_loss",
-        r"torch\.nn\.modules\.linear:forward",
-        _CHUNKED_LOSS,
-        variable="self",
-        least=(_VOCABULARY, 0),
-    ),
-    Cause("cache_length", r"(transformers\.generation\..*|vllm\..*):.*", _CACHE_LENGTH, keeps_activations=False),
-    Cause(
-        "cache_length",
-        r"torch\.nn\.modules\.module:_call_impl",
-        _CACHE_LENGTH,
-        variable="past_key_values",
-        keeps_activations=False,
-    ),
+    Cause("chunked_loss", r"torch\.nn\.modules\.linear:forward", _CHUNKED_LOSS, "", "self", (_VOCABULARY, 0)),
+    Cause("cache_length", r"(transformers\.generation\..*|vllm\..*):.*", _CACHE_LENGTH),
+    Cause("cache_length", r"torch\.nn\.modules\.module:_call_impl", _CACHE_LENGTH, "", "past_key_values"),
 )
+WITHOUT_ACTIVATIONS = {"metric_on_host", "predictions_on_host", "cache_length"}
+"""Kinds of code that saves nothing for a backward pass."""

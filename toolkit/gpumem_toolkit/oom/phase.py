@@ -5,14 +5,14 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
-from gpumem_toolkit.oom.known_causes import CAUSES, Cause
+from gpumem_toolkit.oom.known_causes import CAUSES, WITHOUT_ACTIVATIONS, Cause
 
 _FRAMES_MAX = 400
 _TRANSFER = re.compile(r"\.(?:to|cuda|copy_|pin_memory|to_empty)\(")
@@ -66,7 +66,7 @@ def origin_of(traceback: TracebackType | None) -> Origin:
     own = next((place for place in reversed(places[len(outer) :]) if place.in_user_code), None)
     passed = [cause for cause in CAUSES if _passes(cause, places, frames)]
     causes = tuple({cause.kind: cause for cause in reversed(passed)}.values())[::-1]
-    no_gradients = not all(cause.keeps_activations for cause in causes) or any(
+    no_gradients = any(cause.kind in WITHOUT_ACTIVATIONS for cause in causes) or any(
         place.module == "torch.utils._contextlib" and _context(frame) in ("no_grad", "inference_mode")
         for place, (frame, _) in zip(places, frames, strict=True)
     )
@@ -138,29 +138,31 @@ def _variables(frame: FrameType, *names: str) -> tuple[Any, ...]:
     return found
 
 
+def _frames_of(traceback: TracebackType | None, module: str, function: str) -> Iterator[FrameType]:
+    """Yield the frames of a function of PyTorch, from the outermost to the innermost."""
+    for frame, _ in islice(walk_tb(traceback), _FRAMES_MAX):
+        if frame.f_globals.get("__name__") == module and frame.f_code.co_name == function:
+            yield frame
+
+
 def self_in_frame(traceback: TracebackType | None, module: str, function: str, *, outermost: bool) -> Any:
     """Return `self` in the outermost or innermost frame of a function of PyTorch; None if there is no such frame."""
     found = None
-    for frame, _ in islice(walk_tb(traceback), _FRAMES_MAX):
-        if frame.f_globals.get("__name__") == module and frame.f_code.co_name == function:
-            found, arguments = _variables(frame, "self", "args")
-            if found is None and arguments:
-                found = arguments[0]
-            if found is not None and outermost:
-                return found
+    for frame in _frames_of(traceback, module, function):
+        found, arguments = _variables(frame, "self", "args")
+        if found is None and arguments:
+            found = arguments[0]
+        if found is not None and outermost:
+            return found
     return found
 
 
 def tensor_arguments(traceback: TracebackType | None, *, outermost: bool) -> list[Any]:
     """Return the tensors among the arguments of the modules in a traceback, or of the outermost one alone."""
-    torch, found = sys.modules.get("torch"), list[Any]()
-    for frame, _ in islice(walk_tb(traceback), _FRAMES_MAX):
-        if frame.f_globals.get("__name__") == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
-            arguments, named = _variables(frame, "args", "kwargs")
-            given = (*(arguments or ()), *(named or {}).values())
-            found += [each for each in given if torch is not None and type(each) is torch.Tensor]
-            if outermost:
-                break
+    torch, found = sys.modules["torch"], list[Any]()
+    for frame in islice(_frames_of(traceback, "torch.nn.modules.module", "_call_impl"), 1 if outermost else None):
+        arguments, named = _variables(frame, "args", "kwargs")
+        found += [each for each in (*(arguments or ()), *(named or {}).values()) if type(each) is torch.Tensor]
     return found
 
 

@@ -23,7 +23,6 @@ from gpumem_toolkit.planning.failures import NEEDS_VALUES, explain
 from gpumem_toolkit.planning.job import Job
 
 _FEW_VALUES = 4096
-_NO_ASSERTIONS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
 
@@ -45,8 +44,6 @@ def without_values() -> Iterator[None]:
     # `nn.init.trunc_normal_` samples until all values are in its range. It reads values, and in memory that is not
     # initialized it never ends. It is skipped, as PyTorch does for meta tensors.
     sample = nn.init._no_grad_trunc_normal_
-    # The assertions of transformers read values, such as the number of image tokens.
-    asserting = os.environ.get(_NO_ASSERTIONS)
 
     def assign(parameter: Tensor, converted: Tensor) -> None:
         if isinstance(parameter, FakeTensor):
@@ -56,13 +53,11 @@ def without_values() -> Iterator[None]:
 
     torch.utils.swap_tensors = assign
     nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
-    os.environ[_NO_ASSERTIONS] = "1"
+    # The assertions of transformers read values, such as the number of image tokens. They are off from here on.
+    os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
     try:
         yield
     finally:
-        os.environ.pop(_NO_ASSERTIONS)
-        if asserting is not None:
-            os.environ[_NO_ASSERTIONS] = asserting
         torch.utils.swap_tensors = swap
         nn.init._no_grad_trunc_normal_ = sample
 
