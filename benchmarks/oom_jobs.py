@@ -1,4 +1,4 @@
-"""Jobs with the libraries that people use which run out of memory on a device of 5 GiB, for `benchmarks.ooms`.
+"""Jobs with the libraries that people use which run out of memory on a device of 2 GiB, for `benchmarks.ooms`.
 
 Each is a function of the kind of advice that it follows, empty at first. It follows only advice that is written for it.
 """
@@ -27,6 +27,7 @@ import gpumem_toolkit as toolkit
 
 MIB = 1 << 20
 HIDDEN = 512
+CACHED = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 8}
 
 
 class Guarded(NamedTuple):
@@ -93,20 +94,20 @@ class _Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-@_job("a model of 5.5 GiB in float32 (transformers)", "half_precision")
+@_job("a model of 1.6 GiB in float32 (transformers)", "half_precision")
 def model_too_large(advice: str, guard: Callable[..., Any]) -> None:
     with torch.device("meta"):
-        model = _llama(hidden_size=4096, intermediate_size=11008, num_hidden_layers=7)
+        model = _llama(hidden_size=4096, intermediate_size=11008, num_hidden_layers=2)
     model.to_empty(device="cpu")
     with guard():
         (model.to(torch.bfloat16) if advice == "half_precision" else model).cuda()
 
 
-@_job("a checkpoint of 3 GiB in bfloat16, loaded in float32 (transformers)", "load_dtype")
+@_job("a checkpoint of 0.8 GiB in bfloat16, loaded in float32 (transformers)", "load_dtype")
 def loaded_in_float32(advice: str, guard: Callable[..., Any]) -> None:
     with _folder() as folder:
         with torch.device("meta"):
-            model = _llama(hidden_size=4096, intermediate_size=11008, num_hidden_layers=7)
+            model = _llama(hidden_size=4096, intermediate_size=11008, num_hidden_layers=2)
         model.to_empty(device="cpu").to(torch.bfloat16).save_pretrained(folder)
         del model
         dtype = "bfloat16" if advice == "load_dtype" else "float32"
@@ -126,17 +127,17 @@ def kept_logits(advice: str, guard: Callable[..., Any]) -> None:
 
     with _folder() as folder:
         arguments = _arguments(folder, max_steps=90, per_device_train_batch_size=8)
-        trainer = Keeping(_llama(vocab_size=16000, num_hidden_layers=1), arguments, train_dataset=_Texts(1000, 128))
+        trainer = Keeping(_llama(vocab_size=8000, num_hidden_layers=1), arguments, train_dataset=_Texts(1000, 128))
         step = guard(batch_size=8)(trainer.training_step)
         trainer.training_step = step
         trainer.train()
 
 
-@_job("another process has 2.7 GiB (timm)", "other_process")
+@_job("another process has 0.9 GiB (timm)", "other_process")
 def other_process(advice: str, guard: Callable[..., Any]) -> None:
     held, ready = os.pipe(), os.pipe()
     if advice != "other_process" and os.fork() == 0:
-        hold = torch.empty(2700 * MIB, dtype=torch.uint8, device="cuda")
+        hold = torch.empty(400 * MIB, dtype=torch.uint8, device="cuda")
         os.write(ready[1], b"1")
         os.close(held[1])
         os.read(held[0], 1)
@@ -146,7 +147,7 @@ def other_process(advice: str, guard: Callable[..., Any]) -> None:
         os.read(ready[0], 1)
     model = timm.create_model("resnet18").cuda()
     with guard():
-        model(torch.empty(150, 3, 224, 224, device="cuda")).sum().backward()
+        model(torch.empty(32, 3, 224, 224, device="cuda")).sum().backward()
 
 
 @_job("predictions (B, 1) minus targets (B,) (torchmetrics)", "split_request")
@@ -187,7 +188,7 @@ def image_decoding(advice: str, guard: Callable[..., Any]) -> None:
 
 @_job("logits of a vocabulary of 128,000 (transformers)", "chunked_loss")
 def vocabulary(advice: str, guard: Callable[..., Any]) -> None:
-    model = _llama(vocab_size=128_000, num_hidden_layers=1).cuda()
+    model = _llama(vocab_size=128_000, num_hidden_layers=1, hidden_size=256).cuda()
     tokens = _tokens(4, 1024)
     with guard():
         if advice == "chunked_loss":
@@ -203,7 +204,8 @@ def vocabulary(advice: str, guard: Callable[..., Any]) -> None:
 
 @_job("eager attention over 8,192 tokens (transformers)", "fused_attention")
 def eager_attention(advice: str, guard: Callable[..., Any]) -> None:
-    model = _llama(num_hidden_layers=2, attn_implementation="sdpa" if advice == "fused_attention" else "eager").cuda()
+    kind = "sdpa" if advice == "fused_attention" else "eager"
+    model = _llama(num_hidden_layers=1, intermediate_size=HIDDEN, attn_implementation=kind).cuda()
     tokens = _tokens(2, 8192)
     with guard():
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -226,21 +228,21 @@ def summed_losses(advice: str, guard: Callable[..., Any]) -> None:
 
 @_job("decoding 256 sequences with a cache (transformers)", "cache_length")
 def decoding(advice: str, guard: Callable[..., Any]) -> None:
-    model = _llama().cuda().eval()
+    model = _llama(**CACHED).cuda().eval()
     with guard(), torch.inference_mode():
-        for batch in [32] * 8 if advice == "cache_length" else [256]:
+        for batch in [64] * 4 if advice == "cache_length" else [256]:
             cache = transformers.DynamicCache(config=model.config)
-            model(_tokens(batch, 64), past_key_values=cache, logits_to_keep=1)
-            for _ in range(1200):
+            model(_tokens(batch, 300), past_key_values=cache, logits_to_keep=1)
+            for _ in range(40):
                 model(_tokens(batch, 1), past_key_values=cache)
 
 
 @_job("generate() for 512 sequences (transformers)", "cache_length")
 def generating(advice: str, guard: Callable[..., Any]) -> None:
-    model = _llama().cuda().eval()
+    model = _llama(**CACHED).cuda().eval()
     with guard():
         for batch in [64] * 8 if advice == "cache_length" else [512]:
-            model.generate(_tokens(batch, 512), max_new_tokens=200, min_new_tokens=200, do_sample=False, pad_token_id=0)
+            model.generate(_tokens(batch, 512), max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0)
 
 
 @_job("predictions of an evaluation (transformers Trainer)", "predictions_on_host")
@@ -249,7 +251,7 @@ def evaluation(advice: str, guard: Callable[..., Any]) -> None:
         steps = 4 if advice == "predictions_on_host" else None
         arguments = _arguments(folder, per_device_eval_batch_size=8, eval_accumulation_steps=steps)
         model = _llama(vocab_size=12_000, num_hidden_layers=1)
-        texts = _Texts(480, 256)
+        texts = _Texts(144, 256)
         trainer = transformers.Trainer(model, arguments, eval_dataset=texts, compute_metrics=lambda _: {})
         with guard():
             trainer.evaluate()
@@ -259,14 +261,14 @@ def evaluation(advice: str, guard: Callable[..., Any]) -> None:
 def metric(advice: str, guard: Callable[..., Any]) -> None:
     kept = torchmetrics.CatMetric(compute_on_cpu=advice == "metric_on_host").cuda()
     with guard():
-        for _ in range(30):
+        for _ in range(13):
             kept.update(torch.empty(100 * MIB // 4, device="cuda"))
         kept.compute()
 
 
 @_job("an average of the weights (timm ModelEmaV3)", "host_copy")
 def weight_average(advice: str, guard: Callable[..., Any]) -> None:
-    model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False, device="meta") for _ in range(12)]).to_empty(device="cpu")
+    model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False, device="meta") for _ in range(4)]).to_empty(device="cpu")
     with guard():
         if advice == "host_copy":
             timm.utils.ModelEmaV3(model)
@@ -275,10 +277,10 @@ def weight_average(advice: str, guard: Callable[..., Any]) -> None:
             timm.utils.ModelEmaV3(model.cuda())
 
 
-@_job("resuming from a checkpoint of 3 GiB", "host_load")
+@_job("resuming from a checkpoint of 1 GiB", "host_load")
 def resuming(advice: str, guard: Callable[..., Any]) -> None:
     with _folder() as folder:
-        model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False, device="meta") for _ in range(12)])
+        model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False, device="meta") for _ in range(4)])
         model = model.to_empty(device="cuda")
         torch.save(model.state_dict(), Path(folder) / "model.pt")
         where = "cpu" if advice == "host_load" else "cuda"
@@ -290,7 +292,7 @@ def resuming(advice: str, guard: Callable[..., Any]) -> None:
 def validation(advice: str, guard: Callable[..., Any]) -> None:
     model = timm.create_model("resnet18").cuda().eval()
     with guard(), torch.inference_mode() if advice == "inference_mode" else contextlib.nullcontext():
-        model(torch.empty(400, 3, 224, 224, device="cuda"))
+        model(torch.empty(100, 3, 224, 224, device="cuda"))
 
 
 @_job("a batch that is too large (Lightning)", "smaller_batch", "checkpointing", "accumulation")
@@ -317,7 +319,7 @@ def large_batch(advice: str, guard: Callable[..., Any]) -> None:
 
 @_job("the state of AdamW (accelerate)", "optimizer_state")
 def optimizer_state(advice: str, guard: Callable[..., Any]) -> None:
-    model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False, device="meta") for _ in range(7)]).to_empty(device="cuda")
+    model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False, device="meta") for _ in range(2)]).to_empty(device="cuda")
     kind = torch.optim.Adafactor if advice == "optimizer_state" else torch.optim.AdamW
     accelerator = accelerate.Accelerator()
     model, optimizer = accelerator.prepare(model, kind(model.parameters()))

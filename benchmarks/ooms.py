@@ -2,7 +2,7 @@
 
     python -m benchmarks.ooms [--json] [--only JOB ...]
 
-Needs the dependency group `loops`. The jobs run with real torch on an emulated device of 5 GiB, and again as the first
+Needs the dependency group `loops`. The jobs run with real torch on an emulated device of 2 GiB, and again as the first
 advice says. An advice is right if it changes the cause. The claims count jobs, which do not depend on the machine's
 speed.
 """
@@ -34,7 +34,7 @@ def main() -> int:
     progress = Progress("ooms", 1)
     progress.part("running out of memory, and following the first advice")
     results = on_a_node(
-        "benchmarks.ooms", ["--run", *(["--only", *given.only] if given.only else [])], total_bytes=5 * GIB
+        "benchmarks.ooms", ["--run", *(["--only", *given.only] if given.only else [])], total_bytes=2 * GIB
     )
     rows, wrong, failed = [], 0, 0
     for name, result in results.items():

@@ -27,6 +27,9 @@ def quantize(x):
 """
 CONFIG = "loader:\n  batch: 8   # a device\naccumulation: 1\n"
 ONE = "float32[B,512]"
+NEEDS_TRANSFORMERS = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -80,6 +83,21 @@ def test_the_table_names_changes_and_says_if_a_job_does_not_fit(planner: TorchPr
     assert [(code, err) for code, _, err in (fits, too_small)] == [(0, ""), (1, "")]
     text = re.sub(r"\b\d[\d.]*( ([KMG]i)?B)?", "#", f"{fits[1]}\n{too_small[1]}")
     assert_golden("plan.txt", re.sub(" +", " ", text))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Grouped", ""),
+        pytest.param("Asserting", "", marks=NEEDS_TRANSFORMERS),
+        ("make", "--optimizer adamw --optimizer-option capturable=true"),
+    ],
+)
+def test_models_that_count_values_and_optimizers_of_graphs_can_be_planned(
+    planner: TorchProcess, model: str, words: str
+) -> None:
+    code, _, err = gpumem_plan(planner, "--input", ONE, *words.split(), model=model)
+    assert (code, err) == (0, "")
 
 
 @pytest.mark.parametrize(
