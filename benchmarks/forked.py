@@ -36,7 +36,9 @@ def results_to(names: Iterable[str], result_of: Callable[[str], Any]) -> int:
     os.dup2(2, 1)
     for name in names:
         print(f"running {name}", file=sys.stderr, flush=True)
-        os.write(results, json.dumps({name: result_of(name)}).encode() + b"\n")
+        result = json.dumps({name: result_of(name)})
+        print(result, file=sys.stderr, flush=True)
+        os.write(results, result.encode() + b"\n")
     return 0
 
 

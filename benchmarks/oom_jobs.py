@@ -59,12 +59,8 @@ def _llama(**options: Any) -> Any:
         "vocab_size": 1000,
         "max_position_embeddings": 1 << 20,
     }
-    config = transformers.LlamaConfig(**{**sizes, **options})
-    attention = config._attn_implementation
     with no_init_weights():
-        model = transformers.LlamaForCausalLM(config)
-    model.config._attn_implementation = attention
-    return model
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **options}))
 
 
 def _tokens(batch: int, length: int) -> Tensor:
@@ -176,6 +172,7 @@ def image_decoding(advice: str, guard: Callable[..., Any]) -> None:
     import diffusers  # initializes the driver: after the fork
 
     vae = diffusers.AutoencoderKL(
+        sample_size=512,
         block_out_channels=(64, 128),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
@@ -319,12 +316,12 @@ def large_batch(advice: str, guard: Callable[..., Any]) -> None:
 
 @_job("the state of AdamW (accelerate)", "optimizer_state")
 def optimizer_state(advice: str, guard: Callable[..., Any]) -> None:
-    model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False, device="meta") for _ in range(2)]).to_empty(device="cuda")
+    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(8)]).to_empty(device="cuda")
     kind = torch.optim.Adafactor if advice == "optimizer_state" else torch.optim.AdamW
     accelerator = accelerate.Accelerator()
     model, optimizer = accelerator.prepare(model, kind(model.parameters()))
     with guard():
-        accelerator.backward(model(torch.empty(8, 8192, device="cuda")).sum())
+        accelerator.backward(model(torch.empty(8, 4096, device="cuda")).sum())
         optimizer.step()
 
 

@@ -18,7 +18,7 @@ from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.forked import forked, on_a_node, results_to
 from tests.emulation.node import GIB
 
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 300.0
 
 
 def main() -> int:

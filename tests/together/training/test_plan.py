@@ -96,7 +96,7 @@ def test_the_table_names_changes_and_says_if_a_job_does_not_fit(planner: TorchPr
 def test_models_that_count_values_and_optimizers_of_graphs_can_be_planned(
     planner: TorchProcess, model: str, words: str
 ) -> None:
-    code, _, err = gpumem_plan(planner, "--input", ONE, *words.split(), model=model)
+    code, _, err = gpumem_plan(planner, "--input", ONE, "--gpu", "2GiB", *words.split(), model=model)
     assert (code, err) == (0, "")
 
 
