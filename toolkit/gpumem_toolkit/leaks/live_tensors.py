@@ -166,7 +166,7 @@ def unfinished_losses(torch: Any) -> int:
     for node in waiting[:]:
         chain = 1
         while node is not None and type(node).__name__ == "AddBackward0" and chain < _GRAPH_NODES_MAX:
-            node, chain = node.next_functions[0][0], chain + 1
+            node, chain = object.__getattribute__(node, "next_functions")[0][0], chain + 1
         terms = max(terms, chain)
     # The terms of one forward pass share its graph. Those of several have only the parameters in common.
     while waiting and len(seen) < _GRAPH_NODES_MAX:
@@ -174,7 +174,7 @@ def unfinished_losses(torch: Any) -> int:
         if node in seen:
             continue
         seen.add(node)
-        for parent, _ in node.next_functions:
+        for parent, _ in object.__getattribute__(node, "next_functions"):
             if parent is not None:
                 uses[parent] += type(parent).__name__ == "AccumulateGrad"
                 waiting.append(parent)

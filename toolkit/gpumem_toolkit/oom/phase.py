@@ -12,6 +12,7 @@ from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
+from gpumem_client.objects.referrers import instance_dictionary
 from gpumem_toolkit.oom.known_causes import CAUSES, WITHOUT_ACTIVATIONS, Cause
 
 _FRAMES_MAX = 400
@@ -82,7 +83,9 @@ def _passes(cause: Cause, places: Sequence[Place], frames: Sequence[tuple[FrameT
     value = (named or {}).get(cause.variable) if value is None else value
     if cause.least == (0, 0):
         return value is not None
-    shape = getattr(getattr(value, "weight", value), "shape", ())
+    # A layer's attribute `weight` may be a property that computes, as with a parametrization.
+    parameters = (instance_dictionary(value) or {}).get("_parameters") or {}
+    shape = getattr(parameters.get("weight", value), "shape", ())
     return len(shape) > 1 and all(size >= least for size, least in zip(shape[-2:], cause.least, strict=True))
 
 
