@@ -167,12 +167,12 @@ def edges(advice: str, guard: Callable[..., Any]) -> None:
             convolution(nodes, part)
 
 
-@_job("decoding an image of 2048 x 2048 (diffusers)", "tiling")
+@_job("decoding an image of 1024 x 1024 (diffusers)", "tiling")
 def image_decoding(advice: str, guard: Callable[..., Any]) -> None:
     import diffusers  # initializes the driver: after the fork
 
     vae = diffusers.AutoencoderKL(
-        sample_size=512,
+        sample_size=128,
         block_out_channels=(64, 128),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
@@ -180,7 +180,7 @@ def image_decoding(advice: str, guard: Callable[..., Any]) -> None:
     if advice == "tiling":
         vae.enable_tiling()
     with guard(), torch.inference_mode():
-        vae.decode(torch.empty(1, 4, 1024, 1024, device="cuda"))
+        vae.decode(torch.empty(1, 4, 512, 512, device="cuda"))
 
 
 @_job("logits of a vocabulary of 128,000 (transformers)", "chunked_loss")
@@ -238,7 +238,7 @@ def decoding(advice: str, guard: Callable[..., Any]) -> None:
 def generating(advice: str, guard: Callable[..., Any]) -> None:
     model = _llama(**CACHED).cuda().eval()
     with guard():
-        for batch in [64] * 8 if advice == "cache_length" else [512]:
+        for batch in [32] * 16 if advice == "cache_length" else [512]:
             model.generate(_tokens(batch, 512), max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0)
 
 
@@ -316,7 +316,7 @@ def large_batch(advice: str, guard: Callable[..., Any]) -> None:
 
 @_job("the state of AdamW (accelerate)", "optimizer_state")
 def optimizer_state(advice: str, guard: Callable[..., Any]) -> None:
-    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(8)]).to_empty(device="cuda")
+    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(6)]).to_empty(device="cuda")
     kind = torch.optim.Adafactor if advice == "optimizer_state" else torch.optim.AdamW
     accelerator = accelerate.Accelerator()
     model, optimizer = accelerator.prepare(model, kind(model.parameters()))
