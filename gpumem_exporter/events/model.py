@@ -77,6 +77,8 @@ class Query:
     """Only ends of processes with this Slurm or Ray job id."""
     subject: str | None = None
     """Only events about this subject."""
+    last_of_subject: bool = False
+    """Only events after which their subject has no other event."""
     uid: int | None = None
     """Only ends of processes of this user."""
     owner: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -20,9 +20,11 @@ MAX_STARTS_PER_MINUTE = 1024
 # What a process used is not known between two values that are further apart, and further than readings or reports may
 # be; that time does not count.
 _GAP_SECONDS = 60.0
+# A report of a process that has exited is read a moment after its end, or after a pause of the exporter.
+_MAX_ENDED = 256
 _FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "start_time_ticks", "command"))
 _JOBS = ("slurm_job_id", "ray_job_id")
-_STARTED = ("pid_namespace", "command", "torch_version", "allocator_settings", "client_version")
+_STARTED = ("pid_namespace", "start_time_ticks", "command", "torch_version", "allocator_settings", "client_version")
 _ROW = (
     *("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "allocated_peak_bytes", "reserved_peak_bytes"),
     *("alloc_retries", "ooms"),
@@ -138,6 +140,7 @@ class ProcessHistory:
         # The number of starts in the minute, by `ProcessKey.share`.
         self._starts: Counter[str] = Counter()
         self._tracked: dict[ProcessKey, _TrackedProcess] = {}
+        self._ended: deque[ReportingProcess] = deque(maxlen=_MAX_ENDED)
         self.gpus: dict[str, str] = {}
         """The NVML index of each device by uuid, from the last reading."""
         self._reading: NodeReading | None = None
@@ -195,11 +198,22 @@ class ProcessHistory:
                 for event in self._end(tracked, reason, now_unix_seconds)
             ]
 
+    def of_session(self, session: str) -> ReportingProcess | None:
+        """Return the process of a session that is tracked or has ended lately."""
+        with self._lock:
+            known = (*(tracked.process for tracked in self._tracked.values()), *self._ended)
+        return next((process for process in known if process.report.process.session == session), None)
+
+    def sessions(self) -> set[str]:
+        """Return the sessions of the tracked processes."""
+        with self._lock:
+            return {tracked.process.report.process.session for tracked in self._tracked.values()}
+
     def running(self, job_id: str, now_unix_seconds: float) -> list[Event]:
         """Return an event for each tracked process of a job, as if the process ended now."""
         with self._lock:
             return [
-                self._ended(tracked, "", now_unix_seconds)
+                self._ended_event(tracked, "", now_unix_seconds)
                 for tracked in self._tracked.values()
                 if job_id in tracked.job_ids().values()
             ]
@@ -222,7 +236,8 @@ class ProcessHistory:
         return [self._started(process)]
 
     def _end(self, tracked: _TrackedProcess, reason: str, now_unix_seconds: float) -> list[Event]:
-        return [] if tracked.left_out else [self._ended(tracked, reason, now_unix_seconds)]
+        self._ended.append(tracked.process)
+        return [] if tracked.left_out else [self._ended_event(tracked, reason, now_unix_seconds)]
 
     def _apply_reading(self, tracked: _TrackedProcess) -> None:
         """Copy the process' values from the last reading."""
@@ -235,7 +250,7 @@ class ProcessHistory:
                 tracked.usage[uuid].take_used(used_bytes, seconds)
             tracked.facts = reading.facts.get(host_pid, tracked.facts)
 
-    def _ended(self, tracked: _TrackedProcess, reason: str, now_unix_seconds: float) -> Event:
+    def _ended_event(self, tracked: _TrackedProcess, reason: str, now_unix_seconds: float) -> Event:
         process = tracked.process
         expired = process.received_seconds - self._reading_expiry_seconds
         used = {uuid: used_bytes for uuid, (used_bytes, seconds) in tracked.used.items() if seconds >= expired}
@@ -292,6 +307,26 @@ class ProcessHistory:
             "owner": process.key.share,
             "job": self._job_of(process),
         }
+
+
+def ended_unseen(started: Event, reason: str, now_unix_seconds: float) -> Event:
+    """Return the end of a process that ended while no exporter ran, from its start; all that it used is unknown."""
+    detail = started.detail
+    return replace(
+        started,
+        id=0,
+        type="process_ended",
+        time_unix_seconds=now_unix_seconds,
+        detail={
+            "reason": reason,
+            "command": detail["command"],
+            **dict.fromkeys((*_FACTS, *_JOBS, "step", "last_report_unix_seconds", "pinned_host_bytes")),
+            "first_report_unix_seconds": started.time_unix_seconds,
+            "devices": [
+                {**_row(each["uuid"], each["gpu"], None, None), **DeviceUsage().row()} for each in detail["devices"]
+            ],
+        },
+    )
 
 
 def process_subject(session: str) -> str:

@@ -14,7 +14,7 @@ from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey,
 from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.model import ACTION_REQUESTED, PLACE, Event, Query
 from gpumem_exporter.events.ooms import OomDeduplicator, oom_subject
-from gpumem_exporter.events.processes import ProcessHistory
+from gpumem_exporter.events.processes import ProcessHistory, ended_unseen, process_subject
 
 if TYPE_CHECKING:
     from gpumem_exporter.actions.policy.evaluation import Stop
@@ -68,8 +68,9 @@ def _device_changes(before: NodeReading | None, after: NodeReading) -> Iterator[
             continue  # the driver cannot identify the device, so that its return could not be detected
         known = earlier.get(device.uuid)
         if device.up:
-            if before is None or (known is not None and not known.up):
-                only_after = "device_lost" if before is None or device.parent_uuid else ""
+            # An exporter that starts while a device is lost has no uuid of it before the device returns.
+            if known is None or not known.up:
+                only_after = "device_lost" if known is None or device.parent_uuid else ""
                 yield _device_event("device_returned", device, after, only_after)
         elif device.parent_uuid:
             # A MIG device may fail once while it is being destroyed, so only the second failure counts.
@@ -140,6 +141,15 @@ class Recorder:
         The future is true once the report's out-of-memory errors are committed; None if there is nothing to wait for.
         """
         self._put(self._processes.take_report(process))
+        return self.take_ooms(process)
+
+    def late_process(self, session: str, owner_uid: int | None) -> ReportingProcess | None:
+        """Return the process of a session of this user, with its last report, also if it has ended lately."""
+        process = self._processes.of_session(session)
+        return process if process is not None and process.owner_uid == owner_uid else None
+
+    def take_ooms(self, process: ReportingProcess) -> Future[bool] | None:
+        """Record the out-of-memory errors of an accepted report; returns what `take_report` does."""
         if not process.report.ooms:
             return None
         session = process.report.process.session
@@ -189,6 +199,15 @@ class Recorder:
     def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
         """Record that processes are removed from the store, each with the reason; unknown processes are ignored."""
         self._put(self._processes.remove(ended, self._wall_clock()))
+
+    def reported(self) -> set[str]:
+        """Return the subjects of the processes that have reported to this run of the exporter and have not ended."""
+        return {process_subject(session) for session in self._processes.sessions()}
+
+    def ended_unseen(self, started: Iterable[Event]) -> None:
+        """Record the ends of processes that ended while no exporter ran, by the events of their starts."""
+        reason = "the process exited while no exporter ran"
+        self._put(ended_unseen(event, reason, self._wall_clock()) for event in started)
 
     def running(self, job_id: str) -> list[Event]:
         """Return an event for each reporting process of a job, as if the process ended now."""

@@ -90,6 +90,8 @@ _OF_JOB = f"""(job = :job OR workload = :job OR (type IN ('action', 'policy_stop
     pid IN {_PIDS_OF_JOB} OR EXISTS (
         SELECT 1 FROM json_each(detail, '$.results') WHERE json_extract(value, '$.workload') = :job
         OR CAST(json_extract(value, '$.pid') AS TEXT) IN {_PIDS_OF_JOB}))))"""  # noqa: S608 - constant names
+_LAST_OF_SUBJECT = """NOT EXISTS (
+    SELECT 1 FROM events AS later WHERE later.subject = events.subject AND later.id > events.id)"""
 _OF_JOB_ID = """id IN (
     SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.slurm_job_id') = :job_id
     UNION SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.ray_job_id') = :job_id)"""
@@ -375,6 +377,8 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
     if query.newest_of_each:
         earlier = " AND ".join(conditions)
         conditions.append(f"id IN (SELECT max(id) FROM events WHERE {earlier} GROUP BY uuid, pid)")  # noqa: S608
+    if query.last_of_subject:
+        conditions.append(_LAST_OF_SUBJECT)
     conditions.append("id > :after")
     if query.before is not None:
         conditions.append("id < :before")

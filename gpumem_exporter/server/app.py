@@ -27,8 +27,10 @@ from gpumem_exporter.server.background.housekeeping import (
     keep_house,
     release_free_memory,
     reloading_on_hangup,
+    restore_ends,
     restore_ooms,
 )
+from gpumem_exporter.server.background.presence import SILENT_SECONDS
 from gpumem_exporter.server.http.listeners import parse_listen_address
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime
@@ -213,6 +215,11 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
             asyncio.ensure_future(release_free_memory()),
             asyncio.ensure_future(
                 restore_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
+            ),
+            asyncio.ensure_future(
+                restore_ends(
+                    runtime.events, runtime.store, runtime.host, clock=runtime.clock, silent_seconds=SILENT_SECONDS
+                )
             ),
             asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
             asyncio.ensure_future(asyncio.to_thread(runtime.profiles.load)),

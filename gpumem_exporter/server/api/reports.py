@@ -115,6 +115,11 @@ class ReportsRoute:
                 short = replace(short, process=replace(short.process, slurm_job_id=reported.slurm_job_id))
             key = ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
             before = self._reports.find(key)
+            if before is None and reported.host_pid is None:
+                # A process that exited before this was read is not in /proc, so it would count as another process.
+                late = self._events.late_process(report.process.session, reported.owner_uid)
+                if late is not None and late.host_pid is not None:
+                    return await self._take_late(replace(late, report=short))
             process = self._reports.put_report(
                 short if short.engine is None else self._cache_use.complete(short, key),
                 host_pid=reported.host_pid,
@@ -165,6 +170,14 @@ class ReportsRoute:
                 return None
             commands, cancelled = self._dispatcher.commands(process), self._dispatcher.cancelled(process)
         return self._encoded(commands, cancelled) if commands or cancelled else self._nothing_to_do
+
+    async def _take_late(self, process: ReportingProcess) -> bytes:
+        """Take the last report of a process that has exited."""
+        self._instruments.count_report("accepted")
+        committed = self._events.take_ooms(process)
+        if committed is not None:
+            await self._events.log.wait_until_kept(committed)
+        return self._nothing_to_do
 
     async def _read_in_turn(self, body: bytes, scope: Scope) -> Report:
         """Read a long report in a thread and in a turn of its sender."""

@@ -16,13 +16,18 @@ from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events.log import EventLog
-from gpumem_exporter.events.model import Query
+from gpumem_exporter.events.model import Event, Query
 from gpumem_exporter.events.ooms import last_ooms
 from gpumem_exporter.events.processes import process_subject
+from gpumem_exporter.events.recorder import Recorder
+from gpumem_exporter.host import Host
 
 INTERVAL_SECONDS = 1.0
 RETRY_SECONDS = 1.0
 RELEASE_SECONDS = 60.0
+_STARTS_WITHOUT_END = Query(after=0, types=("process_started",), last_of_subject=True, limit=1000)
+# After a reboot, every process has ended. The queue of events has room for more of one user.
+_MAX_ENDS = 256
 
 _log = logging.getLogger(__name__)
 
@@ -78,11 +83,45 @@ async def restore_ooms(
             return
 
 
+async def restore_ends(
+    recorder: Recorder, store: Store, host: Host, *, clock: Callable[[], float], silent_seconds: float
+) -> None:
+    """Record the ends of the processes that reported to an earlier run and ended while no exporter ran.
+
+    A process that the exporter cannot see has ended if it does not report for `silent_seconds`.
+    """
+    silent_at_seconds = clock() + silent_seconds
+
+    def has_ended(event: Event) -> bool:
+        host_pid = event.detail["host_pid"]
+        if host_pid is None:
+            return clock() >= silent_at_seconds
+        return not host.alive(host_pid, event.detail["start_time_ticks"])
+
+    started: list[Event] = []
+    while clock() < silent_at_seconds:
+        try:
+            started = await recorder.log.pages(_STARTS_WITHOUT_END)
+            break
+        except StorageError:
+            await asyncio.sleep(RETRY_SECONDS)  # an earlier exporter may still use the storage
+    # An earlier version did not record the start time, without which a pid is no process.
+    started = [event for event in started if "start_time_ticks" in event.detail]
+    while started:
+        await asyncio.sleep(store.report_expiry_seconds)  # by then each process that runs has reported again
+        reported = recorder.reported()
+        started = [event for event in started if event.subject not in reported]
+        ended = [event for event in started if has_ended(event)][:_MAX_ENDS]
+        recorder.ended_unseen(ended)
+        started = [event for event in started if event not in ended]
+
+
 async def _has_stored_end(oom: LastOom, store: Store, log: EventLog) -> bool:
     """Return whether the end of an error's process is stored, and note it."""
     query = Query(types=("process_ended",), subject=process_subject(oom.session))
     for event in (await log.page(query)).events:
-        last_report_unix_seconds: float = event.detail["last_report_unix_seconds"]
+        last: float | None = event.detail["last_report_unix_seconds"]
+        last_report_unix_seconds = oom.happened_unix_seconds if last is None else last
         store.note_end(oom.session, oom.happened_seconds + last_report_unix_seconds - oom.happened_unix_seconds)
         return True
     return False

@@ -200,6 +200,7 @@ def lost(gpu: int = 0, **changes: Any) -> DeviceReading:
 
 
 WELL, ILL, ONE = node(device(), device(UUIDS[1], gpu="1")), node(device(), lost(1)), node(device())
+UNKNOWN = node(DeviceReading(gpu="0", uuid="", error="no handle"))
 LOST, RETURNED = ("device_lost", "1", ""), ("device_returned", "1", "")
 
 
@@ -213,7 +214,9 @@ LOST, RETURNED = ("device_lost", "1", ""), ("device_returned", "1", "")
         (WELL, ONE, []),  # removed
         # The first reading creates events only for changes to stored states.
         (None, ILL, [("device_returned", "0", "device_lost"), LOST]),
-        (None, node(DeviceReading(gpu="0", uuid="", error="no handle")), []),
+        (None, UNKNOWN, []),
+        # It may have been lost before this run of the exporter.
+        (UNKNOWN, ONE, [("device_returned", "0", "device_lost")]),
     ],
 )
 def test_a_device_that_stops_answering_is_lost_and_returns_when_it_answers(
