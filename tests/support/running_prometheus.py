@@ -22,7 +22,8 @@ class RunningPrometheus:
 
     `targets` are `host:port` by the label `instance`; two names may have the same exporter. `clusters` are the values
     of the label `cluster` by instance. With an `authority`, its API uses https. `scrape` has more keys of the scrape
-    configuration, such as `scheme`; `flags` are more flags of Prometheus.
+    configuration, such as `scheme`; `flags` are more flags of Prometheus, and `rules` files of rules, which it
+    evaluates every second.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class RunningPrometheus:
         scrape: Mapping[str, Any] | None = None,
         clusters: Mapping[str, str] | None = None,
         flags: Sequence[str] = (),
+        rules: Sequence[Path] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         jobs = [
@@ -41,7 +43,8 @@ class RunningPrometheus:
             for name, address in targets.items()
         ]
         configuration = {
-            "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+            "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+            "rule_files": list(map(str, rules)),
             "scrape_configs": [{"job_name": "gpumem", "static_configs": jobs, **(scrape or {})}],
         }
         address = f"127.0.0.1:{free_port()}"
