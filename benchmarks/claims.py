@@ -122,17 +122,18 @@ class Progress:
     def turns(self, count: int) -> Iterator[int]:
         """Yield 0 to `count` - 1, and print the number at most once in five seconds."""
         for turn in range(count):
-            self._at(f"{turn} of {count}")
+            self.at(f"{turn} of {count}")
             yield turn
 
     def sleep(self, seconds: float) -> None:
         """Sleep, and print the time passed at most once in five seconds."""
         started = time.monotonic()
         while (passed := time.monotonic() - started) < seconds:
-            self._at(f"{passed:.0f} of {seconds:.0f} s")
+            self.at(f"{passed:.0f} of {seconds:.0f} s")
             time.sleep(min(1.0, seconds - passed))
 
-    def _at(self, where: str) -> None:
+    def at(self, where: str) -> None:
+        """Print how far the part has come, at most once in five seconds."""
         if time.monotonic() - self._printed >= self._PAUSE_SECONDS:
             self._print(f"  {where}")
 
