@@ -180,6 +180,15 @@ class JobKey(NamedTuple):
     place: Place
 
 
+class PartKey(NamedTuple):
+    """The key of one reporting process on one device, as long as its session lasts."""
+
+    share: str
+    """The holder of the share to which the process belongs. A session is a claim, so another user may repeat it."""
+    session: str
+    uuid: str
+
+
 @dataclass(frozen=True, slots=True)
 class ReportingProcess:
     """A process that reports, with its last report."""
@@ -234,6 +243,10 @@ class ReportingProcess:
     def start_time_ticks(self) -> int:
         """The process start time in clock ticks after boot; differs for a later process with the same pid."""
         return self.report.process.start_time_ticks
+
+    def part(self, uuid: str) -> PartKey:
+        """Return the key of the process on a device."""
+        return PartKey(self.key.share, self.report.process.session, uuid)
 
     def without_messages(self) -> ReportingProcess:
         """Return the process without the results and errors of its report, which are handled once."""

@@ -1,6 +1,7 @@
 """The file of the history in the folder of `--storage.path`: written whole, read at the start.
 
-It is compressed, with a line of JSON for each series before the values of the series. gzip's checksum detects damage.
+It is compressed, with a line of JSON for each series before the values of the series, and then a line for the minima of
+each process on each device. gzip's checksum detects damage.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gpumem_exporter.core.samples import PartKey
 from gpumem_exporter.history.history import MAX_BYTES, History
 from gpumem_exporter.history.series import Subject
 
@@ -51,10 +53,12 @@ class HistoryFile:
                     pass  # the checksum is at the end, and no row of a damaged file may be shown
                 file.seek(0)
                 _require_format(_line(file))
-                saved = list(_series(file))
+                minima: list[tuple[PartKey, int, list[int]]] = []
+                saved = list(_series(file, minima))
             if wait_for_clock and history.is_behind(saved):
                 return False
             history.restore(saved)
+            history.restore_minima(minima)
         except FileNotFoundError:
             pass
         except (EOFError, zlib.error, ValueError, TypeError, LookupError, gzip.BadGzipFile) as error:
@@ -87,6 +91,9 @@ class HistoryFile:
                         )
                         for _, rows in tracks:
                             file.write(rows)
+                    # At the end: a version that does not know them has then restored the series.
+                    for part, first, values in history.saved_minima():
+                        _write(file, {"part": part, "first": first, "minima": values})
                 raw.flush()
                 os.fsync(raw.fileno())
                 size = raw.tell()
@@ -118,9 +125,15 @@ def _require_format(line: dict[str, Any] | None) -> None:
         raise ValueError(f"another version or machine wrote it ({line.get('version')}, {line.get('byteorder')})")
 
 
-def _series(file: gzip.GzipFile) -> Iterator[tuple[Subject, list[tuple[int, bytes]]]]:
+def _series(
+    file: gzip.GzipFile, minima: list[tuple[PartKey, int, list[int]]]
+) -> Iterator[tuple[Subject, list[tuple[int, bytes]]]]:
+    """Yield the series, and append to `minima` what follows them."""
     left = 2 * MAX_BYTES
     while (line := _line(file)) is not None:
+        if "part" in line:
+            minima.append((PartKey(*line["part"]), int(line["first"]), line["minima"]))
+            continue
         subject = Subject(*line["subject"])
         tracks = []
         for first, size in line["tracks"]:

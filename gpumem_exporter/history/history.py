@@ -10,14 +10,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gpumem_exporter.core.samples import KV_PEAK_WINDOWS, KvCachePeak, Snapshot
+from gpumem_exporter.core.samples import KV_PEAK_WINDOWS, KvCachePeak, PartKey, Snapshot
+from gpumem_exporter.history.minima import STEP_SECONDS, Minima
 from gpumem_exporter.history.points import Points
 from gpumem_exporter.history.series import UNKNOWN, VALUES, Series, Subject, Track, bytes_of, folded, resolutions
 
 MAX_BYTES = 16 << 20
 """The memory of all series."""
-# The budget of the series. The rest is for the peaks of `Points`, and for growth between two checks.
-_BUDGET_BYTES = MAX_BYTES - (2 << 20)
+# The budget of the series. The rest is for the peaks of `Points`, for `Minima`, and for growth between two checks.
+_BUDGET_BYTES = MAX_BYTES - (3 << 20)
 # The part of the budget that devices may use, whatever jobs there are.
 _DEVICES_SHARE = 0.75
 # The part of the budget that is freed at once when it is used up, so that this is seldom.
@@ -70,6 +71,7 @@ class History:
         # The wall clock minus the time of the rows.
         self._shift_seconds = 0
         self._points = Points()
+        self._minima = Minima()
         self._lock = threading.Lock()
         self._series: dict[str, Series] = {}
         # The bytes of the series of each owner; the devices' owner is empty.
@@ -101,6 +103,7 @@ class History:
             for subject, row in points:
                 self._series_of(subject).tracks[0].put(second, row)
                 self._count(subject.key)
+            self._minima.add(second, snapshot.processes)
             self._recorded_seconds = second + 1
             if self._fold(second + 1):
                 self._note_peaks(second + 1, (subject for subject, _ in points if subject.cache))
@@ -145,26 +148,14 @@ class History:
             "series": [series for key in dict.fromkeys(keys) if (series := self._document(key, steps, names))],
         }
 
-    def job_minima(self, job: str, span_seconds: float) -> list[tuple[float, int]]:
-        """Return the smallest allocated bytes of a job in each minute of a time until now, oldest first.
+    def minima(self, part: PartKey) -> list[tuple[float, int]]:
+        """Return the smallest allocated bytes of a process on a device in each minute of the last hour, oldest first.
 
         A minute is its end in Unix seconds. A minute in which the value is unknown is left out, and so is the present
-        one. An unknown job has none.
+        one. An unknown process has none.
         """
-        step_seconds = self._resolutions[-1].step_seconds
-        start = int((self.now_seconds - span_seconds) // step_seconds)
         with self._lock:
-            series, shift_seconds = self._series.get(job), self._shift_seconds
-            if series is None:
-                return []
-            track = series.tracks[-1]
-            first, rows = track.rows(start, track.end)
-        values = bytes_of(rows[2 * VALUES.index("allocated") :: track.resolution.width])
-        return [
-            (float((first + index + 1) * step_seconds + shift_seconds), value)
-            for index, value in enumerate(values)
-            if value is not None
-        ]
+            return [(end + self._shift_seconds, size) for end, size in self._minima.of(part)]
 
     # For the file
 
@@ -227,6 +218,19 @@ class History:
                 self._count(subject.key)
                 if self.size_bytes > _BUDGET_BYTES:
                     self._make_room(self.now_seconds)
+
+    def saved_minima(self) -> list[tuple[PartKey, int, list[int]]]:
+        """Return the minima of each part with their first minute, at the wall clock's present times."""
+        with self._lock:
+            shift = round(self._shift_seconds / STEP_SECONDS)
+            return [(part, first + shift, values) for part, first, values in self._minima.saved()]
+
+    def restore_minima(self, saved: Iterable[tuple[PartKey, int, list[int]]]) -> None:
+        """Put the minima of an earlier run before those of this run."""
+        with self._lock:
+            shift = round(self._shift_seconds / STEP_SECONDS)
+            for part, first, values in saved:
+                self._minima.restore(part, first - shift, values, int(self.now_seconds // STEP_SECONDS) + 1)
 
     # With the lock
 

@@ -47,7 +47,6 @@ from gpumem_exporter.server.security.request_guard import Callers, OwnNames, Rul
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.view.engines import DEMO_SECONDS, ENOUGH_SECONDS
-from gpumem_exporter.view.growth import SPAN_SECONDS
 from gpumem_exporter.view.jobs import job_of_process
 from gpumem_exporter.view.live import NodeView
 
@@ -194,7 +193,7 @@ class Runtime:
         self.view = NodeView(
             clock=clock,
             wall_clock=wall_clock,
-            minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
+            minima_of=self.history.minima,
             enough_seconds=DEMO_SECONDS if provider.source == "demo" else ENOUGH_SECONDS,
         )
         self.live = LiveNode(

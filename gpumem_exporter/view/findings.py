@@ -8,7 +8,7 @@ knowing.
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, sum_of_k
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
 from gpumem_exporter.view.documents import Part
 from gpumem_exporter.view.engines import ENOUGH_SECONDS, smaller_cache
-from gpumem_exporter.view.growth import Growth
+from gpumem_exporter.view.growth import GrowingPart
 from gpumem_exporter.view.jobs import Job, job_uuids, jobs_by_device
 from gpumem_exporter.view.orphans import left_behind
 
@@ -100,15 +100,16 @@ def find(
     ledgers: Mapping[str, DeviceLedger],
     *,
     failed_checks: Iterable[Mapping[str, str]] = (),
-    growths: Mapping[str, Growth] | None = None,
+    growing: Mapping[str, Sequence[GrowingPart]] | None = None,
     client_directory: str | None = None,
     enough_seconds: float = ENOUGH_SECONDS,
 ) -> list[Finding]:
     """Return the findings of a node in no order.
 
-    `growths` has the jobs that grow, by id. `client_directory` is the folder from which jobs can import the client;
-    empty if there is none, and None without an exporter, to which processes could report. `enough_seconds` is how long
-    the use of a key-value cache must be known before a smaller one is proposed.
+    `growing` has the processes of each job that grow, by the job's id, the fastest first. `client_directory` is the
+    folder from which jobs can import the client; empty if there is none, and None without an exporter, to which
+    processes could report. `enough_seconds` is how long the use of a key-value cache must be known before a smaller one
+    is proposed.
     """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
     there, jobs_of_errors = jobs_by_device(jobs), _JobsOfErrors(jobs)
@@ -116,7 +117,7 @@ def find(
         *_checks(failed_checks, has_devices=bool(devices)),
         *(_lost(device) for device in devices if not device.up),
         *_ooms(snapshot, jobs_of_errors),
-        *_growing(jobs, devices, growths or {}),
+        *_growing(jobs, growing or {}),
         *_idle_caches(snapshot, devices, ledgers, there, jobs_of_errors),
         *_orphans(jobs, snapshot.gpus, ledgers),
         *_silent(jobs),
@@ -287,39 +288,25 @@ def _request(oom: LastOom) -> str:
     return f"requested {requested}{place}; {had}{fragmented}"
 
 
-def _growing(jobs: Sequence[Job], devices: Iterable[DeviceReading], growths: Mapping[str, Growth]) -> Iterator[Finding]:
-    free = {device.uuid: device.memory.free_bytes for device in devices if device.memory is not None}
+def _growing(jobs: Sequence[Job], growing: Mapping[str, Sequence[GrowingPart]]) -> Iterator[Finding]:
     for job in jobs:
-        grows = growths.get(job.id)
-        if grows is None:
+        parts = growing.get(job.id, ())
+        if not parts:
             continue
-        left = full_in_seconds(job, grows, free)
-        soon = left is not None and left < _FAILS_SOON_SECONDS
-        fate = f"; it will be out of memory in {human_seconds(left)}" if left is not None and soon else ""
-        sentence = f"{called(job)} grows by {human_bytes(grows.bytes_per_hour)} an hour{fate}."
-        yield _finding("growth", job.id, "Growing", sentence, job=job, since_seconds=grows.since_seconds)
-
-
-def full_in_seconds(job: Job, grows: Growth, free: Mapping[str, int]) -> float | None:
-    """Return when a job that goes on growing has no memory left on one of its devices; None if that is not known.
-
-    `free` are the free bytes of devices by uuid. Each process of the job grows equally on each of its devices, and can
-    use its own cache. Its memory limit counts if it is closer.
-    """
-    room: list[float] = []
-    on_device = Counter(part.uuid for part in job.parts)
-    for part in job.parts:
-        if part.uuid not in free or part.sample is None:
-            return None
-        sample = part.sample
-        cache = sample.reclaimable_bytes or 0
-        # The processes of the job on one device share its free memory.
-        room.append(free[part.uuid] / on_device[part.uuid] + cache)
-        if sample.memory_limit_bytes is not None and sample.reserved_bytes is not None:
-            room.append(sample.memory_limit_bytes - sample.reserved_bytes + cache)
-    if not room or grows.bytes_per_hour <= 0:
-        return None
-    return max(0, min(room)) * len(job.parts) / grows.bytes_per_hour * 3600
+        pids = {each.part.process.pid: each.part.process for each in parts}
+        who, most, where = called(job), "", ""
+        if len(pids) > 1:
+            most, where = "up to ", f" in {len(pids)} of {len(job.processes)} processes"
+        elif len(job.processes) > 1:
+            (process,) = pids.values()
+            who += f" rank {process.rank}" if process.rank else f" pid {process.pid}"
+        left = min((each.full_in_seconds for each in parts if each.full_in_seconds is not None), default=None)
+        fate = ""
+        if left is not None and left < _FAILS_SOON_SECONDS:
+            fate = f"; it will be out of memory in {human_seconds(left)}" if left >= 1 else "; it has no memory left"
+        sentence = f"{who} grows by {most}{human_bytes(parts[0].growth.bytes_per_hour)} an hour{where}{fate}."
+        since_seconds = min(each.growth.since_seconds for each in parts)
+        yield _finding("growth", job.id, "Growing", sentence, job=job, since_seconds=since_seconds)
 
 
 def _idle_caches(

@@ -11,11 +11,11 @@ from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.actions.timing import turns_of_job
 from gpumem_exporter.core.ledger import DeviceLedger, node_ledgers, node_shares, sum_of_known
-from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.samples import PartKey, Snapshot
 from gpumem_exporter.view.documents import Part, device_document, process_document
 from gpumem_exporter.view.engines import ENOUGH_SECONDS, component_sums, engine_document
-from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
-from gpumem_exporter.view.growth import Growth, growth
+from gpumem_exporter.view.findings import Finding, Since, find
+from gpumem_exporter.view.growth import GrowingPart, Growth, growing_parts, growth
 from gpumem_exporter.view.jobs import Job, job_uuids, jobs_by_device, jobs_of, sums_of
 from gpumem_exporter.view.oom import NEAR_SECONDS, OF_DEVICE, DeviceUse, uses_of
 from gpumem_exporter.view.sentences import stays_free
@@ -32,8 +32,8 @@ Document = dict[str, Any]
 class NodeView:
     """Builds the document of the node. Thread-safe.
 
-    `minima_of` returns the smallest allocated bytes of a job, by its id, in each minute of the last hour, with the end
-    of the minute in Unix seconds. `clock` is the monotonic clock of the snapshots.
+    `minima_of` returns the smallest allocated bytes of a process on a device in each minute of the last hour, with the
+    end of the minute in Unix seconds. `clock` is the monotonic clock of the snapshots.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class NodeView:
         *,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        minima_of: Callable[[str], Sequence[tuple[float, int]]],
+        minima_of: Callable[[PartKey], Sequence[tuple[float, int]]],
         enough_seconds: float = ENOUGH_SECONDS,
     ) -> None:
         self._clock, self._wall_clock = clock, wall_clock
         self._since = Since(clock)
         self._minima_of = minima_of
         self._enough_seconds = enough_seconds
-        # The growth of each job, by its id, and when it was computed. Replaced, never changed.
-        self._growths: dict[str, tuple[float, Growth | None]] = {}
+        # The growth of each process on each device, and when it was computed. Replaced, never changed.
+        self._growths: Mapping[PartKey, tuple[float, Growth | None]] = {}
         # The use of each device, and when it was noticed. Replaced, never changed.
         self._uses: tuple[float, Mapping[str, DeviceUse]] = (-NEAR_SECONDS, {})
 
@@ -59,7 +59,7 @@ class NodeView:
         Called about once a second, also while no client reads the document.
         """
         jobs = jobs_of(snapshot)
-        self._findings(snapshot, jobs, self._growing(jobs), failed_checks)
+        self._findings(snapshot, jobs, self._growing(snapshot, jobs), failed_checks)
         self._uses = self._clock(), uses_of(snapshot, jobs)
 
     def device_at_error(self, uuid: str, pid: str) -> Document | None:
@@ -68,7 +68,7 @@ class NodeView:
         if uuid not in uses or self._clock() - noticed >= NEAR_SECONDS:
             return None
         growths = self._growths
-        return uses[uuid].document(pid, lambda job: growths.get(job, (0.0, None))[1])
+        return uses[uuid].document(pid, lambda part: growths.get(part, (0.0, None))[1])
 
     def document(
         self,
@@ -87,7 +87,7 @@ class NodeView:
         """
         shares, ledgers = node_shares(snapshot), node_ledgers(snapshot)
         jobs = jobs_of(snapshot, viewer)
-        growths = self._growing(jobs)
+        growing = self._growing(snapshot, jobs)
         reading = snapshot.node
         by_device = jobs_by_device(jobs)
         listed = reading is not None and all(device.processes is not None for device in reading.devices)
@@ -99,8 +99,7 @@ class NodeView:
             }
             for device in (reading.devices if reading is not None else ())
         ]
-        free = {each.uuid: each.memory.free_bytes for each in (reading.devices if reading else ()) if each.memory}
-        findings = self._findings(snapshot, jobs, growths, node["failed_checks"], node.get("client_directory"))
+        findings = self._findings(snapshot, jobs, growing, node["failed_checks"], node.get("client_directory"))
         return {
             "node": {
                 **node,
@@ -110,33 +109,38 @@ class NodeView:
             },
             "devices": devices,
             "jobs": [
-                _job(job, snapshot, now_unix_seconds, growths.get(job.id), free, whole=details in (ALL_DETAILS, job.id))
+                _job(job, snapshot, now_unix_seconds, growing.get(job.id, ()), whole=details in (ALL_DETAILS, job.id))
                 for job in jobs
             ],
             "findings": [_finding(finding, snapshot, now_unix_seconds) for finding in findings],
             "words": WORDS,
         }
 
-    def _growing(self, jobs: Iterable[Job]) -> dict[str, Growth]:
-        """Return the jobs that grow, by id, with the start on the monotonic clock."""
+    def _growing(self, snapshot: Snapshot, jobs: Sequence[Job]) -> Mapping[str, Sequence[GrowingPart]]:
+        """Return the processes of each job that grow, by the job's id, with starts on the monotonic clock."""
         now, known = self._clock(), self._growths
-        computed: dict[str, tuple[float, Growth | None]] = {}
-        for job in jobs:
-            before = known.get(job.id)
-            if before is not None and now - before[0] < _GROWTH_SECONDS:
-                computed[job.id] = before
-            else:
-                to_monotonic = now - self._wall_clock()
-                minima = [(seconds + to_monotonic, size) for seconds, size in self._minima_of(job.id)]
-                computed[job.id] = now, growth(minima)
+        computed: dict[PartKey, tuple[float, Growth | None]] = {}
+        for process in snapshot.processes:
+            for sample in process.report.devices:
+                part = process.part(sample.uuid)
+                before = known.get(part)
+                if before is not None and now - before[0] < _GROWTH_SECONDS:
+                    computed[part] = before
+                else:
+                    to_monotonic = now - self._wall_clock()
+                    minima = [(seconds + to_monotonic, size) for seconds, size in self._minima_of(part)]
+                    computed[part] = now, growth(minima)
         self._growths = computed
-        return {key: grows for key, (_, grows) in computed.items() if grows is not None}
+        growths = {part: grows for part, (_, grows) in computed.items() if grows is not None}
+        devices = snapshot.node.devices if snapshot.node is not None else ()
+        free = {device.uuid: device.memory.free_bytes for device in devices if device.memory is not None}
+        return growing_parts(jobs, growths, free) if growths else {}
 
     def _findings(
         self,
         snapshot: Snapshot,
         jobs: Sequence[Job],
-        growths: Mapping[str, Growth],
+        growing: Mapping[str, Sequence[GrowingPart]],
         failed_checks: Iterable[Mapping[str, str]],
         client_directory: str | None = "",
     ) -> list[Finding]:
@@ -145,7 +149,7 @@ class NodeView:
             jobs,
             node_ledgers(snapshot),
             failed_checks=failed_checks,
-            growths=growths,
+            growing=growing,
             client_directory=client_directory,
             enough_seconds=self._enough_seconds,
         )
@@ -202,13 +206,12 @@ def _job(
     job: Job,
     snapshot: Snapshot,
     now_unix_seconds: float,
-    grows: Growth | None,
-    free: Mapping[str, int],
+    growing: Sequence[GrowingPart],
     *,
     whole: bool,
 ) -> Document:
     uuids = job_uuids(job, snapshot.gpus)
-    full = full_in_seconds(job, grows, free) if grows is not None else None
+    full = min((each.full_in_seconds for each in growing if each.full_in_seconds is not None), default=None)
     last_reports = [process.last_report_unix_seconds for process in job.processes]
     ranks = [process.rank for process in job.processes]
     sizes = {each.report.process.world_size for each in job.reporters} - {None}
@@ -227,7 +230,7 @@ def _job(
         "world_size": sizes.pop() if len(sizes) == 1 else None,
         **job.sums,
         "incomplete": job.incomplete,
-        "growth_bytes_per_hour": grows.bytes_per_hour if grows is not None else None,
+        "growth_bytes_per_hour": growing[0].growth.bytes_per_hour if growing else None,
         "full_in_seconds": None if full is None else round(full),
         "state": job.state(snapshot.taken_seconds, [engine.host_pid for engine in snapshot.starting]),
         "engine": engine_document(job.processes, snapshot),

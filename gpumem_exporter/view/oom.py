@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from gpumem_client.wire.units import human_bytes
-from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.samples import PartKey, Snapshot
 from gpumem_exporter.view.documents import Part
 from gpumem_exporter.view.growth import Growth
 from gpumem_exporter.view.jobs import Job, jobs_by_device, sums_of
@@ -31,6 +31,7 @@ Document = dict[str, Any]
 class DeviceUse:
     """The memory of a device and the processes on it."""
 
+    uuid: str
     total_bytes: int | None
     jobs: Sequence[tuple[Job, Sequence[Part]]]
 
@@ -46,7 +47,7 @@ class DeviceUse:
         """The id of the job of each process, and the processes of the job."""
         return {str(part.process.pid): (job.id, parts) for job, parts in self.jobs for part in parts}
 
-    def document(self, pid: str, growth_of: Callable[[str], Growth | None]) -> Document:
+    def document(self, pid: str, growth_of: Callable[[PartKey], Growth | None]) -> Document:
         """Return what an event of an error in this process stores: the device, and the other processes by job."""
         own, there = self._parts_beside.get(pid, (None, ()))
         jobs = [document for key, document in self._documents.items() if key != own]
@@ -54,7 +55,8 @@ class DeviceUse:
             parts = [part for part in there if str(part.process.pid) != pid]
             jobs += [{**self._documents[own], **_values(parts)}] if parts else []
         jobs.sort(key=lambda each: -(each["used_bytes"] or 0))
-        grows = growth_of(own) if own is not None else None
+        failed = next((part.process.reporter for part in there if str(part.process.pid) == pid), None)
+        grows = growth_of(failed.part(self.uuid)) if failed is not None else None
         kept = _that_fit(jobs[:_MAX_JOBS])
         return {
             "total_bytes": self.total_bytes,
@@ -69,7 +71,9 @@ def uses_of(snapshot: Snapshot, jobs: Iterable[Job]) -> dict[str, DeviceUse]:
     devices = snapshot.node.devices if snapshot.node is not None else ()
     there = jobs_by_device(jobs)
     return {
-        device.uuid: DeviceUse(device.memory.total_bytes if device.memory else None, there.get(device.uuid, ()))
+        device.uuid: DeviceUse(
+            device.uuid, device.memory.total_bytes if device.memory else None, there.get(device.uuid, ())
+        )
         for device in devices
     }
 
@@ -155,7 +159,7 @@ def _cause(error: _Error) -> tuple[str, str, str]:
         return "fragmented", f"Fragmentation: {gaps} that were too small for {size}.", _EXPANDABLE
     if error.growth_bytes_per_hour:
         grew = human_bytes(error.growth_bytes_per_hour)
-        return "growth", f"The job grew by {grew} an hour until no memory was left.", _LEAK
+        return "growth", f"The process grew by {grew} an hour until no memory was left.", _LEAK
     if free >= requested:
         had = f"it had reserved {human_bytes(error.reserved_bytes)} of {human_bytes(error.limit_bytes)}"
         verdict = f"The process' own limit: {had}, while {human_bytes(free)} of the device was free."

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from gpumem_exporter.events.model import EVENT_TYPES
 from gpumem_exporter.view.findings import SEVERITIES, SEVERITY
 from tests.support.alertmanagers import Receiver, alertmanager, receiving
 from tests.support.dashboard_rules import nodes
+from tests.support.growth_tables import ACTIVATION_GIB, LEAKS, STEADY, Leak, Minutes, Sizes
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool
 from tests.support.waiting import patient, wait_for, wait_until_equal
@@ -257,6 +259,109 @@ def test_every_alert_passes_its_tests(tmp_path: Path) -> None:
         files[-1].write_text(json.dumps({**document, "rule_files": [rules.name], "group_eval_order": order}))
     ran = run_tool("promtool", "test", "rules", *files)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+GROWTH = "GpuMemLeak|GpuMemOomSoon|GpuMemServerGrowth"
+GIB = 1 << 30
+
+
+def series_of_job(minutes: int, device_gib: float, sizes: Callable[[Minutes], Sizes], *, steps: bool) -> list[Any]:
+    """Return the metrics of a job of `growth_tables`, each minute."""
+    processes: dict[tuple[int, str], list[float | None]] = {}
+    free: dict[int, list[float]] = {}
+    gpus: dict[tuple[int, str], int] = {}
+    for minute in range(minutes + 1):
+        now = sizes(minute)
+        for key, (gpu, gib) in now.items():
+            gpus[key] = gpu
+            processes.setdefault(key, [None] * minute).append(gib)
+        for values in processes.values():
+            values += [None] * (minute + 1 - len(values))
+        for gpu in range(8):
+            used = [gib + ACTIVATION_GIB for there, gib in now.values() if there == gpu]
+            free.setdefault(gpu, []).append(device_gib - sum(used))
+
+    def line(name: str, labels: str, values: Sequence[float | None]) -> dict[str, str]:
+        texts = ["_" if value is None else f"{value:.0f}" for value in values]
+        # A series that has ended is stale, as after a scrape without it.
+        ended = [i for i, (now, before) in enumerate(pairwise(reversed(texts))) if now == "_" != before]
+        for place in ended:
+            texts[len(texts) - 1 - place] = "stale"
+        return {"series": f'{name}{{job="gpumem",instance="n",{labels}}}', "values": " ".join(texts)}
+
+    found = [
+        line("gpumem_device_memory_free_bytes", f'gpu="{gpu}",uuid="{gpu}"', [gib * GIB for gib in values])
+        for gpu, values in free.items()
+    ]
+    for (rank, session), values in processes.items():
+        gpu, pid = gpus[rank, session], 1000 * int(session) + rank
+        place = f'gpu="{gpu}",uuid="{gpu}",pid="{pid}"'
+        labels = f'{place},workload="train",rank="{rank}"'
+        kept = [None if gib is None else gib * GIB for gib in values]
+        most = [None if size is None else size + ACTIVATION_GIB * GIB for size in kept]
+        found += [
+            line("gpumem_torch_allocated_bytes", labels, kept),
+            line("gpumem_torch_allocated_peak_bytes", labels, most),
+            line("gpumem_torch_reserved_bytes", labels, most),
+            line("gpumem_process_memory_used_bytes", place, most),
+        ]
+        if steps:
+            ended = [None if size is None else 10 * minute for minute, size in enumerate(kept)]
+            found.append(line("gpumem_torch_step", labels, ended))
+    return found
+
+
+def promtool_tests(folder: Path, tests: list[dict[str, Any]]) -> None:
+    """Evaluate the alerts on growth over series, and check expressions at some times."""
+    needed = needed_rules(GROWTH)
+    rules = [rule for file in FILES for group in groups(file) for rule in group["rules"]]
+    kept = [rule for rule in rules if (rule.get("alert") or rule["record"]) in needed]
+    (folder / "rules.json").write_text(json.dumps({"groups": [{"name": "growth", "rules": kept}]}))
+    document = {"rule_files": ["rules.json"], "evaluation_interval": "1m", "tests": tests}
+    (folder / "tests.json").write_text(json.dumps(document))
+    ran = run_tool("promtool", "test", "rules", folder / "tests.json")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def at(minute: float, expression: str, *samples: tuple[str, float]) -> dict[str, Any]:
+    expected = [{"labels": labels, "value": value} for labels, value in samples]
+    return {"eval_time": f"{minute:.0f}m", "expr": expression, "exp_samples": expected}
+
+
+@pytest.mark.tools
+def test_the_alerts_on_growth_name_the_rank_that_leaks(tmp_path: Path) -> None:
+    tests = []
+    for leak in LEAKS:
+        left = f"{ALERTS['GpuMemOomSoon']['expr']}"
+        minute = round(max(leak.end - 9, 0.7 * leak.end))
+        close = f"max(abs(({left}) / {60 * (leak.end - minute)} - 1)) < bool 0.25"
+        firing = 'count by (rank) (ALERTS{alertname="GpuMemOomSoon",alertstate="firing"})'
+        series = series_of_job(round(leak.end), leak.device_gib, leak.sizes, steps=True)
+        checks = [at(minute, close, ("{}", 1)), at(minute, firing, ('{rank="0"}', 1))]
+        tests.append({"name": str(leak), "interval": "1m", "input_series": series, "promql_expr_test": checks})
+    slow = Leak(8, 60, 1, 70)
+    for alert_name, minute, steps in (("GpuMemLeak", 80, True), ("GpuMemServerGrowth", 240, False)):
+        series = series_of_job(minute, slow.device_gib, slow.sizes, steps=steps)
+        firing = f'count by (alertname, rank) (ALERTS{{alertname=~"{GROWTH}",alertstate="firing"}})'
+        checks = [at(minute, firing, (f'{{alertname="{alert_name}",rank="0"}}', 1))]
+        tests.append({"name": alert_name, "interval": "1m", "input_series": series, "promql_expr_test": checks})
+    promtool_tests(tmp_path, tests)
+
+
+@pytest.mark.tools
+def test_the_alerts_on_growth_are_silent_on_more_processes_and_on_stages(tmp_path: Path) -> None:
+    firing = f'count by (alertname) (ALERTS{{alertname=~"{GROWTH}",alertstate="firing"}})'
+    tests = [
+        {
+            "name": f"{job}, {'with' if steps else 'without'} steps",
+            "interval": "1m",
+            "input_series": series_of_job(minutes, 80, STEADY[job], steps=steps),
+            "promql_expr_test": [at(minute, firing) for minute in range(20, minutes, 10)],
+        }
+        for job in STEADY
+        for steps, minutes in ((True, 80), (False, 190))
+    ]
+    promtool_tests(tmp_path, tests)
 
 
 def needed_rules(text: str) -> set[str]:

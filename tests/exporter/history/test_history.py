@@ -197,18 +197,24 @@ def test_the_history_of_a_pid_ends_with_its_process() -> None:
     assert series["used"]["max"] == [None] * 5 + [50 * MIB] * 5
 
 
-def test_the_minima_of_a_job_are_those_of_whole_minutes() -> None:
+def test_the_minima_of_a_process_are_those_of_whole_minutes() -> None:
     bench = HistoryBench()
     for minute in range(5):
         for second in range(60):
             bench.record(allocating(100 * minute + (30 if second else 10)))
             bench.seconds = int(bench.seconds) + 1
     bench.run(30, allocating(1))
-    job = job_of(allocating(1))
-    minima = bench.history.job_minima(job, 3600)
+    part = allocating(1).part(UUIDS[0])
+    minima = bench.history.minima(part)
     assert [(time - START, size // MIB) for time, size in minima] == [(60 * (n + 1), 100 * n + 10) for n in range(5)]
-    assert len(bench.history.job_minima(job, 150)) == 2
-    assert bench.history.job_minima("unknown~1", 3600) == []
+    assert bench.history.minima(part._replace(session="another")) == []
+    assert bench.history.minima(part._replace(uuid=UUIDS[1])) == []
+    bench.seconds += 240
+    bench.run(60, allocating(1))
+    assert len(bench.history.minima(part)) == 7, "minutes without a report are left out"
+    bench.seconds += 3600
+    bench.run(1)
+    assert bench.history.minima(part) == []
 
 
 def test_values_are_whole_kib_and_too_large_ones_are_unknown() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.history.history import MAX_BYTES
+from gpumem_exporter.history.minima import Minima
 from gpumem_exporter.history.series import Subject, resolutions
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 from tests.support.history_bench import DAY, START, HistoryBench
@@ -136,3 +137,20 @@ def test_many_devices_leave_room_for_jobs() -> None:
     assert bench.history.size_bytes < MAX_BYTES
     assert all(bench.minutes(f"MIG-{number:036}") > 300 for number in range(128))
     assert all(bench.minutes(job(number, "uid:1").key) == 1440 for number in range(10))
+
+
+def test_processes_of_one_user_do_not_push_out_the_minima_of_others() -> None:
+    gc.collect()
+    tracemalloc.start()
+    try:
+        minima = Minima()
+        devices = tuple(sample(uuid, MIB) for uuid in UUIDS)
+        many = [reporting(pid, owner_uid=1, devices=devices, session=f"{pid:016}") for pid in range(400)]
+        others = [reporting(pid, owner_uid=2, devices=devices[:1], session=f"{pid:016}") for pid in range(20)]
+        for minute in range(70):
+            minima.add(60 * minute, [*many, *others])
+        assert {len(minima.of(each.part(UUIDS[0]))) for each in others} == {60}
+        assert 2000 < len(list(minima.saved())) < 2100
+        assert real_bytes() < 2 * MIB
+    finally:
+        tracemalloc.stop()

@@ -33,6 +33,7 @@ def bench(of_ten_minutes: HistoryBench, tmp_path: Path) -> HistoryBench:
     """The same, saved."""
     bench = HistoryBench(seconds=of_ten_minutes.seconds)
     bench.history.restore(of_ten_minutes.history.saved())
+    bench.history.restore_minima(of_ten_minutes.history.saved_minima())
     HistoryFile(tmp_path / "new").save(bench.history)
     return bench
 
@@ -97,8 +98,7 @@ def test_the_time_without_an_exporter_is_a_gap(bench: HistoryBench, tmp_path: Pa
     assert set(shown.values()) == {100, None}
     minutes = bench.values("used", seconds=600, points=10)
     assert [value is None for value in minutes.values()].count(True) == 2
-    (job,) = [key for key in bench.history._series if "~" in key]
-    assert len(bench.history.job_minima(job, 3600)) == 11
+    assert len(bench.history.minima(JOB.part(UUIDS[0]))) == 11
 
 
 def test_rows_of_a_clock_that_was_ahead_are_dropped_in_the_end(bench: HistoryBench, tmp_path: Path) -> None:

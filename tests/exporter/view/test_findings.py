@@ -20,10 +20,10 @@ from gpumem_exporter.core.samples import (
     Snapshot,
     StartingEngine,
 )
-from gpumem_exporter.view.findings import INJECTION_LABEL, Finding, Since, find, full_in_seconds
-from gpumem_exporter.view.growth import Growth
+from gpumem_exporter.view.findings import INJECTION_LABEL, Finding, Since, find
+from gpumem_exporter.view.growth import GrowingPart, Growth
 from gpumem_exporter.view.jobs import jobs_of
-from tests.support.builders import MIB, UUIDS, Clock, device, node, reporting, sample
+from tests.support.builders import MIB, UUIDS, Clock, device, node, report, reporting, sample
 
 GIB = 1024 * MIB
 
@@ -127,23 +127,33 @@ def test_an_out_of_memory_error_within_a_limit_says_what_was_reserved_of_it() ->
 
 
 @pytest.mark.parametrize(
-    ("per_hour", "limit", "soon"), [(10 * GIB, None, False), (50 * GIB, None, True), (10 * GIB, 2 * GIB, True)]
+    ("growing", "sentence"),
+    [
+        ({1: (10, 7200.0)}, "leak rank 1 grows by 10.0 GiB an hour."),
+        ({1: (10, 1800.0)}, "leak rank 1 grows by 10.0 GiB an hour; it will be out of memory in 30 min."),
+        ({1: (10, 0.0)}, "leak rank 1 grows by 10.0 GiB an hour; it has no memory left."),
+        ({1: (10, None)}, "leak rank 1 grows by 10.0 GiB an hour."),
+        (
+            {1: (10, 7200.0), 2: (4, 600.0)},
+            "leak grows by up to 10.0 GiB an hour in 2 of 3 processes; it will be out of memory in 10 min.",
+        ),
+    ],
 )
-def test_a_job_that_will_fail_within_an_hour_says_so(per_hour: int, limit: int | None, soon: bool) -> None:
-    one = of(1, "leak")
-    limited = dataclasses.replace(one.report.devices[0], memory_limit_bytes=limit)
-    one = dataclasses.replace(one, report=dataclasses.replace(one.report, devices=(limited,)))
-    (job,) = [each for each in jobs_of(Snapshot(1.0, reading(one), (one,))) if each.workload]
-    found = findings(one, growths={job.id: Growth(per_hour, 500.0)})["growth"]
-    assert (found.severity, found.since_seconds) == ("warning", 500.0)
-    assert ("out of memory in" in found.sentence, found.sentence.endswith("min.")) == (soon, soon)
-
-
-def test_the_processes_of_a_job_on_one_device_share_its_free_memory() -> None:
-    four = tuple(of(pid, "serve") for pid in (1, 2, 3, 4))
-    (job,) = [each for each in jobs_of(Snapshot(1.0, reading(*four), four)) if each.workload]
-    seconds = full_in_seconds(job, Growth(8 * GIB, 0.0), {UUIDS[0]: 8 * GIB})
-    assert seconds == pytest.approx(3600.0)
+def test_the_fastest_process_speaks_for_its_job(growing: dict[int, tuple[int, float | None]], sentence: str) -> None:
+    ranks = tuple(
+        dataclasses.replace(each, report=report(pid, devices=each.report.devices, workload="leak", rank=str(pid)))
+        for pid in (1, 2, 3)
+        for each in [of(pid, "leak")]
+    )
+    (job,) = [each for each in jobs_of(Snapshot(1.0, reading(*ranks), ranks)) if each.workload]
+    parts = [
+        GrowingPart(part, Growth(rate * GIB, 500.0), left)
+        for part in job.parts
+        if isinstance(pid := part.process.pid, int) and pid in growing
+        for rate, left in [growing[pid]]
+    ]
+    found = findings(*ranks, growing={job.id: parts})["growth"]
+    assert (found.severity, found.since_seconds, found.sentence) == ("warning", 500.0, sentence)
 
 
 def test_a_warning_has_only_the_idle_cache_that_others_lack() -> None:

@@ -95,7 +95,7 @@ def test_the_growth_of_a_job_says_when_it_will_fail_and_since_when_it_grows() ->
     (growing,) = [
         finding for finding in live["findings"] if finding["kind"] == "growth" and finding["job"] == job["id"]
     ]
-    assert growing["since_unix_seconds"] == 1e9 - 1800
+    assert growing["since_unix_seconds"] == 1e9 - 1560
 
 
 @settings(max_examples=30)

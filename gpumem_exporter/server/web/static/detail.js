@@ -4,7 +4,7 @@ import { clearButton, engineVerb, openEngine } from "./actions.js";
 import { Bar, stripOf } from "./devices.js";
 import { $, arrange, h, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
 import { EventList, happened, jobFinder, typeFilter } from "./events.js";
-import { bytes, dayAndTime, duration, gpuList, gpuName, integer, percent, safe, UNKNOWN } from "./format.js";
+import { bytes, dayAndTime, duration, failsIn, gpuList, gpuName, integer, percent, safe, UNKNOWN } from "./format.js";
 import { hueOf } from "./hues.js";
 import { sumOf } from "./jobs.js";
 import { OomView } from "./oom.js";
@@ -114,7 +114,7 @@ class Detail {
       [words.devices, gpuList(job.gpus)],
       [words.used, sumOf(job, "used")],
       [words.idle_cache, sumOf(job, "idle_cache")],
-      [words.growth, job.growth_bytes_per_hour === null ? UNKNOWN : `+${bytes(job.growth_bytes_per_hour)}/h${job.full_in_seconds === null ? "" : `, fails in ${duration(job.full_in_seconds)}`}`],
+      [words.growth, job.growth_bytes_per_hour === null ? UNKNOWN : `+${bytes(job.growth_bytes_per_hour)}/h${job.full_in_seconds === null ? "" : `, ${failsIn(job.full_in_seconds)}`}`],
       [words.step, job.step === null ? UNKNOWN : `${integer(job.step)}${job.step_seconds === null ? "" : `, ${job.step_seconds.toFixed(1)} s each`}`],
       [words.since, job.since_unix_seconds === null ? UNKNOWN : `${dayAndTime(job.since_unix_seconds)}, ${duration(now - job.since_unix_seconds)}`],
     ]);

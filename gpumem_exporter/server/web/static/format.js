@@ -61,6 +61,11 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 86400)}${NBSP}d`;
 }
 
+/** `fails in 36 min`, from the seconds until a job that grows has no memory left. */
+export function failsIn(seconds) {
+  return seconds < 1 ? "no memory left" : `fails in ${duration(seconds)}`;
+}
+
 /** `0–3, 6`: indexes that follow each other as a range; other names as they are. */
 export function gpuList(gpus) {
   const parts = [];

@@ -2,7 +2,7 @@
 
 import { clearButton } from "./actions.js";
 import { $, arrange, h, isInUse, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
-import { bytes, count, dayAndTime, duration, gpuList, integer, processName, safe, UNKNOWN } from "./format.js";
+import { bytes, count, dayAndTime, duration, failsIn, gpuList, integer, processName, safe, UNKNOWN } from "./format.js";
 import { hueOf } from "./hues.js";
 import { go, jobHref, onRoute, param } from "./route.js";
 
@@ -79,7 +79,7 @@ class JobRow {
     for (const key of SIZES) setText(this.cells[key], sumOf(job, key));
     setText(growth, job.growth_bytes_per_hour === null ? UNKNOWN : `+${bytes(job.growth_bytes_per_hour)}/h`);
     setAttribute(growth, "data-fails", job.full_in_seconds !== null);
-    setAttribute(growth, "title", job.full_in_seconds === null ? null : `fails in ${duration(job.full_in_seconds)}`);
+    setAttribute(growth, "title", job.full_in_seconds === null ? null : failsIn(job.full_in_seconds));
     setText(since, timeOrDash(job.since_unix_seconds));
     setText(this.fold, count(job.process_count, job.ranks.length > 0 ? "rank" : "process", job.ranks.length > 0 ? "ranks" : "processes"));
     setAttribute(this.fold, "aria-label", `${safe(job.name)}: ${this.fold.textContent}`);
