@@ -6,6 +6,7 @@
 local alerts = std.parseYaml(importstr '../prometheus/rules/alerts.yml');
 local recording = std.parseYaml(importstr '../prometheus/rules/recording.yml');
 local coverage = std.parseYaml(importstr '../prometheus/rules/optional/coverage.yml');
+local inactive = std.parseYaml(importstr '../prometheus/rules/optional/inactive.yml');
 local kvCache = std.parseYaml(importstr '../prometheus/rules/optional/kv-cache.yml');
 
 {
@@ -18,6 +19,8 @@ local kvCache = std.parseYaml(importstr '../prometheus/rules/optional/kv-cache.y
     clusterLabels: 'cluster',
     // Whether there is an alert on nodes where much memory belongs to processes that do not report.
     coverageAlert: false,
+    // Whether there is an alert on processes that hold much memory and have done nothing for four hours.
+    inactiveAlert: false,
     // Whether there is an alert on inference engines with a much larger key-value cache than they need.
     kvCacheAlert: false,
   },
@@ -60,6 +63,7 @@ local kvCache = std.parseYaml(importstr '../prometheus/rules/optional/kv-cache.y
       for group in
         alerts.groups
         + (if $._config.coverageAlert then coverage.groups else [])
+        + (if $._config.inactiveAlert then inactive.groups else [])
         + (if $._config.kvCacheAlert then kvCache.groups else [])
     ],
   },

@@ -153,6 +153,13 @@ PROCESS_ORPHAN = _gauge(
     " more; absent for any other. reason is launcher_ended or container_gone.",
     (*_DEVICE, "pid", "reason"),
 )
+PROCESS_LAST_ACTIVITY = _gauge(
+    "gpumem_process_last_activity_timestamp_seconds",
+    "Time of the last sign of activity of the process, in seconds since the epoch: a training step, an allocation, a"
+    " request of its inference engine, or utilization that the driver shows for it. If there has been none, the time"
+    " from which on it would have been seen. Absent if neither its reporter nor the driver shows its activity.",
+    ("pid",),
+)
 
 PROCESS_MEMORY_LIMIT = _gauge(
     "gpumem_process_memory_limit_bytes",

@@ -8,6 +8,7 @@ from operator import attrgetter
 from gpumem_client.wire.protocol import KV_CACHE_STATES
 from gpumem_exporter.collectors import catalog, engine_catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View, one_of_each
+from gpumem_exporter.core.activity import last_active_seconds, to_unix_seconds
 from gpumem_exporter.core.naming import command_of, pid_order
 from gpumem_exporter.core.samples import (
     IDENTITY_FIELDS,
@@ -52,6 +53,7 @@ def _processes(view: View) -> Iterator[Subject]:
         yield Subject(pid, _info_samples, (pid, process, node.facts_of(process) or _UNKNOWN, view.hide_identities))
     for pid, reporter in view.names.silent:
         yield Subject(pid, _info_samples, (pid, reporter, node.facts_of(reporter) or _UNKNOWN, view.hide_identities))
+    yield Subject("activity", _activity_samples, (_activity(view),))
     # One subject for all of them: they change only with the driver's lists, and not with a report.
     reporters = frozenset([pid for pid, _ in (*view.names.reporting, *view.names.silent)])
     listed = tuple([device.processes for device in view.devices])
@@ -67,6 +69,28 @@ def _used_samples(device: tuple[str, str], processes: Iterable[ProcessMemory]) -
 def _used_series(device: tuple[str, str], pids: tuple[int, ...]) -> Iterator[Series]:
     for pid in pids:
         yield catalog.PROCESS_USED, (*device, str(pid))
+
+
+def _activity(view: View) -> tuple[tuple[str, float], ...]:
+    """Return the time of the last activity of each process of which it is known, by name."""
+    reporters = {process.host_pid: process for _, process in view.names.reporting}
+    named: list[tuple[str, ReportingProcess | None, int | None]]
+    named = [(pid, process, process.host_pid) for pid, process in view.names.reporting]
+    named += [(str(pid), None, pid) for pid in sorted(view.snapshot.activity) if pid not in reporters]
+    return tuple(
+        (pid, round(to_unix_seconds(view.snapshot, process, seconds), 1))
+        for pid, process, host_pid in named
+        if (seconds := last_active_seconds(view.snapshot, process, host_pid)) is not None
+    )
+
+
+def _activity_samples(known: tuple[tuple[str, float], ...]) -> Samples:
+    return Samples(tuple(pid for pid, _ in known), _activity_series, tuple(seconds for _, seconds in known))
+
+
+def _activity_series(*pids: str) -> Iterator[Series]:
+    for pid in pids:
+        yield catalog.PROCESS_LAST_ACTIVITY, (pid,)
 
 
 def _orphan_samples(
@@ -201,7 +225,11 @@ def _cache_series(*labels: str) -> Iterator[Series]:
         yield engine_catalog.ENGINE_KV_CACHE_OBSERVED, (*labels, window)
 
 
-PROCESS = Collector("process", (catalog.PROCESS_INFO, catalog.PROCESS_USED, catalog.PROCESS_ORPHAN), _processes)
+PROCESS = Collector(
+    "process",
+    (catalog.PROCESS_INFO, catalog.PROCESS_USED, catalog.PROCESS_ORPHAN, catalog.PROCESS_LAST_ACTIVITY),
+    _processes,
+)
 REPORTER = Collector("reporter", _REPORTER_FAMILIES, _reporters)
 OOM = Collector("oom", tuple(_OOM_VALUES), _ooms)
 ENGINE = Collector("engine", engine_catalog.ENGINES, _engines)

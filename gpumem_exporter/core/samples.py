@@ -62,6 +62,8 @@ class DeviceReading:
     processes: tuple[ProcessMemory, ...] | None = None
     """None if the list could not be read; empty if there are no processes."""
     utilization_ratio: float | None = None
+    active_pids: frozenset[int] | None = field(default=None, compare=False)
+    """The processes that used the device in the last seconds; None if the driver does not show that by process."""
     error: str = ""
     """Why the device cannot be read; empty if it can be read."""
 
@@ -205,6 +207,8 @@ class ReportingProcess:
     """When the exporter first saw the last step, on its monotonic clock; of no meaning without a step."""
     active_seconds: float = 0.0
     """When the exporter first saw the present use: allocated and reserved bytes, and the step."""
+    last_active_seconds: float | None = None
+    """When the process last made a step, allocated or had a request; None if its reporter does not know it."""
 
     @property
     def name(self) -> str:
@@ -289,6 +293,15 @@ def _job_key(key: ProcessKey, workload: str, slurm_job_id: str) -> JobKey | None
     return JobKey(workload, slurm_job_id, key.owner_uid, key.place) if workload else None
 
 
+class DriverActivity(NamedTuple):
+    """When the driver last showed that a process used a device. A later one is larger."""
+
+    seen: bool
+    """Whether the driver has shown a use at all."""
+    seconds: float
+    """If it has not, since when it would have shown it."""
+
+
 @dataclass(frozen=True, slots=True)
 class StartingEngine:
     """An inference engine that starts on one device. Memory released there meanwhile spoils its start."""
@@ -369,6 +382,8 @@ class Snapshot:
     """By window, for the name of each process and the uuid of each device with a key-value cache."""
     orphans: Mapping[int, LostLauncher] = field(default_factory=dict)
     """What each orphan has lost, by host pid; see `core.orphans`."""
+    activity: Mapping[int, DriverActivity] = field(default_factory=dict)
+    """By host pid; see `core.activity`."""
 
     @cached_property
     def gpus(self) -> Mapping[str, str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gpumem_client.wire.protocol import Report
+from gpumem_exporter.core.activity import Activity
 from gpumem_exporter.core.last_ooms import LastOom, LastOoms
 from gpumem_exporter.core.orphans import Orphans
 from gpumem_exporter.core.pairing import Pairing
@@ -37,6 +38,7 @@ from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesErro
 # short labels on one device takes 6 to 9 KiB.
 _SHARE_BYTES = 6 << 20
 _SHARE_BYTES_PER_PROCESS = 12 << 10
+_ARRIVAL_SECONDS = 2.0
 # The series of a process on one device, without phases and components.
 _DEVICE_SERIES = 23
 # Name, names of labels and value of a series.
@@ -93,6 +95,7 @@ class Store:
         self._starting = StartingEngines()
         self._kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
         self._orphans = Orphans()
+        self._activity = Activity()
 
     def put_reading(self, reading: NodeReading) -> None:
         """Store a reading of the driver; called by the poller's thread."""
@@ -103,6 +106,7 @@ class Store:
             self._pairing.put_reading(reading, processes)
             self._starting.put_reading(reading)
             self._orphans.put_reading(reading, processes)
+            self._activity.put_reading(reading)
 
     def put_report(
         self,
@@ -141,6 +145,9 @@ class Store:
                 now_unix_seconds,
                 stepped_seconds=stepped_seconds,
                 active_seconds=active_seconds,
+                last_active_seconds=_last_active_seconds(
+                    report, now_seconds, entry.process if entry is not None else None
+                ),
             )
             # No reporter started in the future, whatever it claims.
             started_seconds = min(identity.session_started_seconds, now_seconds)
@@ -254,6 +261,7 @@ class Store:
                 starting=starting,
                 kv_cache_peaks=self._kv_cache_peaks,
                 orphans=self._orphans.found if node is not None else {},
+                activity=self._activity.found if node is not None else {},
             )
 
     @property
@@ -362,6 +370,21 @@ def _last_activity(report: Report, sampled_seconds: float, before: ReportingProc
         if _use(before.report) == _use(report):
             active_seconds = before.active_seconds
     return stepped_seconds, active_seconds
+
+
+def _last_active_seconds(report: Report, now_seconds: float, before: ReportingProcess | None) -> float | None:
+    if report.inactive_seconds is None:
+        return None
+    seconds = now_seconds - report.inactive_seconds
+    # A report takes a moment to arrive. Without that moment, the time is the same in each report.
+    if (
+        before is not None
+        and before.last_active_seconds is not None
+        and before.report.process.session == report.process.session
+    ):
+        known = before.last_active_seconds
+        return known if abs(seconds - known) < _ARRIVAL_SECONDS else seconds
+    return seconds
 
 
 def _use(report: Report) -> tuple[object, ...]:

@@ -71,6 +71,8 @@ class NodeReporter:
     def _report(self, process: SimulatedProcess) -> tuple[float, Outcome]:
         with self._simulation.lock:
             report = process.loop.next_report()
+            if report.inactive_seconds is not None:
+                report = replace(report, inactive_seconds=report.inactive_seconds + process.idle_before_seconds)
         # Without the lock, because the exporter reads the simulation before it answers. Without a hold, because one
         # thread reports all processes.
         outcome, reply = self._delivery.deliver(replace(report, hold_seconds=0.0))
@@ -166,6 +168,15 @@ class DemoProvider:
     def read_utilization_ratio(self, uuid: str) -> float:
         with self._simulation.lock:
             return self._device(uuid).utilization_ratio
+
+    def read_active_pids(self, uuid: str) -> frozenset[int]:
+        with self._simulation.lock:
+            device = self._device(uuid)
+            return frozenset(
+                process.pid
+                for process in self._simulation.processes()
+                if process.busy_ratio > 0 and any(slot.device is device for slot in process.slots)
+            )
 
     def _device(self, uuid: str) -> SimulatedDevice:
         for device in self._simulation.devices:

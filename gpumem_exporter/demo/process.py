@@ -286,8 +286,11 @@ class SimulatedProcess:
         clock: Callable[[], float],
         planned_bytes: int | None = None,
         scale: float = 1.0,
+        idle_before_seconds: float = 0.0,
     ) -> None:
         self.identity = identity
+        self.idle_before_seconds = idle_before_seconds
+        """How much longer the process has been inactive than it runs in the simulation."""
         self.scale = scale
         self.torch_version = identity.torch_version
         self.facts = facts

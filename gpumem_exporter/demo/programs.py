@@ -70,6 +70,13 @@ def notebook(process: SimulatedProcess) -> Iterator[None]:
             yield
 
 
+def forgotten_notebook(process: SimulatedProcess) -> Iterator[None]:
+    """A notebook whose model stays in memory, though no cell has run for hours."""
+    process.keep(17, 512 * MIB)
+    while True:
+        yield
+
+
 def inference_server(process: SimulatedProcess) -> Iterator[None]:
     """Answers a varying number of requests; each uses its own key-value cache while it runs."""
     rng = process.rng

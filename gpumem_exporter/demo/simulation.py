@@ -126,11 +126,18 @@ class Simulation:
         )
         process = SimulatedProcess(
             identity,
-            _facts(workload, index, identity, rng, self._origin_seconds + self._tick * TICK_SECONDS),
+            _facts(
+                workload,
+                index,
+                identity,
+                rng,
+                self._origin_seconds + self._tick * TICK_SECONDS - workload.idle_before_seconds,
+            ),
             [self.devices[number] for number in workload.placements[index]],
             reports=workload.reports,
             planned_bytes=workload.planned_bytes,
             scale=workload.scale,
+            idle_before_seconds=workload.idle_before_seconds,
             rng=rng,
             clock=lambda: self._tick * TICK_SECONDS,
         )

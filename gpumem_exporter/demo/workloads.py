@@ -38,6 +38,8 @@ class Workload:
     k8s_pod: str = ""
     """The namespace and the name of the pod without its ordinal: `namespace/name`; empty outside of pods."""
     slurm_job_id: str = ""
+    idle_before_seconds: float = 0.0
+    """How long the workload has been inactive when it starts in the simulation."""
     scale: float = 1.0
     """The factor of all its sizes."""
 
@@ -113,9 +115,15 @@ DEMO_WORKLOADS = (
         context_bytes=640 * MIB,
         k8s_pod="serving/llm-server",
     ),
+    Workload(
+        *("demo-forgotten-notebook", programs.forgotten_notebook, "python -m ipykernel_launcher", "dave", ((5,),)),
+        k8s_pod="notebooks/jupyter-dave",
+        idle_before_seconds=9 * 3600.0,
+    ),
 )
 """Devices 0 to 3 are full without problems. On device 4, a leak takes the memory that three other processes leave.
-On device 5, an engine has a much larger key-value cache than its requests need. On device 6, a fragmented heap stays
+On device 5, an engine has a much larger key-value cache than its requests need, and a notebook holds a model that
+nobody uses. On device 6, a fragmented heap stays
 within its memory fraction. On device 7, the notebook's cache is the memory that the larger rank of the mixture of
 experts lacks."""
 

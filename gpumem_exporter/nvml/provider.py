@@ -61,3 +61,6 @@ class Provider(Protocol):
 
     def read_utilization_ratio(self, uuid: str) -> float:
         """Return the share of the driver's last sample period in which a kernel ran on the device, 0 to 1."""
+
+    def read_active_pids(self, uuid: str) -> frozenset[int]:
+        """Return the processes that used a device in the last ten seconds."""

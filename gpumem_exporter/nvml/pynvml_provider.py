@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from gpumem_exporter.nvml.provider import DeviceIdentity
 # GPUs (such as a GPU passed to a virtual machine). No call of NVML says that a GPU is integrated, so these are the
 # product names: Grace-Blackwell GB10 (DGX Spark) and the Jetson modules.
 _INTEGRATED = re.compile(r"\b(GB10|Thor|Orin|Xavier)\b", re.IGNORECASE)
+# Longer than the time between two calls: no short use is missed.
+_ACTIVITY_US = 10_000_000
 _MEMINFO_LINE = re.compile(r"^(MemTotal|MemAvailable): +(\d+) kB$", re.MULTILINE)
 
 
@@ -80,6 +83,8 @@ class PynvmlProvider:
         self._open = False
         self._handles: dict[str, Any] = {}
         self._descriptions: dict[str, _Description] = {}
+        # The devices for which the driver has shown the utilization of a process.
+        self._shows_processes: set[str] = set()
 
     def open(self) -> None:
         """Load libnvidia-ml.so.1 and initialize it."""
@@ -101,6 +106,7 @@ class PynvmlProvider:
         self._open = False
         self._handles.clear()
         self._descriptions.clear()
+        self._shows_processes.clear()
         try:
             self._nvml.nvmlShutdown()
         except self._nvml.NVMLError:
@@ -181,6 +187,29 @@ class PynvmlProvider:
         if not 0 <= percent <= 100:
             raise NvmlNotSupportedError(f"nvmlDeviceGetUtilizationRates: {percent} is not a percentage")
         return percent / 100
+
+    def read_active_pids(self, uuid: str) -> frozenset[int]:
+        """Return the processes that used a device in the last ten seconds. MIG devices do not provide the value."""
+        # Not the time of the last sample, as NVML's documentation has it: drivers return entries with random times.
+        since_us = time.time_ns() // 1000 - _ACTIVITY_US
+        try:
+            samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle(uuid), since_us)
+        except self._nvml.NVMLError as error:
+            if error.value not in (self._nvml.NVML_SUCCESS, self._nvml.NVML_ERROR_NOT_FOUND):
+                raise error_for_code(error.value, "nvmlDeviceGetProcessUtilization") from error
+            samples = ()
+        # Unset entries have a random pid and random numbers: only percentages count (Syllo/nvtop issue 110).
+        active = frozenset(
+            int(each.pid)
+            for each in samples
+            for values in [(each.smUtil, each.memUtil, each.encUtil, each.decUtil)]
+            if max(values) <= 100 and any(values)
+        )
+        if active:
+            self._shows_processes.add(uuid)
+        elif uuid not in self._shows_processes and self.read_utilization_ratio(uuid) > 0:
+            raise NvmlNotSupportedError("nvmlDeviceGetProcessUtilization: no process on a device that is in use")
+        return active
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:

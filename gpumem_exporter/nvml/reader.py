@@ -21,6 +21,9 @@ from gpumem_exporter.nvml.provider import DeviceIdentity, Provider
 
 _logger = logging.getLogger(__name__)
 
+# How often the active processes are read; the provider returns those of a longer time.
+_ACTIVITY_SECONDS = 5.0
+
 
 class NodeReader:
     """Reads a node through a provider, which nothing else uses. Not thread-safe."""
@@ -47,6 +50,8 @@ class NodeReader:
         self._error = ""
         self._driver_version = ""
         self._reattach_wanted = False
+        # By uuid: when the active processes of a device were read, and which these were.
+        self._active_pids: dict[str, tuple[float, frozenset[int] | None]] = {}
 
     def read(self) -> NodeReading:
         """Poll the driver once. If it does not answer, the reading is not up and has the error. May block."""
@@ -72,6 +77,7 @@ class NodeReader:
         self._provider.release()
         # The known devices are forgotten, because they may be different after the next attach.
         self._registry = DeviceRegistry()
+        self._active_pids = {}
         self._reattach_wanted = False
         self._lost_backoff.succeeded()
         self._attach_backoff.succeeded()
@@ -153,12 +159,14 @@ class NodeReader:
         memory: DeviceMemory | None = None
         processes: tuple[ProcessMemory, ...] | None = None
         utilization_ratio: float | None = None
+        active_pids: frozenset[int] | None = None
         error = identity.error
         if not error:
             try:
                 memory = self._memory(identity)
                 processes = self._processes(identity)
                 utilization_ratio = self._utilization_ratio(identity)
+                active_pids = self._read_active_pids(identity) if processes else None
             except NvmlError as failure:
                 if isinstance(failure, NvmlUnavailableError):
                     unavailable.append(failure)
@@ -177,6 +185,7 @@ class NodeReader:
             memory=None if lost else memory,
             processes=None if lost else processes,
             utilization_ratio=None if lost else utilization_ratio,
+            active_pids=None if lost else active_pids,
             error=error,
         )
 
@@ -206,6 +215,19 @@ class NodeReader:
             raise
         except NvmlError:
             return None
+
+    def _read_active_pids(self, identity: DeviceIdentity) -> frozenset[int] | None:
+        now = self._clock()
+        read_seconds, active = self._active_pids.get(identity.uuid, (now - _ACTIVITY_SECONDS, None))
+        if now - read_seconds >= _ACTIVITY_SECONDS:
+            try:
+                active = self._provider.read_active_pids(identity.uuid)
+            except (NvmlDeviceLostError, NvmlUnavailableError):
+                raise
+            except NvmlError:
+                active = None
+            self._active_pids[identity.uuid] = now, active
+        return active
 
     def _log_failures(self, readings: Iterable[DeviceReading]) -> None:
         subjects = {"NVML", "process facts"}

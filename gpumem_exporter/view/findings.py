@@ -26,7 +26,7 @@ from gpumem_exporter.view.orphans import left_behind
 SEVERITIES = ("critical", "warning", "info")
 # Of one severity, these kinds come first: what failed, what will fail, and what a termination or a clear helps. By age
 # alone, readers missed an error behind three older warnings: the page shows a few findings at first.
-_URGENT = ("driver", "device_lost", "oom", "growth", "check", "orphan", "idle_cache")
+_URGENT = ("driver", "device_lost", "oom", "growth", "check", "orphan", "idle_cache", "inactive")
 SEVERITY = {
     "oom_ended_process": "critical",
     "oom_caught": "warning",
@@ -37,6 +37,8 @@ SEVERITY = {
     "check_degraded": "warning",
     "idle_cache_lacked": "warning",
     "idle_cache": "info",
+    "inactive_lacked": "warning",
+    "inactive": "info",
     "orphan": "warning",
     "orphan_small": "info",
     "fragmented": "warning",
@@ -59,6 +61,8 @@ _MUCH_IDLE = 0.2
 _FRAGMENTED = 0.1
 _UNATTRIBUTED = 0.02
 
+# A job that holds less without any activity is no finding.
+_MUCH_INACTIVE_BYTES = 1 << 30
 _FAILS_SOON_SECONDS = 3600.0
 # Fragmented and unattributed memory change with each step, so they must last for this time. A process that starts uses
 # memory before its first report.
@@ -119,6 +123,7 @@ def find(
         *_ooms(snapshot, jobs_of_errors),
         *_growing(jobs, growing or {}),
         *_idle_caches(snapshot, devices, ledgers, there, jobs_of_errors),
+        *_inactive(snapshot, jobs, jobs_of_errors),
         *_orphans(jobs, snapshot.gpus, ledgers),
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
@@ -356,6 +361,25 @@ def _idle_caches(
             idle_cache_bytes=size,
             clears=job,
         )
+
+
+def _inactive(snapshot: Snapshot, jobs: Sequence[Job], jobs_of_errors: _JobsOfErrors) -> Iterator[Finding]:
+    for job in jobs:
+        idle_since = job.idle_since_seconds(snapshot)
+        size = job.sums["used_bytes"] or 0
+        # An orphan has a finding of its own.
+        if idle_since is None or size < _MUCH_INACTIVE_BYTES or any(each.orphan is not None for each in job.processes):
+            continue
+        uuids = {part.uuid for part in job.parts}
+        lacked = any(
+            oom.uuid in uuids and oom.happened_seconds > idle_since and jobs_of_errors.of(oom) is not job
+            for oom in snapshot.ooms
+        )
+        lasting = human_seconds(snapshot.taken_seconds - idle_since)
+        sentence = f"{called(job)} has held {human_bytes(size)} for {lasting} without any activity"
+        sentence += f"{_OTHER_FAILED}." if lacked else "."
+        severity = SEVERITY["inactive_lacked" if lacked else "inactive"]
+        yield _finding("inactive", job.id, "Inactive", sentence, severity=severity, job=job, since_seconds=idle_since)
 
 
 def gpus_in_words(gpus: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.core.activity import IDLE_SECONDS, last_active_seconds
 from gpumem_exporter.core.ledger import fragmented_bytes, sum_of_known
 from gpumem_exporter.core.samples import JobKey, NodeReading, ReportingProcess, Snapshot, once_per_snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
@@ -124,6 +125,14 @@ class Job:
             return "serving"
         active = any(now_seconds - each.active_seconds < ACTIVE_SECONDS for each in reporters)
         return "running" if active else "idle"
+
+    def idle_since_seconds(self, snapshot: Snapshot) -> float | None:
+        """Return since when no process has been active, if it is an hour or more; None if one's activity is unknown."""
+        last = [last_active_seconds(snapshot, process.reporter, process.host_pid) for process in self.processes]
+        known = [seconds for seconds in last if seconds is not None]
+        if len(known) < len(last) or snapshot.taken_seconds - max(known) < IDLE_SECONDS:
+            return None
+        return max(known)
 
     def owner(self) -> dict[str, Any]:
         """Return who runs the job: what all processes have in common."""

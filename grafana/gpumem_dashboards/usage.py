@@ -15,6 +15,7 @@ from gpumem_dashboards.tables import Column, table
 HELD = "owner:gpumem_process_memory_used_bytes:mean1m"
 REPORTED = "owner:gpumem_process_memory_used_bytes:reported_mean1m"
 IDLE = "owner:gpumem_torch_idle_cache_bytes:mean1m"
+INACTIVE = "owner:gpumem_process_memory_used_bytes:inactive_mean1m"
 UNUSED = "owner:gpumem_engine_kv_cache_bytes:unused_mean1m"
 OWNERS = f'{CLUSTER}, user=~"$user", k8s_namespace=~"$namespace", slurm_account=~"$account"'
 GIB_HOURS = "suffix: GiB h"
@@ -23,9 +24,10 @@ SHOWN = 50
 
 _IDLE_LIMITS = shares(0.2, 0.4)
 _NOTE = (
-    " A GiB hour is one GiB held for one hour. Idle is the part that PyTorch cached and no process needed for a minute,"
-    " and the key-value cache of inference engines that no request used for an hour."
-    " It is known for processes that report, and its share is of their memory."
+    " A GiB hour is one GiB held for one hour. Idle cache is the part that PyTorch cached and no process needed for a"
+    " minute, and the key-value cache of inference engines that no request used for an hour. It is known for processes"
+    " that report, and its share is of their memory. Held by idle jobs is all memory of processes that have been"
+    " inactive for an hour, with their idle cache."
 )
 
 
@@ -62,6 +64,8 @@ def _gib_hours(metric: str, by: str = "") -> str:
 
     if metric == IDLE:  # most owners have no inference engine
         return f"({total(IDLE)} + ({total(UNUSED)} or 0 * {total(IDLE)})) / {60 * 2**30}"
+    if metric == INACTIVE:  # most owners have no idle job
+        return f"({total(INACTIVE)} or 0 * {total(HELD)}) / {60 * 2**30}"
     return f"{total(metric)} / {60 * 2**30}"
 
 
@@ -72,24 +76,32 @@ def _overview() -> list[Any]:
             "The memory that processes held in the time range." + _NOTE,
             _gib_hours(HELD),
             unit=GIB_HOURS,
-            span=6,
+            span=5,
         ),
         number(
-            "Idle",
-            "The memory that processes held without using it. At least: of processes that do not report it is unknown."
+            "Idle cache",
+            "The cache that processes held without using it. At least: of processes that do not report it is unknown."
             + _NOTE,
             _gib_hours(IDLE),
             unit=GIB_HOURS,
-            span=6,
+            span=5,
         ),
         number(
-            "Idle share",
-            "The idle part of the memory that reporting processes held. A clear, or a policy on idle cache, makes it"
+            "Held by idle jobs",
+            "The memory of processes that had been inactive for an hour. At least: a process whose activity is unknown"
+            " does not count." + _NOTE,
+            _gib_hours(INACTIVE),
+            unit=GIB_HOURS,
+            span=5,
+        ),
+        number(
+            "Idle cache share",
+            "The idle cache in the memory that reporting processes held. A clear, or a policy on idle cache, makes it"
             " available to others.",
             f"{_gib_hours(IDLE)} / ({_gib_hours(REPORTED)})",
             unit=units.PercentUnit,
             limits=_IDLE_LIMITS,
-            span=6,
+            span=5,
         ),
         number(
             "Reported share",
@@ -97,7 +109,7 @@ def _overview() -> list[Any]:
             " unknown.",
             f"{_gib_hours(REPORTED)} / ({_gib_hours(HELD)})",
             unit=units.PercentUnit,
-            span=6,
+            span=4,
         ),
     ]
 
@@ -133,9 +145,15 @@ def _values(by: str, only: str = "") -> list[Column]:
     return [
         Column("Held", of(HELD) + only, width=130),
         Column(
-            "Idle share", f"{of(IDLE)} / {of(REPORTED)}{only}", units.PercentUnit, _IDLE_LIMITS, gauge=True, width=160
+            "Idle cache share",
+            f"{of(IDLE)} / {of(REPORTED)}{only}",
+            units.PercentUnit,
+            _IDLE_LIMITS,
+            gauge=True,
+            width=160,
         ),
-        Column("Idle", of(IDLE) + only, width=130),
+        Column("Idle cache", of(IDLE) + only, width=110),
+        Column("Held by idle jobs", of(INACTIVE) + only, width=140),
         Column("Reported", f"{of(REPORTED)} / {of(HELD)}{only}", units.PercentUnit, width=110),
     ]
 

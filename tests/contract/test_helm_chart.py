@@ -167,7 +167,7 @@ def test_the_rules_are_those_of_prometheus_with_the_urls_of_the_values(
     alerts = [rule for spec in everything for group in spec["groups"] for rule in group["rules"] if "alert" in rule]
     urls = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in alerts}
     assert "GpuMemLeak" in urls
-    assert not {"GpuMemCoverageLow", "GpuMemKvCacheUnused"} & urls.keys()
+    assert not {"GpuMemCoverageLow", "GpuMemInactive", "GpuMemKvCacheUnused"} & urls.keys()
     assert urls == {name: f"https://wiki.example/runbooks/{name}" for name in urls}
 
 

@@ -25,6 +25,7 @@ from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
+    DriverActivity,
     KvCachePeak,
     LostLauncher,
     NodeReading,
@@ -267,6 +268,11 @@ RICH = Snapshot(
     ),
     kv_cache_peaks={("53", MIG): {"1h": KvCachePeak(60 * MIB, 3600), "24h": KvCachePeak(90 * MIB, 7260)}},
     orphans={52: LostLauncher("launcher_ended")},
+    activity={
+        52: DriverActivity(seen=False, seconds=20.0),
+        999: DriverActivity(seen=True, seconds=98.0),
+        4711: DriverActivity(seen=True, seconds=99.0),
+    },
 )
 """A snapshot with every case: a lost device, a MIG device, an old driver, processes with all, some and no values, two
 processes with the same pid, a silent one, one with an out-of-memory error, one that

@@ -38,7 +38,7 @@ FOREIGN = {"up", "process_resident_memory_bytes", "process_open_fds", "process_s
 """Metrics of other projects that rules and runbooks may use."""
 TARGET_LABELS = {"cluster", "job", "instance"}
 """The labels that Prometheus adds to every series."""
-FILES = ("recording.yml", "alerts.yml", "optional/coverage.yml", "optional/kv-cache.yml")
+FILES = ("recording.yml", "alerts.yml", "optional/coverage.yml", "optional/inactive.yml", "optional/kv-cache.yml")
 """The rule files in the order of their evaluation."""
 LEVELS = "process|device|node|rank|workload|slurm_job|ray_job|pod|namespace|cluster|owner"
 """The first parts of the names of recording rules."""
@@ -57,6 +57,7 @@ KINDS_OF_FINDINGS = {
     "GpuMemNvmlDown": "driver",
     "GpuMemReporterSilent": "silent",
     "GpuMemKvCacheUnused": "kv_cache",
+    "GpuMemInactive": "inactive",
     "GpuMemExporterDegraded": "check_degraded",
     "GpuMemExporterAbsent": "check_failing",
 }
@@ -170,6 +171,7 @@ def test_the_severities_are_those_of_the_findings() -> None:
     assert severities.keys() == SEVERITY.keys() - {
         "oom_caught",
         "idle_cache",
+        "inactive_lacked",
         "orphan_small",
         "starting",
         "starting_together",

@@ -139,6 +139,7 @@ def job(name: str, *processes: dict[str, Any], **changes: Any) -> dict[str, Any]
         "world_size": len(processes) if group else None,
         **sums,
         "incomplete": [],
+        "inactive_since_unix_seconds": None,
         "growth_bytes_per_hour": None,
         "state": "training" if first["state"] == "reporting" else "not reporting",
         "since_unix_seconds": NOW - 5 * HOUR,

@@ -17,7 +17,7 @@ from typing import Any
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
-from gpumem_exporter.errors import NvmlUnavailableError
+from gpumem_exporter.errors import NvmlNotSupportedError, NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import bind
@@ -80,6 +80,9 @@ class ScriptedProvider:
 
     def read_utilization_ratio(self, uuid: str) -> float:
         return 0.5
+
+    def read_active_pids(self, uuid: str) -> frozenset[int]:
+        raise NvmlNotSupportedError("not supported")
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from gpumem_client.allocator.allocator import AnyAllocator
 from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS
-from gpumem_client.allocator.sampler import Sample, Sampler
+from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.profiling import Profiling
 from gpumem_client.commands.scheduler import Scheduler
@@ -27,6 +27,7 @@ from gpumem_client.profile.heap_reader import HeapReader
 from gpumem_client.profile.model import Profile
 from gpumem_client.profile.oom_moment import OomMoments
 from gpumem_client.profile.recorder import Recorder
+from gpumem_client.reporter.activity import Activity
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.reporter.identity import with_rank, with_ray
 from gpumem_client.reporter.plan import with_plan
@@ -36,7 +37,6 @@ from gpumem_client.wire.protocol import (
     MAX_TEXT_LENGTH,
     MODES,
     CommandResult,
-    EngineState,
     OutOfMemory,
     ProcessIdentity,
     Reply,
@@ -106,6 +106,7 @@ class ReportLoop:
         self.sampler.at_step = self._scheduler.at_step
         self._ray_is_known = False
         self._engine_clock = EngineClock(clock)
+        self._activity = Activity(clock)
         self._interval_seconds = _DEFAULT_INTERVAL_SECONDS
         self._jitter = random.Random()  # noqa: S311 - a separate generator leaves the user's seeded one unchanged
         self._sequence = 0
@@ -151,6 +152,7 @@ class ReportLoop:
     def _report(self, hold_seconds: float) -> Report:
         facts = self._engine_facts()  # before the sample, which has its bytes
         sample = self.sampler.current(self._started_seconds + hold_seconds)
+        allocations = self._allocations(facts)
         self._collect_results()
         self._executor.settling.measure(sample.devices, sample.taken_seconds)
         self._sequence += 1
@@ -177,7 +179,16 @@ class ReportLoop:
             step_seconds=self.sampler.step_seconds,
             hold_seconds=hold_seconds,
             engine_starting=None if facts is None else facts.measures,
-            engine=self._engine(facts, sample),
+            engine=self._engine_clock.state(
+                facts,
+                asleep=any(device.unmapped_bytes for device in sample.devices),
+                allocations=allocations if facts is not None else None,
+            ),
+            inactive_seconds=self._activity.inactive_seconds(
+                step=self.sampler.step,
+                allocations=None if allocations is None else tuple([allocated for allocated, _ in allocations]),
+                requests=None if facts is None else facts.requests,
+            ),
         )
 
     def answered(self, report: Report | None, outcome: Outcome, reply: Reply | None) -> float:
@@ -255,13 +266,14 @@ class ReportLoop:
     def _engine_facts(self) -> EngineFacts | None:
         return self._errors.attempt("cannot read the inference engine", self._allocator.engine, None)
 
-    def _engine(self, facts: EngineFacts | None, sample: Sample) -> EngineState | None:
-        allocations = None
-        if facts is not None and not self._allocator.flushing:
-            counted = tuple(self._allocator.allocations(index) for index in self._allocator.devices())
-            allocations = None if None in counted else counted
-        asleep = any(device.unmapped_bytes for device in sample.devices)
-        return self._engine_clock.state(facts, asleep=asleep, allocations=allocations)
+    def _allocations(self, facts: EngineFacts | None) -> tuple[tuple[int, int], ...] | None:
+        """Return how many blocks of each device were allocated and freed; None if that is not known, or not needed."""
+        # While steps run, they show that the process is active; a flush in another thread would stop this one.
+        if self._allocator.flushing or (facts is None and self.sampler.steps_run()):
+            return None
+        counted = [self._allocator.allocations(index) for index in self._allocator.devices()]
+        known = tuple([each for each in counted if each is not None])
+        return known if len(known) == len(counted) else None
 
     def _follow(self, reply: Reply, *, sent_seconds: float) -> None:
         """Run the commands of a reply, or keep them until they can run."""

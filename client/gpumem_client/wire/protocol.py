@@ -329,6 +329,9 @@ class Report:
     """Whether the inference engine in the process starts, so that memory released on its devices spoils its start.
     False once it has started; None without an engine that the reporter knows."""
     engine: EngineState | None = None
+    inactive_seconds: float | None = None
+    """The time since the last step, allocation or request of an engine that the reporter has seen, or since its start.
+    None if the allocator does not count allocations and no step ends."""
 
 
 @dataclass(frozen=True)

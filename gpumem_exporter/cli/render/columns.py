@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_client.wire.units import UNKNOWN, human_ratio, short_bytes
+from gpumem_client.wire.units import UNKNOWN, human_ratio, human_seconds, short_bytes
 from gpumem_exporter.cli.render.layout import Column, cell
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.core.ledger import CATEGORIES
@@ -136,6 +136,11 @@ def _since(row: Row) -> str:
     return clock(row["since_unix_seconds"], row["now"])
 
 
+def _state(row: Row) -> str | None:
+    since = row.get("inactive_since_unix_seconds")
+    return _text("state")(row) if since is None else f"inactive {human_seconds(row['now'] - since)}"
+
+
 def _growth(row: Row) -> str:
     growth = row.get("growth_bytes_per_hour")
     return f"+{short_bytes(growth)}/h" if growth else ""
@@ -214,7 +219,7 @@ JOBS = (
     _part("unmapped", 8),
     Column("kv_cache", _kv_cache, 6, key=_at("engine", "kv_cache", "size"), sparse=True),
     Column("growth", _growth, 1, key=_at("growth_bytes_per_hour"), sparse=True, style_of=lambda _: "yellow"),
-    Column("state", _text("state"), 4, left=True, style_of=_state_style),
+    Column("state", _state, 4, left=True, style_of=_state_style),
     Column("since", _since, 5, key=_at("since_unix_seconds"), left=True),
     Column("step", lambda row: str(row["step"] or ""), 9, sparse=True, key=_at("step")),
     Column("engine", lambda row: _at("engine", "label")(row) or "", 9, sparse=True, left=True, cut=20),

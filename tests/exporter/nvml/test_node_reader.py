@@ -38,6 +38,7 @@ class Node:
         self.released = 0
         self.clock = Clock(1000.0)
         self.processes = (ProcessMemory(30, 5),)
+        self.activity_reads = 0
 
     def _fail(self, call: str, uuid: str = "") -> None:
         if (call, uuid) in self.failures:
@@ -75,6 +76,11 @@ class Node:
     def read_utilization_ratio(self, uuid: str) -> float:
         self._fail("utilization", uuid)
         return 0.5
+
+    def read_active_pids(self, uuid: str) -> frozenset[int]:
+        self.activity_reads += 1
+        self._fail("activity", uuid)
+        return frozenset({30})
 
 
 class Host(NobodyHost):
@@ -276,3 +282,13 @@ def test_a_failure_that_comes_and_goes_each_second_is_logged_once_a_minute(
         poll_for(reader, node, 1)
     assert len(caplog.records) == 2
     assert all("GPU-3: timeout" in record.message for record in caplog.records)
+
+
+def test_the_active_processes_are_read_every_few_seconds_and_are_unknown_where_the_driver_does_not_show_them(
+    node: Node, reader: NodeReader
+) -> None:
+    node.failures["activity", node.listed[1].uuid] = NvmlNotSupportedError("not supported")
+    last = poll_for(reader, node, 10)
+    assert [device.active_pids for device in last.devices[:2]] == [frozenset({30}), None]
+    assert node.activity_reads == 2 * len(node.listed)
+    assert all(device.up for device in last.devices)

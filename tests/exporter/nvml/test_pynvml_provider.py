@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class Gpu:
         self.total, self.reserved, self.free, self.used = 80 * GIB, GIB, 60 * GIB, 19 * GIB
         self.percent = 50
         self.processes: list[tuple[int, int]] = []
+        self.utilization: list[tuple[int, int, int]] = []
+        """Of processes: pid, the percentage of the multiprocessors, and of the encoder."""
         self.codes: dict[str, int] = {}
 
 
@@ -119,6 +122,17 @@ class Library:
 
     def _DeviceGetUtilizationRates(self, gpu: Gpu, rates: Any) -> None:  # noqa: N802
         rates._obj.gpu = gpu.percent
+
+    def _DeviceGetProcessUtilization(self, gpu: Gpu, samples: Any, count: Any, since_us: Any) -> int:  # noqa: N802
+        assert 0 < since_us.value <= time.time_ns() // 1000
+        if not gpu.utilization:
+            return 6  # NVML_ERROR_NOT_FOUND
+        count._obj.value = len(gpu.utilization)
+        if samples is None:
+            return 7  # NVML_ERROR_INSUFFICIENT_SIZE
+        for sample, (pid, percent, encoder) in zip(samples, gpu.utilization, strict=True):
+            sample.pid, sample.smUtil, sample.encUtil = pid, percent, encoder
+        return 0
 
     def _DeviceGetMigMode(self, gpu: Gpu, current: Any, pending: Any) -> int:  # noqa: N802
         current._obj.value = gpu.migs is not None
@@ -347,6 +361,25 @@ def test_an_integrated_gpu_without_memory_values_and_no_other_has_those_of_the_h
         meminfo.write_text("MemTotal:  9 kB\n")  # an old kernel
         with pytest.raises(errors.NvmlNotSupportedError):
             provider.read_memory("GPU-0")
+
+
+def test_the_active_processes_are_those_with_a_percentage(provider: PynvmlProvider, library: Library) -> None:
+    provider.devices()
+    gpu = library.gpus[0]
+    gpu.percent = 0
+    assert provider.read_active_pids("GPU-0") == frozenset(), "no entry and an idle device"
+    gpu.percent = 50
+    with pytest.raises(errors.NvmlNotSupportedError):
+        provider.read_active_pids("GPU-0")  # it has never shown a process of this device, which is in use
+    # Drivers return entries that they have not set.
+    gpu.utilization = [(30, 37, 0), (31, 0, 0), (32, 37100, 50), (33, 0, 2)]
+    assert provider.read_active_pids("GPU-0") == {30, 33}
+    gpu.utilization = []
+    assert provider.read_active_pids("GPU-0") == frozenset(), "another process than the listed ones uses the device"
+    for code in RETURN_CODES:
+        gpu.codes = {"nvmlDeviceGetProcessUtilization": code}
+        with pytest.raises(RETURN_CODES[code][0]):
+            provider.read_active_pids("GPU-0")
 
 
 def test_every_call_raises_only_errors_of_this_package(provider: PynvmlProvider, library: Library) -> None:

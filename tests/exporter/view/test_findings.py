@@ -156,6 +156,56 @@ def test_the_fastest_process_speaks_for_its_job(growing: dict[int, tuple[int, fl
     assert (found.severity, found.since_seconds, found.sentence) == ("warning", 500.0, sentence)
 
 
+def failed(pid: int, workload: str) -> LastOom:
+    return oom(pid=str(pid), session=f"session-{pid}", workload=workload, happened_seconds=9_900.0)
+
+
+def idle(process: ReportingProcess, since: float | None) -> ReportingProcess:
+    return dataclasses.replace(process, last_active_seconds=since)
+
+
+@pytest.mark.parametrize(
+    ("since", "size", "ooms", "severity"),
+    [
+        (10_000.0 - 9 * 3600, 4 * GIB, (), "info"),
+        (10_000.0 - 3600, 4 * GIB, (), "info"),
+        (10_000.0 - 3590, 4 * GIB, (), None),  # an epoch ends, an evaluation waits
+        (10_000.0 - 9 * 3600, GIB // 2, (), None),
+        (None, 4 * GIB, (), None),  # unknown
+        (
+            10_000.0 - 9 * 3600,
+            4 * GIB,
+            (oom(pid="7", session="session-7", workload="b", happened_seconds=9_900.0),),
+            "warning",
+        ),
+        (
+            10_000.0 - 9 * 3600,
+            4 * GIB,
+            (oom(pid="1", session="session-1", workload="a", happened_seconds=9_900.0),),
+            "info",
+        ),
+    ],
+)
+def test_a_job_that_holds_memory_without_any_activity_is_named(
+    since: float | None, size: int, ooms: tuple[LastOom, ...], severity: str | None
+) -> None:
+    processes = (idle(of(1, "a", size), since), idle(of(7, "b"), 10_000.0))
+    shown = Snapshot(10_000.0, reading(*processes), processes, ooms=ooms)
+    found = {each.kind: each for each in find(shown, jobs_of(shown), node_ledgers(shown))}.get("inactive")
+    assert (found.severity if found else None) == severity
+    if found is not None and since == 10_000.0 - 9 * 3600:
+        lacking = ", where another job ran out of memory" if severity == "warning" else ""
+        assert found.sentence == f"a has held 4.0 GiB for 9 h without any activity{lacking}."
+        assert found.since_seconds == since
+
+
+def test_a_job_is_active_while_one_of_its_processes_is_or_may_be() -> None:
+    for other in (9_000.0, None):
+        ranks = (idle(of(1, "a", 4 * GIB), 100.0), idle(of(2, "a", 4 * GIB), other))
+        shown = Snapshot(10_000.0, reading(*ranks), ranks)
+        assert "inactive" not in {each.kind for each in find(shown, jobs_of(shown), node_ledgers(shown))}
+
+
 def test_a_warning_has_only_the_idle_cache_that_others_lack() -> None:
     one, train = of(1, "notebook", idle=5 * GIB), of(2, "train")
     alone = dataclasses.replace(sample(UUIDS[1], GIB, 30 * GIB), idle_cache_bytes=30 * GIB)

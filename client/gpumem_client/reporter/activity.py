@@ -1,0 +1,30 @@
+"""How long the process has done nothing on its devices, as far as PyTorch and an inference engine show it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+
+
+class Activity:
+    """Follows one process from report to report. For one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._active_seconds = clock()
+        self._step: int | None = None
+        self._allocations: Hashable = None
+
+    def inactive_seconds(self, *, step: int | None, allocations: Hashable, requests: int | None) -> float | None:
+        """Return the time since the last sign of activity; None if there is none that could show it.
+
+        `allocations` changes when the allocator allocates, and is None if that is not known at present; `requests` is
+        the number of requests that the engine of the process has now.
+        """
+        changed = allocations is not None and allocations != self._allocations
+        if changed or requests or step != self._step:
+            self._active_seconds = self._clock()
+        self._step = step
+        self._allocations = self._allocations if allocations is None else allocations
+        known = self._allocations is not None or step is not None
+        return self._clock() - self._active_seconds if known else None

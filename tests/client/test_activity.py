@@ -1,0 +1,37 @@
+"""How long a process has been inactive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpumem_client.reporter.activity import Activity
+from tests.support.builders import Clock
+
+
+def test_steps_allocations_and_requests_are_activity() -> None:
+    clock = Clock(100.0)
+    activity = Activity(clock)
+
+    def after(seconds: float, **seen: Any) -> float | None:
+        clock.sleep(seconds)
+        return activity.inactive_seconds(**{"step": None, "allocations": (4,), "requests": None, **seen})
+
+    assert after(10) == 0
+    assert after(600) == 600
+    assert after(1, allocations=(5,)) == 0
+    assert after(5, allocations=None) == 5, "another thread empties the cache"
+    assert after(5, allocations=(5,)) == 10
+    assert after(5, allocations=(5,), requests=1) == 0
+    assert after(5, allocations=(5,), requests=0) == 5
+    assert after(5, allocations=(5,), step=1) == 0
+    assert after(900, allocations=(5,), step=1) == 900
+
+
+def test_without_a_sign_that_could_be_seen_it_is_unknown() -> None:
+    clock = Clock(100.0)
+    activity = Activity(clock)
+    assert activity.inactive_seconds(step=None, allocations=None, requests=None) is None
+    clock.sleep(60)
+    assert activity.inactive_seconds(step=3, allocations=None, requests=None) == 0
+    clock.sleep(60)
+    assert activity.inactive_seconds(step=3, allocations=None, requests=None) == 60
