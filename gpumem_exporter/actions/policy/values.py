@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.timing import steps_with_ranks
+from gpumem_exporter.core.activity import last_active_seconds
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 
@@ -75,6 +76,7 @@ class Observation(NamedTuple):
     device: DeviceReading | None
     """None if the driver does not answer."""
     idle_seconds: float
+    inactive_seconds: float
     sampled_seconds: float
 
     @property
@@ -148,8 +150,11 @@ def observations(snapshot: Snapshot, stale_seconds: float, clock: IdleClock | No
     idle = clock.update(fresh) if clock is not None else {}
     for reporter_id, (process, seconds) in fresh.items():
         idle_seconds = idle.get(reporter_id, nan)
+        last_seconds = last_active_seconds(snapshot, process, process.host_pid)
+        inactive_seconds = nan if last_seconds is None else max(0.0, snapshot.taken_seconds - last_seconds)
         for sample in process.report.devices:
-            yield Observation(reporter_id, process, sample, devices.get(sample.uuid), idle_seconds, seconds)
+            device = devices.get(sample.uuid)
+            yield Observation(reporter_id, process, sample, device, idle_seconds, inactive_seconds, seconds)
 
 
 def _reporter_id(process: ReportingProcess) -> str:
@@ -231,11 +236,13 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "allocated_bytes": Field("bytes", lambda seen: _known(seen.sample.allocated_bytes)),
         "reserved_bytes": Field("bytes", lambda seen: _known(seen.sample.reserved_bytes)),
         "idle_seconds": Field("seconds", lambda seen: seen.idle_seconds),
+        "inactive_seconds": Field("seconds", lambda seen: seen.inactive_seconds),
         "engine_idle_seconds": Field("seconds", _engine_idle),
         "device_free_bytes": Field("bytes", _device_free),
         "device_free_ratio": Field("ratio", _device_free_ratio),
         "device_utilization_ratio": Field("ratio", _utilization),
     }
 )
-"""The fields by name, in the words of the metrics: of the process on the device, except `idle_seconds` and
-`engine_idle_seconds` (of the process on all its devices) and `device_…` (of the device with all its processes)."""
+"""The fields by name, in the words of the metrics: of the process on the device, except `idle_seconds`,
+`inactive_seconds` and `engine_idle_seconds` (of the process on all its devices) and `device_…` (of the device with all
+its processes)."""

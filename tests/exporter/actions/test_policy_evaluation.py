@@ -145,6 +145,14 @@ def test_each_field_has_its_value_and_strict_bounds(field: str, value: float) ->
     assert not acts(value * 0.99, value)
 
 
+@pytest.mark.parametrize(("last", "acts"), [(14_000.0, True), (15_000.0, False), (None, False)])
+def test_a_process_that_has_been_inactive_for_hours(last: float | None, acts: bool) -> None:
+    bench = Bench(rule("r", Condition("inactive_seconds", over=14_400.0), cooldown=1.0))
+    bench.now = 28_900.0
+    held = replace(process(1, sample(allocated=100 * MIB), at=bench.now), last_active_seconds=last)
+    assert bool(bench.evaluate(held).decisions) == acts
+
+
 @pytest.mark.parametrize(
     "reading", [None, node(up=False), node(replace(device(), error="lost"))], ids=["", "down", "lost"]
 )
