@@ -8,7 +8,6 @@ from operator import attrgetter
 from gpumem_client.wire.protocol import KV_CACHE_STATES
 from gpumem_exporter.collectors import catalog, engine_catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View, one_of_each
-from gpumem_exporter.core.activity import last_active_seconds, to_unix_seconds
 from gpumem_exporter.core.naming import command_of, pid_order
 from gpumem_exporter.core.samples import (
     IDENTITY_FIELDS,
@@ -78,9 +77,9 @@ def _activity(view: View) -> tuple[tuple[str, float], ...]:
     named = [(pid, process, process.host_pid) for pid, process in view.names.reporting]
     named += [(str(pid), None, pid) for pid in sorted(view.snapshot.activity) if pid not in reporters]
     return tuple(
-        (pid, round(to_unix_seconds(view.snapshot, process, seconds), 1))
+        (pid, round(view.snapshot.unix_seconds(seconds, process), 1))
         for pid, process, host_pid in named
-        if (seconds := last_active_seconds(view.snapshot, process, host_pid)) is not None
+        if (seconds := view.snapshot.last_active_seconds(process, host_pid)) is not None
     )
 
 

@@ -2,6 +2,5 @@
 
 This package does no I/O, starts no threads and reads no clock.
 
-Other folders import: `activity`, `last_ooms`, `ledger`, `naming`, `place`, `samples`, `starting_engines`, `store`,
-`yaml_file`.
+Other folders import: `last_ooms`, `ledger`, `naming`, `place`, `samples`, `starting_engines`, `store`, `yaml_file`.
 """

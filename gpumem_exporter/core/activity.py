@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpumem_exporter.core.samples import DeviceReading, DriverActivity, NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import DeviceReading, DriverActivity, NodeReading
 
-IDLE_SECONDS = 3600.0
-"""A process that has been inactive for this time is idle: epochs, evaluations and pauses are shorter."""
 _MPS_SERVER = "nvidia-cuda-mps-server"
 
 
@@ -55,22 +53,3 @@ def _active(device: DeviceReading, reading: NodeReading) -> frozenset[int] | Non
     if any(facts.command.startswith(_MPS_SERVER) for pid in active or () if (facts := reading.facts.get(pid))):
         return listed
     return active
-
-
-def last_active_seconds(snapshot: Snapshot, reporter: ReportingProcess | None, host_pid: int | None) -> float | None:
-    """Return the time of the last step, allocation, engine request or utilization of a process; None if unknown.
-
-    If there was none, it is the time from which on one would have been seen.
-    """
-    of_driver = snapshot.activity.get(host_pid) if host_pid is not None else None
-    reported = reporter.last_active_seconds if reporter is not None else None
-    if of_driver is None or (reported is not None and not of_driver.seen):
-        return reported
-    return of_driver.seconds if reported is None else max(of_driver.seconds, reported)
-
-
-def to_unix_seconds(snapshot: Snapshot, reporter: ReportingProcess | None, seconds: float) -> float:
-    """Return a time on the monotonic clock as seconds since the epoch."""
-    if snapshot.node is not None:
-        return seconds + snapshot.node.taken_unix_seconds - snapshot.node.taken_seconds
-    return seconds + (reporter.received_unix_seconds - reporter.received_seconds if reporter is not None else 0.0)

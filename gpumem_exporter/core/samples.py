@@ -293,6 +293,10 @@ def _job_key(key: ProcessKey, workload: str, slurm_job_id: str) -> JobKey | None
     return JobKey(workload, slurm_job_id, key.owner_uid, key.place) if workload else None
 
 
+IDLE_SECONDS = 3600.0
+"""A process that has been inactive for this time is idle: epochs, evaluations and pauses are shorter."""
+
+
 class DriverActivity(NamedTuple):
     """When the driver last showed that a process used a device. A later one is larger."""
 
@@ -399,6 +403,23 @@ class Snapshot:
     def derived(self) -> dict[Callable[..., object], object]:
         """The results of the functions with `once_per_snapshot`."""
         return {}
+
+    def last_active_seconds(self, reporter: ReportingProcess | None, host_pid: int | None) -> float | None:
+        """Return the time of the last step, allocation, engine request or utilization of a process; None if unknown.
+
+        If there was none, it is the time from which on one would have been seen.
+        """
+        of_driver = self.activity.get(host_pid) if host_pid is not None else None
+        reported = reporter.last_active_seconds if reporter is not None else None
+        if of_driver is None or (reported is not None and not of_driver.seen):
+            return reported
+        return of_driver.seconds if reported is None else max(of_driver.seconds, reported)
+
+    def unix_seconds(self, seconds: float, reporter: ReportingProcess | None) -> float:
+        """Return a time on the monotonic clock, of a process, as seconds since the epoch."""
+        if self.node is not None:
+            return seconds + self.node.taken_unix_seconds - self.node.taken_seconds
+        return seconds + (reporter.received_unix_seconds - reporter.received_seconds if reporter is not None else 0.0)
 
     def kv_cache_peak(self, pid: str, sample: DeviceSample, window: str) -> KvCachePeak | None:
         """Return the highest use of the cache in `sample`, of the process with this name; None if it is not known."""

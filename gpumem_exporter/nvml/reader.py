@@ -146,6 +146,8 @@ class NodeReader:
     def _read_devices(self) -> tuple[DeviceReading, ...]:
         identities = self._registry.merge(self._provider.devices())
         unavailable: list[NvmlUnavailableError] = []
+        present = {identity.uuid for identity in identities}
+        self._active_pids = {uuid: read for uuid, read in self._active_pids.items() if uuid in present}
         readings = tuple(self._read_device(identity, unavailable) for identity in identities)
         # If one device answers, the driver is there: the other devices fail alone.
         if unavailable and not any(reading.up for reading in readings):

@@ -14,9 +14,15 @@ from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.core.activity import IDLE_SECONDS, last_active_seconds
 from gpumem_exporter.core.ledger import fragmented_bytes, sum_of_known
-from gpumem_exporter.core.samples import JobKey, NodeReading, ReportingProcess, Snapshot, once_per_snapshot
+from gpumem_exporter.core.samples import (
+    IDLE_SECONDS,
+    JobKey,
+    NodeReading,
+    ReportingProcess,
+    Snapshot,
+    once_per_snapshot,
+)
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.view.documents import JOB_NUMBERS, Part, SeenProcess, parts_of, seen_processes
 
@@ -128,7 +134,7 @@ class Job:
 
     def idle_since_seconds(self, snapshot: Snapshot) -> float | None:
         """Return since when no process has been active, if it is an hour or more; None if one's activity is unknown."""
-        last = [last_active_seconds(snapshot, process.reporter, process.host_pid) for process in self.processes]
+        last = [snapshot.last_active_seconds(process.reporter, process.host_pid) for process in self.processes]
         known = [seconds for seconds in last if seconds is not None]
         if len(known) < len(last) or snapshot.taken_seconds - max(known) < IDLE_SECONDS:
             return None

@@ -10,7 +10,6 @@ from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.actions.timing import turns_of_job
-from gpumem_exporter.core.activity import to_unix_seconds
 from gpumem_exporter.core.ledger import DeviceLedger, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import PartKey, Snapshot
 from gpumem_exporter.view.documents import Part, device_document, process_document
@@ -236,7 +235,7 @@ def _job(
         "state": job.state(snapshot.taken_seconds, [engine.host_pid for engine in snapshot.starting]),
         "inactive_since_unix_seconds": None
         if (idle := job.idle_since_seconds(snapshot)) is None
-        else round(to_unix_seconds(snapshot, next(iter(job.reporters), None), idle)),
+        else round(snapshot.unix_seconds(idle, next(iter(job.reporters), None))),
         "engine": engine_document(job.processes, snapshot),
         **component_sums(job),
         "since_unix_seconds": job.started_unix_seconds(snapshot.node),

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.timing import steps_with_ranks
-from gpumem_exporter.core.activity import last_active_seconds
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 
@@ -150,7 +149,7 @@ def observations(snapshot: Snapshot, stale_seconds: float, clock: IdleClock | No
     idle = clock.update(fresh) if clock is not None else {}
     for reporter_id, (process, seconds) in fresh.items():
         idle_seconds = idle.get(reporter_id, nan)
-        last_seconds = last_active_seconds(snapshot, process, process.host_pid)
+        last_seconds = snapshot.last_active_seconds(process, process.host_pid)
         inactive_seconds = nan if last_seconds is None else max(0.0, snapshot.taken_seconds - last_seconds)
         for sample in process.report.devices:
             device = devices.get(sample.uuid)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gpumem_exporter.core.activity import last_active_seconds
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts
 from gpumem_exporter.core.store import Store
 from tests.support.builders import UUIDS, device, node, report
@@ -32,7 +31,7 @@ class Bench:
     def last(self, pid: int) -> float | None:
         snapshot = self.store.snapshot(self.now)
         reporter = next((process for process in snapshot.processes if process.host_pid == pid), None)
-        return last_active_seconds(snapshot, reporter, pid)
+        return snapshot.last_active_seconds(reporter, pid)
 
 
 def reading(

@@ -205,5 +205,6 @@ def test_the_dashboard_shows_the_same_hours(recorded: tuple[Prometheus, Scrapes,
     held, reported, idle = (of_users(hours) for hours in (scrapes.held, scrapes.reported, scrapes.idle))
     assert shown("Held") == pytest.approx({user: value / GIB for user, value in held.items()}, rel=0.01)
     shares = {user: value / reported[user] for user, value in idle.items()}
-    assert shown("Idle share") == pytest.approx(shares, rel=0.01)
+    assert shown("Idle cache share") == pytest.approx(shares, rel=0.01)
+    assert shown("Held by idle jobs") == dict.fromkeys(held, 0.0), "no activity is known"
     assert shown("Reported").keys() == reported.keys()
