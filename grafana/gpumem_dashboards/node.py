@@ -161,12 +161,14 @@ def _processes() -> Any:
 
     reported = f"group by ({by}) (gpumem_torch_reserved_bytes{{{TORCH}}})"
     age = f"time() - gpumem_reporter_last_report_timestamp_seconds{{{ONE_NODE}, {OF_PROCESSES}}}"
+    inactive = f"time() - gpumem_process_last_activity_timestamp_seconds{{{ONE_NODE}}}"
     return table(
         "Processes",
         "Each process on each device, the largest first. For a process without a reporter, only the driver's"
         " value is known; an empty cell means unknown, not zero. Non-torch is the driver's value minus PyTorch's"
         " reserved bytes: CUDA context, NCCL, libraries; the column NCCL is NCCL's part. Unmapped is what PyTorch"
-        " counts and no device has: the engine sleeps. Click a workload to see its ranks.",
+        " counts and no device has: the engine sleeps. Inactive is the time without a step, an allocation, a request or"
+        " utilization. Click a workload to see its ranks.",
         [
             Column("gpu", heading="GPU", width=60),
             Column("workload", heading="Workload", links=[TO_WORKLOAD, TO_JOB]),
@@ -184,6 +186,12 @@ def _processes() -> Any:
             Column("Non-torch", value_of("non_torch_bytes")),
             Column("NCCL", value_of("nccl_bytes")),
             Column("Unmapped", f"{value_of('unmapped_bytes')} > 0"),
+            Column(
+                "Inactive",
+                f"({listed} or {reported}) * {ON_PROCESS} group_left () ({inactive}) and {ON_PROCESS} {known}",
+                units.Seconds,
+                width=90,
+            ),
             Column(
                 "Last report",
                 f"{reported} * {ON_PROCESS} group_left () ({age})",
