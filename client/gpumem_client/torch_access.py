@@ -445,6 +445,12 @@ def tensor_base_class(torch: Any) -> Any:
     return torch._C.TensorBase
 
 
+def has_storage(torch: Any) -> Callable[[Any], bool]:
+    """Return the function, written in C, that returns whether a tensor has a storage: a sparse one has none."""
+    function: Callable[[Any], bool] = torch._C._has_storage
+    return function
+
+
 def storage_bytes(torch: Any, tensors: Any) -> dict[int, int]:
     """Return the bytes of the storages of CUDA tensors by device index. Counts a shared storage once.
 

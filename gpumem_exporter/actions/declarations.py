@@ -31,6 +31,8 @@ MAX_DURATION_SECONDS = 3600.0
 DEFAULT_GRACE_SECONDS = 30.0
 """As of Slurm's KillWait and of Kubernetes: jobs that save their state on SIGTERM are made for it."""
 MAX_GRACE_SECONDS = 3600.0
+# The process sends no report meanwhile, and is silent after 15 s.
+MAX_SEARCH_SECONDS = 10.0
 MAX_REASON_LENGTH = 1000
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
@@ -273,7 +275,7 @@ class ActionRequest:
             "set_memory_fraction": "Cap also a process that has reserved more. Its next new segment fails.",
             "release_memory": f"Abort the engine's requests. {_FORCED_START}",
             "resume_memory": f"Wake the engine also if the GPU lacks the memory. {_FORCED_START}",
-            "profile": "Profile also a process that stands still for long to read its blocks.",
+            "profile": "Profile also a process that stands still for long to read its blocks and objects.",
         },
         "--force",
     )
@@ -311,6 +313,14 @@ class ActionRequest:
         MAX_GRACE_SECONDS,
         default=DEFAULT_GRACE_SECONDS,
     )
+    search_seconds: float = _seconds(
+        {
+            "profile": "Search for this time for what refers to the tensors that are in no model, optimizer, cache or "
+            "variable. The process gets at least half of the time."
+        },
+        "--search",
+        MAX_SEARCH_SECONDS,
+    )
     settle_seconds: float = _seconds(
         dict.fromkeys(
             ("empty_cache", "release_memory"),
@@ -333,6 +343,11 @@ class ActionRequest:
             object.__setattr__(self, "free_deadline", True)
         if self.wait_idle_seconds > self.deadline_seconds:
             object.__setattr__(self, "deadline_seconds", self.wait_idle_seconds)
+
+    @property
+    def profile_seconds(self) -> float:
+        """How long a profile records and searches."""
+        return self.duration_seconds + self.search_seconds
 
 
 OPTIONS: Mapping[str, RequestOption] = {
@@ -366,7 +381,8 @@ def longest_seconds(request: Mapping[str, Any]) -> float:
         grace_seconds += float(request.get("grace_seconds", DEFAULT_GRACE_SECONDS))
     deadline_seconds = float(request.get("deadline_seconds") or DEFAULT_DEADLINE_SECONDS)
     start_seconds = max(deadline_seconds, float(request.get("wait_idle_seconds") or 0.0))
-    return start_seconds + float(request.get("duration_seconds") or 0.0) + grace_seconds
+    profile_seconds = sum(float(request.get(name) or 0.0) for name in ("duration_seconds", "search_seconds"))
+    return start_seconds + profile_seconds + grace_seconds
 
 
 def invalid_fields(request: ActionRequest) -> tuple[InvalidField, ...]:

@@ -186,6 +186,7 @@ class CommandPart(_Part):
             force=request.force and (forces or request.action in ENGINE_ACTIONS),
             settle_seconds=request.settle_seconds if clears else 0.0,
             duration_seconds=request.duration_seconds,
+            search_seconds=request.search_seconds,
             keep=(request.keep,) if request.keep else (),
         )
 
@@ -196,8 +197,8 @@ class CommandPart(_Part):
 
     @property
     def ends_seconds(self) -> float:
-        """When a command that started at the last moment has run: a profile records for a time."""
-        return self.deadline_seconds + self.command.duration_seconds
+        """When a command that started at the last moment has run: a profile records and searches for a time."""
+        return self.deadline_seconds + self.command.duration_seconds + self.command.search_seconds
 
     def belongs_to(self, process: ReportingProcess) -> bool:
         """Return whether this is the same process, with the same program in it: an exec starts another session."""

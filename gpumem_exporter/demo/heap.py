@@ -48,7 +48,7 @@ class SimulatedHeap(HeapReader):
         """Return the blocks of each device, and the recorded entries of each device, oldest first."""
         return self.blocks(stacks), [list(slot.trace or ()) for slot in self._process.slots]
 
-    def naming(self, addresses_read: Callable[[], None] = lambda: None) -> tuple[Naming, tuple[str, ...]]:
+    def naming(self, addresses_read: Callable[[], None] = lambda: None, **_: float) -> tuple[Naming, tuple[str, ...]]:
         """Return the owners of all tensors that objects of the program hold."""
         started_us = now_us()
         addresses_read()

@@ -25,6 +25,7 @@ KINDS: Mapping[str, str] = {
     "tensors": "other tensors",
     "backward": "allocated in backward",
     "before": "allocated before the recording",
+    "unsearched": "owner not searched: add --search",
     "unseen": "no visible owner",
     "merged": "many small blocks",
 }

@@ -111,9 +111,9 @@ class Profiling:
         records = command.duration_seconds > 0
         if self._recording is None:
             if not command.force:
-                self._heap.require_short_pause(ENTRIES_ENOUGH if records else 0)
+                self._heap.require_short_pause(ENTRIES_ENOUGH if records else 0, searches=command.search_seconds > 0)
             if not records:
-                return live_profile(self._heap, command.id, "action")
+                return live_profile(self._heap, command.id, "action", search_seconds=command.search_seconds)
             self._recording = Recording(self._heap, self._recorder, clock=self._clock)
             self._recording.name()
         if not self._ends(self._recording, command):
@@ -122,7 +122,7 @@ class Profiling:
         if self._capturing():
             recording.cancel()
             raise CommandRefusedError("a CUDA graph is being captured", ReasonCode.CUDA_GRAPH_CAPTURE)
-        return recording.finish(command.id, "action")
+        return recording.finish(command.id, "action", search_seconds=command.search_seconds)
 
     def _ends(self, recording: Recording, command: Command) -> bool:
         """Whether the recording ends now."""

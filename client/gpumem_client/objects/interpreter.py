@@ -13,20 +13,20 @@ import sys
 import time
 from functools import partial
 from itertools import chain, compress, starmap, tee
-from operator import eq, itemgetter, not_
+from operator import itemgetter
 from types import FrameType
-from typing import AbstractSet, Any, Callable, Collection, Iterator, List, NamedTuple
+from typing import Any, Callable, Collection, Iterator, List, NamedTuple
 
-GENERATIONS = (0, 1, 2)
+from gpumem_client.uninterrupted import GENERATIONS
+
 MAX_OBJECTS = 5_000_000
 # The number of objects between two readings of the clock.
 _CHUNK = 1024
-# The number of parts in which a search examines a generation. Each part keeps the GIL for less time than a full garbage
-# collection. More parts would take longer in total, because each lists all objects again.
-_WINDOWS = 4
 _FRAMES_MAX = 500
-_SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
-_OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
+SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
+OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
+# From Python 3.13 on (PEP 667), `f_locals` is a view, and reading it has no effect.
+COPIED_LOCALS = sys.version_info < (3, 13)
 
 # Yields lists, each of which is created at `next`.
 _Lists = Iterator[List[Any]]
@@ -73,70 +73,15 @@ class Frozen(NamedTuple):
     """Whether no limit has ended the search."""
 
 
-def referrers_of(wanted: AbstractSet[int], frozen: Frozen, end: float) -> Iterator[Any]:
-    """Yield each object that refers to an object whose id is in `wanted`; some objects twice.
-
-    Takes 0.4 s of CPU time per million objects, for any number of wanted objects, and ends at `end` on
-    `time.thread_time()`. Refers to the yielded objects of one window at most. Tuples that another thread is still
-    filling are left out. If the collector moves objects during the search, it may miss some.
-    """
-    for generation in GENERATIONS:
-        # The last window first: if objects are freed meanwhile, all others move toward the windows that are still to
-        # be examined, so none is missed.
-        size = count_tracked(generation) // _WINDOWS + 1
-        for start in range(_WINDOWS * size, -1, -size):
-            if time.thread_time() >= end:
-                return
-            found = _tracked_referrers(wanted, generation, slice(start, start + size))
-            while found:
-                yield found.pop()
-    yield from frozen_referrers(wanted, frozen, end)
-
-
-def referrers_of_few(objects: tuple[Any, ...]) -> list[Any]:
-    """Return what refers to any of a few objects, without tuples that another thread is still filling.
-
-    Takes 0.1 s per million objects for one object, and more for each further one. Keeps the GIL meanwhile.
-    """
-    return _finished(starmap(gc.get_referrers, (objects,)))
-
-
-def frozen_referrers(wanted: AbstractSet[int], frozen: Frozen, end: float) -> Iterator[Any]:
-    """Yield each frozen object that refers to an object whose id is in `wanted`, until `end`."""
-    for chunk in _chunks(frozen.objects):
-        if time.thread_time() >= end:
-            return
-        if not wanted.isdisjoint(map(id, gc.get_referents(*chunk))):
-            for each in chunk:
-                if not wanted.isdisjoint(map(id, gc.get_referents(each))):
-                    yield each
-
-
-def _tracked_referrers(wanted: AbstractSet[int], generation: int, window: slice) -> list[Any]:
-    objects, same, used = tee(_tracked(generation, window), 3)
-    ids = map(partial(map, partial(map, id)), map(partial(map, gc.get_referents), same))
-    refers = map(partial(map, not_), map(partial(map, wanted.isdisjoint), ids))
-    return _finished(map(list, map(compress, objects, refers)), used)
-
-
-def _finished(lists: _Lists, *used: _Lists) -> list[Any]:
-    """Return the objects in the lists, without unfinished tuples. Empties these lists and the `used` ones."""
-    others, tuples, alike, again, referring = tee(lists, 5)
-    sizes = map(len, map(gc.get_referents, _of_types(again, (tuple,))))
-    full = map(eq, map(len, _of_types(alike, (tuple,))), sizes)  # unfilled places are no referents
-    filled = compress(_of_types(tuples, (tuple,)), full)
-    return list(chain(_of_types(others, (tuple,), exclude=True), filled, *map(_cleared, (*used, referring))))
-
-
 def _tracked(generation: int, window: slice) -> _Lists:
     return map(itemgetter(window), map(gc.get_objects, (generation,)))
 
 
-def _of_types(lists: _Lists, types: Collection[type], *, exclude: bool = False) -> Iterator[Any]:
-    """Yield the objects of these types; with `exclude`, all other objects."""
+def _of_types(lists: _Lists, types: Collection[type]) -> Iterator[Any]:
+    """Yield the objects of these types."""
     these, same = tee(lists)
     chosen: Iterator[Any] = map(partial(map, frozenset(types).__contains__), map(partial(map, type), same))
-    return chain.from_iterable(map(compress, these, map(partial(map, not_), chosen) if exclude else chosen))
+    return chain.from_iterable(map(compress, these, chosen))
 
 
 def _cleared(lists: _Lists) -> Iterator[None]:
@@ -210,17 +155,15 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     Returns nothing for a module or class body, whose variables are in a dictionary of their own, and for a function
     in which reading them would change the user's dictionary.
     """
-    # From Python 3.13 on (PEP 667), `f_locals` is a view, and reading it has no effect.
     code = frame.f_code
-    if not code.co_flags & _OPTIMIZED:
+    if not code.co_flags & OPTIMIZED:
         return {}
-    copied = sys.version_info < (3, 13)
-    if copied and not _SHOWS_LOCALS.isdisjoint(code.co_names):
+    if COPIED_LOCALS and not SHOWS_LOCALS.isdisjoint(code.co_names):
         return {}  # f_locals would overwrite the dictionary that `locals()` has returned
-    if copied and frame.f_trace is not None:
+    if COPIED_LOCALS and frame.f_trace is not None:
         return {}  # a debugger's changes of f_locals are written back to the variables
     variables = frame.f_locals
     found = dict(variables)
-    if copied:
+    if COPIED_LOCALS:
         variables.clear()  # otherwise the frame keeps objects that the user's code deletes later
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -16,21 +17,23 @@ from gpumem_client.profile.aggregate import Naming
 from gpumem_client.profile.blocks import DeviceBlocks, Stacks, read_blocks
 from gpumem_client.profile.lifetimes import SplitRules
 from gpumem_client.profile.model import ProfiledDevice
-from gpumem_client.profile.owners import Named, name_storages
+from gpumem_client.profile.owners import GRADIENT_SECONDS, TESTED_TORCH, Named, is_tested, name_storages
+from gpumem_client.uninterrupted import GENERATIONS, Slices, Uninterrupted
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.reason_codes import ReasonCode
 
 PAUSE_SECONDS_MAX = 1.0
 _BLOCK_SECONDS, _ENTRY_SECONDS = 2e-6, 5e-6
-_NAMING_SECONDS = 2.0
+# The reading of holders, and the slices of the search for referrers, each of which lists all objects again.
+_OBJECT_SECONDS, _SEARCHED_OBJECT_SECONDS = 2e-7, 4e-7
 _Result = TypeVar("_Result")
 
 
 class HeapReader:
     """Reads one process' allocator, in the reporter's thread.
 
-    `exclusively` returns the sampler's lock: a step must not take a snapshot in between. `name` is
-    `profile.owners.name_storages`.
+    `exclusively` returns the sampler's lock: a step must not take a snapshot in between. `stopping` tells whether the
+    reporter ends. `name` is `profile.owners.name_storages`.
     """
 
     def __init__(
@@ -39,11 +42,13 @@ class HeapReader:
         allocator: Allocator,
         *,
         exclusively: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        stopping: Callable[[], bool] = lambda: False,
         name: Callable[..., Named] = name_storages,
     ) -> None:
         self._torch = torch
         self._allocator = allocator
         self._exclusively = exclusively
+        self._stopping = stopping
         self._name = name
         self.pause_seconds = 0.0
         """The longest time that the interpreter has stood still since this was set to 0."""
@@ -72,18 +77,35 @@ class HeapReader:
             traces = self._read(torch_access.snapshot_traces)
         return self._blocks(segments, heaps, stacks), traces
 
-    def naming(self, addresses_read: Callable[[], None] = lambda: None) -> tuple[Naming, tuple[str, ...]]:
-        """Search for the owners of all storages. Returns also notes about what could not be seen.
+    def naming(
+        self,
+        addresses_read: Callable[[], None] = lambda: None,
+        *,
+        gradient_seconds: float = GRADIENT_SECONDS,
+        search_seconds: float = 0.0,
+    ) -> tuple[Naming, tuple[str, ...]]:
+        """Name the owners of all storages. Returns also notes about what could not be seen.
 
-        `addresses_read` is called once the addresses are known, before the longer search for the names.
+        `addresses_read` is called once the addresses are known, before the search for referrers. See `name_storages`.
         """
+        if not is_tested(self._torch):
+            addresses_read()
+            first, last = (".".join(map(str, version)) for version in TESTED_TORCH)
+            why = f"owners are not named with torch {self._torch.__version__}: tested are {first} to {last}"
+            return Naming(0, 0, {}, {}), (why,)
         read_us: list[int] = []
 
         def read(started_us: int) -> None:
             read_us.extend((started_us, time.time_ns() // 1000))
             addresses_read()
 
-        named = self._name(self._torch, max_seconds=_NAMING_SECONDS, addresses_read=read)
+        named = self._name(
+            self._torch,
+            Slices(self._stopping, self._paused),
+            addresses_read=read,
+            gradient_seconds=gradient_seconds,
+            search_seconds=search_seconds,
+        )
         addresses: dict[int, list[int]] = {}
         for index, address in sorted(named.owners):
             addresses.setdefault(index, []).append(address)
@@ -114,14 +136,22 @@ class HeapReader:
         counted = (self._allocator.allocations(index) or (0, 0) for index in self._allocator.devices())
         return sum(allocated + 2 * freed for allocated, freed in counted)
 
-    def require_short_pause(self, entries: int) -> None:
-        """Check how long the snapshots, with this number of entries, would stop the interpreter.
+    def require_short_pause(self, entries: int, *, searches: bool = False) -> None:
+        """Check how long the snapshots, with this number of entries, and the slices would stop the interpreter.
 
         Raises:
             CommandRefusedError: it would be longer than `PAUSE_SECONDS_MAX`.
         """
         states = [self._allocator.state(index) for index in self._allocator.devices()]
         blocks = sum(known(state, name) or 0 for state in states for name in ("active", "inactive_split"))
+        objects = self._count_objects()
+        of_object = _SEARCHED_OBJECT_SECONDS if searches else _OBJECT_SECONDS
+        if objects * of_object > PAUSE_SECONDS_MAX:
+            raise CommandRefusedError(
+                f"a reading of {objects:,} objects would stop the interpreter for about {objects * of_object:.1f} s;"
+                " use force to accept that",
+                ReasonCode.TOO_MANY_OBJECTS,
+            )
         seconds = max(blocks * _BLOCK_SECONDS, entries * _ENTRY_SECONDS)
         if seconds > PAUSE_SECONDS_MAX:
             raise CommandRefusedError(
@@ -129,6 +159,12 @@ class HeapReader:
                 " use force to accept that",
                 ReasonCode.TOO_MANY_BLOCKS,
             )
+
+    def _count_objects(self) -> int:
+        counted = Uninterrupted()
+        sizes = counted.kept(map(len, map(gc.get_objects, GENERATIONS)))
+        self._paused(counted.run())
+        return sum(sizes)
 
     def _snapshot(self) -> tuple[list[dict[str, Any]], Mapping[int, Heap]]:
         segments = self._read(torch_access.snapshot_segments)

@@ -17,19 +17,21 @@ MAX_DOCUMENT_BYTES = 16 << 20
 """The longest profile as JSON."""
 
 CAUSES = ("action", "interval", "out_of_memory")
+"""`interval` is a cause of version 0.3 only."""
 
 OWNER_KINDS = (
     *("parameters", "gradients", "optimizer_state", "buffers", "kv_cache"),
     "tensors",
     "backward",
     "before",
+    "unsearched",
     "unseen",
     "merged",
 )
 """What holds a block. The first five have the path of the module or the cache as their name. `tensors`: another tensor
-that Python objects refer to, named by what refers to it. The others have no Python object: `backward` was allocated by
-autograd's threads, `before` before the recording started, `unseen` is anything else, such as what autograd has saved;
-`merged` has the smallest rows."""
+that Python objects refer to, named by what refers to it; `unsearched`: what refers to it was not searched, or not found.
+The others have no Python object: `backward` was allocated by autograd's threads, `before` before the recording started,
+`unseen` is anything else, such as what autograd has saved; `merged` has the smallest rows."""
 
 
 class Frame(NamedTuple):
@@ -103,7 +105,7 @@ class Profile:
     recorded_seconds: float = 0.0
     """The length of the recording; 0 without one."""
     pause_seconds: float = 0.0
-    """The longest time that the interpreter stood still for it."""
+    """The longest time for which one call kept the interpreter from all other threads."""
     step: int | None = None
     notes: tuple[str, ...] = field(default_factory=tuple)
     """What is missing and why, for people."""

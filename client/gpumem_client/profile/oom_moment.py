@@ -79,7 +79,8 @@ class OomMoments:
         heap.pause_seconds = 0.0
         devices, traces = heap.history(stacks)
         afterwards: dict[int, DeviceBlocks] = {}
-        naming, notes = heap.naming(lambda: afterwards.update(heap.blocks(Stacks())))
+        # No step ends now: the error has ended it.
+        naming, notes = heap.naming(lambda: afterwards.update(heap.blocks(Stacks())), gradient_seconds=0)
         later = afterwards.get(error.device, DeviceBlocks())
         end = devices.get(error.device)
         entries = between_snapshots(traces[error.device], from_first=False) or []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,24 +22,35 @@ ENTRIES_ENOUGH = 60_000
 _AT_END = 1 << 62
 
 
-def live_profile(heap: HeapReader, profile_id: str, cause: str) -> Profile:
+def live_profile(heap: HeapReader, profile_id: str, cause: str, *, search_seconds: float = 0.0) -> Profile:
     """Return a profile of what is allocated now. It has the stacks that the user's code records, if it does.
 
     Raises:
-        CommandRefusedError: this allocator has no snapshot.
+        CommandRefusedError: this allocator has no snapshot, or the process uses no device.
     """
     heap.pause_seconds = 0.0
     stacks = Stacks()
     # Twice, because training goes on during the search for owners: only a block that both snapshots have can be named.
     earlier = heap.blocks(Stacks())
+    require_device(earlier)
     devices: dict[int, DeviceBlocks] = {}
-    naming, notes = heap.naming(lambda: devices.update(heap.blocks(stacks)))
+    naming, notes = heap.naming(lambda: devices.update(heap.blocks(stacks)), search_seconds=search_seconds)
     rows = Rows(stacks, [naming])
     for number, (index, blocks) in enumerate(devices.items()):
         lifetimes = living(blocks, earlier.get(index, DeviceBlocks()))
         rows.add(index, number, lifetimes, lambda _: "unseen", live_at=0)
     profiled = tuple(heap.profiled(index, blocks) for index, blocks in devices.items())
     return rows.profile(id=profile_id, cause=cause, devices=profiled, pause_seconds=heap.pause_seconds, notes=notes)
+
+
+def require_device(devices: Mapping[int, DeviceBlocks]) -> None:
+    """Check that there is a device to profile.
+
+    Raises:
+        CommandRefusedError: the process has allocated nothing on any device that it can name.
+    """
+    if not devices:
+        raise CommandRefusedError("the process has allocated nothing on a device yet", ReasonCode.NO_DEVICE)
 
 
 class Recording:
@@ -57,6 +68,7 @@ class Recording:
         heap.pause_seconds = 0.0
         try:
             self._start = heap.blocks(self._stacks, first=recorder.start)
+            require_device(self._start)
         except BaseException:
             recorder.end()
             raise
@@ -65,9 +77,9 @@ class Recording:
         self._namings: list[Naming] = []
         self._notes: list[str] = []
 
-    def name(self, addresses_read: Callable[[], None] = lambda: None) -> None:
-        """Search for the owners of what is allocated now. `addresses_read` is called before the longer part of it."""
-        naming, notes = self._heap.naming(addresses_read)
+    def name(self, addresses_read: Callable[[], None] = lambda: None, *, search_seconds: float = 0.0) -> None:
+        """Name the owners of what is allocated now. `addresses_read` is called before the longer part of it."""
+        naming, notes = self._heap.naming(addresses_read, search_seconds=search_seconds)
         self._namings.insert(0, naming)
         self._notes += notes
 
@@ -79,7 +91,7 @@ class Recording:
         """End the recording without a profile."""
         self._recorder.end()
 
-    def finish(self, profile_id: str, cause: str) -> Profile:
+    def finish(self, profile_id: str, cause: str, *, search_seconds: float = 0.0) -> Profile:
         """End the recording, and return its profile.
 
         Raises:
@@ -96,7 +108,7 @@ class Recording:
         try:
             if not self._recorder.on:
                 raise CommandRefusedError("the program has stopped the recording", ReasonCode.HISTORY_RECORDED)
-            self.name(take)
+            self.name(take, search_seconds=search_seconds)
         finally:
             if not taken:
                 self._recorder.end()

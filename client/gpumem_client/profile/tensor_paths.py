@@ -1,17 +1,16 @@
-"""Paths of the tensors in models, optimizers and KV caches.
-
-Reads them through the interpreter's own descriptors, so it runs none of the user's code.
-"""
+"""Paths of the tensors in models, optimizers and KV caches, from what was read of them: ids and text only."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable, Collection, Iterator, Mapping, NamedTuple, Tuple
+from typing import Callable, Iterator, List, Mapping, NamedTuple, Tuple
 
-from gpumem_client.objects.referrers import instance_dictionary, items_of
 from gpumem_client.objects.tensors import subclasses
 
-NamedTensor = Tuple[str, Any]
+NamedTensor = Tuple[str, int]
+"""A path and the id of a tensor."""
+Children = Mapping[int, List[Tuple[object, int]]]
+"""By the id of a holder: the keys and ids of what it holds."""
 
 # Children of a module that wraps one other module: compiled modules, FSDP1, activation checkpointing. They are left out
 # of paths, so that a parameter has the name that the model's author gave it.
@@ -24,7 +23,7 @@ _CACHES = (
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "kv_caches"),
     ("sglang.srt.mem_cache.memory_pool", "KVCache", ""),
 )
-_CACHE_PARTS = (("transformers.cache_utils", "CacheLayerMixin"), ("transformers.cache_utils", "Cache"))
+_CACHE_PART = ("transformers.cache_utils", "CacheLayerMixin")
 _NESTED_MAX = 4
 
 
@@ -37,32 +36,39 @@ class Model(NamedTuple):
     buffers: list[NamedTensor]
 
 
-def models_of(modules: Collection[Any]) -> list[Model]:
+def models_of(modules: Mapping[int, str], children: Children) -> list[Model]:
     """Return the models that these modules belong to. A module that several models share is in the first of them."""
-    dictionaries = {id(module): instance_dictionary(module) or {} for module in modules}
-    below = {id(child) for own in dictionaries.values() for _, child in items_of(own.get("_modules"))}
-    roots = [module for module in modules if id(module) not in below]
+    parts = {module: dict(children.get(module, ())) for module in modules}
+    below = {child for own in parts.values() for _, child in children.get(own.get("_modules", 0), ())}
+    roots = [module for module in modules if module not in below]
     seen: set[int] = set()
     # Modules that contain each other have no root, so every module is tried.
-    return [_model(root, dictionaries, seen) for root in (*roots, *modules) if id(root) not in seen]
+    return [_model(root, modules, parts, children, seen) for root in (*roots, *modules) if root not in seen]
 
 
-def _model(root: Any, dictionaries: Mapping[int, Mapping[str, Any]], seen: set[int]) -> Model:
-    found = Model(class_name(root), [], [])
+def _model(
+    root: int,
+    modules: Mapping[int, str],
+    parts: Mapping[int, Mapping[object, int]],
+    children: Children,
+    seen: set[int],
+) -> Model:
+    found = Model(modules[root], [], [])
     waiting = [(root, "")]
     while waiting:
         module, path = waiting.pop()
-        own = dictionaries.get(id(module))
-        if own is None or id(module) in seen:
+        own = parts.get(module)
+        if own is None or module in seen:
             continue
-        seen.add(id(module))
+        seen.add(module)
+        name = modules[module]
         if not path:
-            found = found._replace(name=class_name(module))
+            found = found._replace(name=name)
         for tensors, kind in ((found.parameters, "_parameters"), (found.buffers, "_buffers")):
-            tensors += [(path + key, tensor) for key, tensor in items_of(own.get(kind)) if tensor is not None]
-        wrapped = (*_TRANSPARENT, "module") if class_name(module) in _PARALLEL else _TRANSPARENT
-        children = items_of(own.get("_modules"))
-        waiting += [(child, path if key in wrapped else f"{path}{key}.") for key, child in reversed(children)]
+            tensors += [(f"{path}{key}", tensor) for key, tensor in children.get(own.get(kind, 0), ())]
+        wrapped = (*_TRANSPARENT, "module") if name in _PARALLEL else _TRANSPARENT
+        contained = children.get(own.get("_modules", 0), [])
+        waiting += [(child, path if key in wrapped else f"{path}{key}.") for key, child in reversed(contained)]
     return found
 
 
@@ -71,31 +77,20 @@ def cache_types() -> dict[type, str]:
     return {kind: attribute for module, name, attribute in _CACHES for kind in _loaded(module, name)}
 
 
-def cached_tensors(cache: Any, attribute: str, is_tensor: Callable[[Any], bool]) -> Iterator[NamedTensor]:
-    """Yield the tensors of a KV cache."""
-    parts = [kind for place in _CACHE_PARTS for kind in _loaded(*place)]
-    own = instance_dictionary(cache) or {}
-    if attribute:
-        return nested_tensors(own.get(attribute), f"{class_name(cache)}.{attribute}", is_tensor, parts)
-    return nested_tensors(own, class_name(cache), is_tensor, parts)
+def cache_part_types() -> list[type]:
+    """Return the loaded classes of the layers of a KV cache."""
+    return _loaded(*_CACHE_PART)
 
 
 def nested_tensors(
-    value: Any, name: str, is_tensor: Callable[[Any], bool], parts: Collection[type] = (), depth: int = 0
+    holder: int, name: str, is_tensor: Callable[[int], bool], children: Children, depth: int = 0
 ) -> Iterator[NamedTensor]:
-    """Yield the tensors in dictionaries, lists, tuples and instances of the types `parts`, with their paths."""
-    if is_tensor(value):
-        yield name, value
+    """Yield the tensors in an object and in what it holds, with their paths."""
+    if is_tensor(holder):
+        yield name, holder
     elif depth <= _NESTED_MAX:
-        value = instance_dictionary(value) if type(value) in parts else value
-        items = enumerate(list(value)) if type(value) in (list, tuple) else items_of(value)
-        for key, each in items:
-            yield from nested_tensors(each, f"{name}.{key}", is_tensor, parts, depth + 1)
-
-
-def class_name(instance: Any) -> str:
-    """Return the name of the class of an instance."""
-    return type(instance).__qualname__
+        for key, child in children.get(holder, ()):
+            yield from nested_tensors(child, f"{name}.{key}", is_tensor, children, depth + 1)
 
 
 def _loaded(module: str, name: str) -> list[type]:

@@ -358,6 +358,8 @@ class Command:
     """For `empty_cache`: report how much of the freed memory is still free after this time. 0: do not."""
     duration_seconds: float = 0.0
     """For `profile`: how long to record. 0: what is live now, without a recording."""
+    search_seconds: float = 0.0
+    """For `profile`: how long to search for what refers to tensors. 0: no search."""
     keep: tuple[str, ...] = ()
     """For `release_memory`: components that stay, such as `weights`."""
 
@@ -445,6 +447,7 @@ def _command(item: Any, where: str) -> Command:
         force=command.get("force") is True,
         settle_seconds=_number(command, "settle_seconds", where, default=0.0),
         duration_seconds=_number(command, "duration_seconds", where, default=0.0),
+        search_seconds=_number(command, "search_seconds", where, default=0.0),
         keep=_texts(command, "keep", where),
     )
 

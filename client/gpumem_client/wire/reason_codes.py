@@ -27,6 +27,8 @@ class ReasonCode(str, Enum):
     SNAPSHOT_NOT_WRITTEN = "snapshot_not_written"
     HISTORY_RECORDED = "history_recorded"
     TOO_MANY_BLOCKS = "too_many_blocks"
+    TOO_MANY_OBJECTS = "too_many_objects"
+    NO_DEVICE = "no_device"
     PROFILE_NOT_SENT = "profile_not_sent"
     EXCEPTION = "exception"
     SIGNAL_HANDLER = "signal_handler"

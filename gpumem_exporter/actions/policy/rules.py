@@ -50,6 +50,7 @@ _OPTION_OF = {
     "wait_idle": "wait_idle_seconds",
     "deadline": "deadline_seconds",
     "duration": "duration_seconds",
+    "search": "search_seconds",
 }
 
 

@@ -10,13 +10,23 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.torch_process import TorchProcess
 
 READ = """
-import gc
+import gc, threading
+search_alone = threading.Event()
 from bisect import bisect_right
 from torch import nn
 from gpumem_client.profile.owners import name_storages
+from gpumem_client.uninterrupted import Slices
 
-def owners():
-    named = name_storages(torch, max_seconds=60)
+def named_beside(step, **options):
+    named = []
+    search = threading.Thread(target=lambda: named.append(name_storages(torch, Slices(), **options)))
+    search.start()
+    while search.is_alive():
+        step()
+    return named[0]
+
+def owners(step=None, **options):
+    named = named_beside(step or (lambda: search_alone.wait(0.01)), gradient_seconds=60 if step else 0, **options)
     blocks = {
         (device, block["address"]): block["size"]
         for device in range(torch.cuda.device_count())
@@ -72,7 +82,7 @@ def train(steps):
         optimizer.step()
         trainer.losses.append(loss)
     empty, meta, host = torch.empty(0, device="cuda"), torch.empty(9, device="meta"), torch.empty(9)
-    return owners()
+    return owners(optimizer.step, search_seconds=0)
 
 result = train(steps=5)
 gc.collect()
@@ -122,7 +132,7 @@ class Engine:
         gc.freeze()
         frozen = gc.get_freeze_count()
         try:
-            return owners() | {"stayed": frozen > 0 and gc.get_freeze_count() > 0.99 * frozen}
+            return owners(search_seconds=60) | {"stayed": frozen > 0 and gc.get_freeze_count() > 0.99 * frozen}
         finally:
             gc.unfreeze()
 
@@ -133,6 +143,7 @@ result = Engine().run()
 def test_a_frozen_heap_is_named_and_stays_frozen(start_torch: StartTorch) -> None:
     told = _reading(start_torch).exec(FROZEN)
     assert told["stayed"]
+    assert any("gc.freeze()" in note for note in told["notes"])
     assert _names(told, "parameters") == {"weight": 1 << 20, "bias": 2048}
     assert _names(told, "tensors") == {"list in attribute caches of a Engine": 12 << 20}
     assert told["unnamed"] == 0
@@ -155,7 +166,7 @@ for parameter in masters:
 optimizer = torch.optim.SGD(masters, momentum=0.9)
 optimizer.step()
 views = torch.empty(30000, device="cuda").split(15000)
-result = owners()
+result = owners(optimizer.step)
 """
 
 
@@ -184,8 +195,7 @@ for module in (*model, model):
     fully_shard(module, mesh=init_device_mesh("cuda", (2,)))
 optimizer = torch.optim.AdamW(model.parameters())
 model(torch.empty(4, 256, device="cuda")).sum().backward()
-optimizer.step()
-result = owners()
+result = owners(optimizer.step)
 """
 
 
@@ -201,59 +211,95 @@ def test_the_shards_of_a_model_have_the_names_of_its_parameters(start_torch: Sta
 
 
 BESIDE = """
-import threading
 model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)]).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
-results, errors, trained = [], [], threading.Event()
 
-def search():
-    try:
-        for _ in range(2):
-            results.append(name_storages(torch, max_seconds=60))
-    except BaseException as error:
-        errors.append(repr(error))
-    trained.set()
-
-searching = threading.Thread(target=search)
-searching.start()
-while not trained.is_set():
+def step():
     model(torch.empty(8, 64, device="cuda")).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-searching.join()
-held = [name_storages(torch, max_seconds=0).notes, len(name_storages(torch, max_seconds=0).owners)]
+
+named = [named_beside(step, gradient_seconds=60, search_seconds=60) for _ in range(2)]
+counts = [{kind: sum(o.kind == kind for o in each.owners.values()) for kind in ("parameters", "gradients")} for each in named]
+late = named_beside(lambda: search_alone.wait(0.01), gradient_seconds=0.1).notes
+stopped = []
+search = threading.Thread(target=lambda: stopped.append(name_storages(torch, Slices(lambda: True), gradient_seconds=60)))
+search.start()
+search.join()
 del model, optimizer
 gc.collect()
-result = [errors, [sum(o.kind == "parameters" for o in each.owners.values()) for each in results], *held]
-result.append(torch.cuda.memory_allocated())
+result = [counts, late, len(stopped), torch.cuda.memory_allocated()]
 """
 
 
-def test_a_search_beside_training_finds_its_parameters_and_a_limit_ends_it(start_torch: StartTorch) -> None:
-    errors, parameters, notes, owners, left = _reading(start_torch).exec(BESIDE, timeout_seconds=110)
-    assert (errors, parameters, left) == ([], [40] * 2, 0)
-    assert notes
-    assert owners == 0
+def test_a_search_beside_training_finds_its_parameters_and_gradients(start_torch: StartTorch) -> None:
+    counts, late, stopped, left = _reading(start_torch).exec(BESIDE, timeout_seconds=110)
+    assert counts == [{"parameters": 40, "gradients": 40}] * 2
+    assert (stopped, left) == (1, 0)
+    assert any("gradients" in note for note in late)
 
 
-IN_BACKWARD = """
-from torch import nn
-from gpumem_client.profile.gradients import Gradients
-class Reads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-    @staticmethod
-    def backward(ctx, gradient):
-        read.append(Gradients(torch, parameters).read(0))
-        return gradient
-read, parameters = [], [nn.Parameter(torch.ones(4, device="cuda"))]
-Reads.apply(torch.ones(4, requires_grad=True)).sum().backward()
-read.append(Gradients(torch, parameters).read(60))
-result = read
+SWAPPED = """
+import weakref
+from gpumem_client.profile import owners as searching
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1 << 14, (5 << 30) // (4 << 14), device="cuda")
+        self.kept = [torch.empty(100, device="cuda")]
+
+def profile():
+    while not ended:
+        searches.append(name_storages(torch, Slices(), gradient_seconds=0.02, search_seconds=10))
+
+ended, searches, survived = False, [], 0
+thread = threading.Thread(target=profile)
+thread.start()
+end = time.monotonic() + 60
+while (len(searches) < 8 or swaps < 100) and time.monotonic() < end:
+    net = Net()  # a device has room for one
+    seen = weakref.ref(net)
+    del net
+    swaps += 1
+    survived += seen() is not None
+ended = True
+thread.join()
+result = [survived, swaps, len(searches)]
 """
 
 
-def test_no_gradient_is_read_while_a_backward_pass_runs_the_user_s_function(start_torch: StartTorch) -> None:
-    # Other threads of the pass set gradients of devices meanwhile.
-    assert _reading(start_torch).exec(IN_BACKWARD) == [False, True]
+def test_a_search_keeps_no_model_alive(start_torch: StartTorch) -> None:
+    survived, swaps, searches = _reading(start_torch).exec("import time\nswaps = 0\n" + SWAPPED, timeout_seconds=110)
+    assert survived == 0
+    assert swaps > 20
+    assert searches > 1
+
+
+WRAPPERS = """
+import time
+from torch.testing._internal.two_tensor import TwoTensor
+
+weights = [TwoTensor(torch.ones(64, 64, device="cuda"), torch.ones(64, 64, device="cuda")) for _ in range(60)]
+parameters = [nn.Parameter(each) for each in weights]
+optimizer = torch.optim.SGD(parameters)
+end = time.monotonic() + 10
+found = set()
+
+def profile():
+    while time.monotonic() < end:
+        named = name_storages(torch, Slices(), gradient_seconds=0.05)
+        found.update(owner.kind for owner in named.owners.values())
+
+thread = threading.Thread(target=profile)
+thread.start()
+while thread.is_alive():
+    sum(each.sum() for each in parameters).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+result = sorted(found)
+"""
+
+
+def test_the_gradients_of_wrappers_are_read_beside_backward_passes(start_torch: StartTorch) -> None:
+    assert {"parameters", "gradients"} <= set(_reading(start_torch).exec(WRAPPERS, timeout_seconds=110))

@@ -20,7 +20,6 @@ from typing import Any
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import no_cuda
 from gpumem_client.objects.interpreter import (
-    GENERATIONS,
     MAX_OBJECTS,
     Frozen,
     count_tracked,
@@ -30,6 +29,7 @@ from gpumem_client.objects.interpreter import (
 from gpumem_client.objects.referrers import describe_referrers
 from gpumem_client.objects.tensors import TensorReader
 from gpumem_client.torch_access import initialized_torch
+from gpumem_client.uninterrupted import GENERATIONS, Slices
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
 _GRAPH_NODES_MAX = 20_000
@@ -150,7 +150,9 @@ def walk(
     names: Mapping[int, str] = {}
     if referrers:
         wanted = [each for kind in kinds for each in walker.ids[kind]]
-        names = describe_referrers(wanted, time.thread_time() + max_seconds, frozen)
+        end = time.thread_time() + max_seconds
+        # The caller is the job itself: rests would only stop it for longer.
+        names = describe_referrers(wanted, Slices(rests=False), lambda: time.thread_time() >= end, frozen.objects)
     return LingeringTensors(tuple(walker.group(kind, names) for kind in kinds), complete, hidden)
 
 

@@ -1,0 +1,231 @@
+"""Reads where tensors are and what obviously holds them, without a reference to any of it afterwards.
+
+One uninterrupted program selects the tracked objects by type, and lists what is in models, optimizers, caches, globals
+of the user's modules, and local variables, a few containers deep. It follows no other reference, and runs none of the
+user's code. The result has ids and text only, and is of one moment.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections import OrderedDict, defaultdict, deque
+from functools import partial
+from itertools import chain, compress, count, islice, repeat, starmap
+from operator import and_, attrgetter, getitem, is_, not_
+from types import GetSetDescriptorType, ModuleType
+from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, NamedTuple, Sequence, Tuple
+
+import gpumem_client
+from gpumem_client import torch_access
+from gpumem_client.objects.interpreter import COPIED_LOCALS, OPTIMIZED, SHOWS_LOCALS
+from gpumem_client.objects.tensors import TensorReader, subclasses
+from gpumem_client.uninterrupted import Slices, Uninterrupted
+
+# The levels of containers below an object: such as `state`, the state of a parameter, and a list in it.
+_LEVELS = 5
+# With a frozen heap, each module is found below the one that contains it, two levels deeper.
+_FROZEN_LEVELS = 24
+# The longest container that is read, and the number of children that are read on each level.
+_LENGTH_MAX, _CHILDREN_MAX = 100_000, 300_000
+# The depth of the stacks whose local variables are read.
+_FRAMES_MAX = 200
+_OWN = os.path.join(os.path.dirname(gpumem_client.__file__), "")
+_INSTALLED = (os.path.join(os.path.dirname(os.__file__), ""), "site-packages", "dist-packages")
+_of = type.__getattribute__
+_dictionary_of_module: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__
+
+Child = Tuple[int, Any, int]
+"""The id of a holder, the key of an object in it, and the id of the object. A key that is neither text nor a number is
+the id of the key."""
+
+
+def ids_of(types: Iterable[type]) -> frozenset[int]:
+    # Types are compared by id, because a metaclass may have a hash or a comparison of its own.
+    return frozenset(map(id, types))
+
+
+DICTIONARIES = ids_of((dict, OrderedDict, defaultdict))
+CONTAINERS = DICTIONARIES | ids_of((list, tuple, set, frozenset, deque))
+_KEYS = ids_of((str, int))
+
+
+class Holders(NamedTuple):
+    """What was read."""
+
+    tensors: list[tuple[int, int, int, int, int, tuple[int, ...], Any]]
+    """Of each tensor with memory on a device: id, device, address, offset in elements, bytes of an element, shape, and
+    dtype."""
+    wrapped: list[tuple[int, list[int]]]
+    """The ids of tensors that wrap others, such as a DTensor, and of dictionaries in them: what they refer to."""
+    instances: list[tuple[int, type]]
+    """The found modules, optimizers, caches, and the instances in variables."""
+    containers: list[tuple[int, type]]
+    children: list[Child]
+    """What is in containers, and the attributes of instances. The holder of a local variable is -1, -2 and so on."""
+    frames: list[tuple[str, int, str]]
+    """The file, line and name of the functions -1, -2 and so on."""
+    globals: list[str]
+    """The modules whose globals follow these functions."""
+
+
+def read_holders(torch: Any, reader: TensorReader, types: Collection[type], slices: Slices) -> Holders:
+    """Return the tensors, and what instances of these types and variables hold.
+
+    Keeps the GIL for about as long as a full garbage collection.
+    """
+    names = user_modules()
+    getters = {id(kind): found for kind in (*types, *_types_of_variables(names, slices)) if (found := getter_of(kind))}
+    plain, wrapping, own = ids_of(reader.types), ids_of(reader.all_types - reader.types), ids_of(types)
+    frozen = gc.get_freeze_count() > 0
+    read = Uninterrupted()
+    lists = read.tracked()
+    listed = read.held(
+        compress(chain.from_iterable(lists), are(chain.from_iterable(lists), plain | wrapping | own))
+    )
+    frames, modules, variables = variables_in(read, names)
+    wanted = plain | wrapping | CONTAINERS | getters.keys()
+    choose = partial(are, types=wanted)
+    rows, reached = children_of(read, count(-1, -1), variables, [], choose)
+    instances, containers, children, values = [], [], [rows], [reached]
+    found = read.held(chain(compress(listed, are(listed, own)), reached))
+    seen: set[int] = set()
+    for level in range(_FROZEN_LEVELS if frozen else _LEVELS):
+        fresh = read.unseen(found, seen)
+        # A variable's instance is read, whatever it is; below that only what belongs to models, optimizers and caches.
+        holding = read.held(compress(fresh, are(fresh, getters.keys() if level == 0 else own)))
+        attributes = read.held(map(next, map(map, map(getters.__getitem__, map(id, map(type, holding))), zip(holding))))
+        usual = read.kept(are(attributes, DICTIONARIES))
+        inner = read.held(compress(fresh, are(fresh, CONTAINERS)))
+        short = read.held(compress(inner, map(_LENGTH_MAX.__ge__, map(len, inner))))
+        mappings = read.held(compress(short, are(short, DICTIONARIES)))
+        sequences = read.held(compress(short, map(not_, are(short, DICTIONARIES))))
+        instances.append(read.kept(zip(map(id, holding), map(type, holding))))
+        containers.append(read.kept(zip(map(id, short), map(type, short))))
+        ids = read.kept(chain(compress(map(id, holding), usual), map(id, mappings)))
+        dictionaries = read.held(chain(compress(attributes, usual), mappings))
+        rows, found = children_of(read, ids, dictionaries, sequences, choose)
+        children.append(rows)
+        values.append(found)
+    tensors = read.held(compress(listed, are(listed, plain)))
+    if frozen:
+        tensors = read.held(
+            chain(tensors, compress(chain.from_iterable(values), are(chain.from_iterable(values), plain)))
+        )
+    wrapped = _wrapped(read, read.held(compress(listed, are(listed, wrapping))))
+    places = _places(read, torch, tensors)
+    slices.run(read)
+    joined = (list(chain.from_iterable(each)) for each in (wrapped, instances, containers, children))
+    return Holders(places, *joined, frames, modules)
+
+
+def are(objects: Iterable[Any], types: AbstractSet[int]) -> Iterator[bool]:
+    """Yield for each object whether its type is one of the types with these ids."""
+    return map(types.__contains__, map(id, map(type, objects)))
+
+
+def children_of(
+    read: Uninterrupted,
+    ids: Iterable[int],
+    dictionaries: Sequence[Any],
+    sequences: Sequence[Any],
+    choose: Callable[[Sequence[Any]], Iterator[bool]],
+) -> tuple[list[Child], list[Any]]:
+    """Return the chosen children in dictionaries, whose holders have these ids, and in other containers."""
+    holders = chain(
+        chain.from_iterable(map(repeat, ids, map(len, dictionaries))),
+        chain.from_iterable(map(repeat, map(id, sequences), map(len, sequences))),
+    )
+    keys = chain(chain.from_iterable(map(dict.keys, dictionaries)), chain.from_iterable(map(range, map(len, sequences))))
+    items = chain(chain.from_iterable(map(dict.values, dictionaries)), chain.from_iterable(sequences))
+    values = read.held(islice(items, _CHILDREN_MAX))
+    chosen = read.kept(choose(values))
+    kept_keys = read.held(compress(keys, chosen))
+    kept_values = read.held(compress(values, chosen))
+    # A tuple of two, and whether to take its first or its second item.
+    shown = map(getitem, zip(map(id, kept_keys), kept_keys), are(kept_keys, _KEYS))
+    return read.kept(zip(compress(holders, chosen), shown, map(id, kept_values))), kept_values
+
+
+def _wrapped(read: Uninterrupted, wrappers: list[Any]) -> tuple[list[tuple[int, list[int]]], ...]:
+    """Return the ids of what tensors that wrap others refer to, directly or in a dictionary."""
+    referents = read.held(map(gc.get_referents, wrappers))
+    inner = read.held(
+        compress(chain.from_iterable(referents), are(chain.from_iterable(referents), DICTIONARIES))
+    )
+    return (
+        read.kept(zip(map(id, wrappers), map(list, map(partial(map, id), referents)))),
+        read.kept(zip(map(id, inner), map(list, map(partial(map, id), map(dict.values, inner))))),
+    )
+
+
+def _places(read: Uninterrupted, torch: Any, tensors: list[Any]) -> list[Any]:
+    """Return what `Holders.tensors` has. Tensors without memory of their own are left out: sparse and nested ones."""
+    base = torch_access.tensor_base_class(torch)
+    on_device = read.held(compress(tensors, map(base.is_cuda.__get__, tensors)))
+    flat = read.held(compress(on_device, map(not_, map(base.is_nested.__get__, on_device))))
+    stored = read.held(compress(flat, map(torch_access.has_storage(torch), flat)))
+    methods = (base.get_device, base.data_ptr, base.storage_offset, base.element_size, base.size, base.dtype.__get__)
+    return read.kept(zip(map(id, stored), *(map(each, stored) for each in methods)))
+
+
+def variables_in(
+    read: Uninterrupted, names: Sequence[str], suspended: Iterable[Any] = ()
+) -> tuple[list[Any], list[str], list[Any]]:
+    """Return the functions of all frames, the modules, and the dictionaries with the variables of both.
+
+    `suspended` are further frames, such as the frames of generators.
+    """
+    running = chain.from_iterable(map(dict.values, starmap(sys._current_frames, ((),))))  # noqa: SLF001
+    frames = read.held(chain(running, suspended))
+    stacks = [frames]
+    for _ in range(_FRAMES_MAX):
+        frames = read.held(filter(None, map(attrgetter("f_back"), frames)))
+        stacks.append(frames)
+    frames = read.held(chain.from_iterable(stacks))
+    own = map(str.startswith, map(attrgetter("f_code.co_filename"), frames), repeat(_OWN))
+    frames = read.held(compress(frames, map(not_, own)))
+    # Other code, such as a module's, has its variables in a dictionary of its own.
+    frames = read.held(compress(frames, map(and_, map(attrgetter("f_code.co_flags"), frames), repeat(OPTIMIZED))))
+    if COPIED_LOCALS:  # see `variables_of`
+        shown = map(SHOWS_LOCALS.isdisjoint, map(attrgetter("f_code.co_names"), frames))
+        frames = read.held(compress(frames, shown))
+        frames = read.held(compress(frames, map(is_, map(attrgetter("f_trace"), frames), repeat(None))))
+    locals_ = read.held(map(attrgetter("f_locals"), frames))
+    copies = read.held(map(dict, locals_))
+    if COPIED_LOCALS:
+        read.call(any, map(dict.clear, locals_))
+    functions = read.kept(map(attrgetter("f_code.co_filename", "f_code.co_firstlineno", "f_code.co_name"), frames))
+    loaded = read.held(map(sys.modules.get, names))
+    usual = read.kept(are(loaded, ids_of(subclasses(ModuleType))))
+    modules = read.kept(compress(names, usual))
+    return functions, modules, read.held(chain(copies, map(_dictionary_of_module, compress(loaded, usual))))
+
+
+def _types_of_variables(names: list[str], slices: Slices) -> list[type]:
+    read = Uninterrupted()
+    variables = variables_in(read, names)[2]
+    types = read.kept(map(type, chain.from_iterable(map(dict.values, variables))))
+    slices.run(read)
+    return list({id(kind): kind for kind in types}.values())
+
+
+def getter_of(kind: type) -> Callable[[Any], Any] | None:
+    """Return the interpreter's own getter of the `__dict__` of instances; None if there is none."""
+    for base in _of(kind, "__mro__"):
+        descriptor = base.__dict__.get("__dict__")
+        if descriptor is not None:
+            return descriptor.__get__ if type(descriptor) is GetSetDescriptorType else None
+    return None
+
+
+def user_modules() -> list[str]:
+    """Return the names of the modules that are neither installed nor part of Python."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        file = _dictionary_of_module(module).get("__file__") if ModuleType in _of(type(module), "__mro__") else None
+        installed = type(file) is not str or file.startswith(_OWN) or any(each in file for each in _INSTALLED)
+        if name == "__main__" or not installed:
+            found.append(name)
+    return found

@@ -1,0 +1,80 @@
+"""Which objects refer to which, by their ids. Refers to no object of the job."""
+
+from __future__ import annotations
+
+import gc
+import time
+from array import array
+from bisect import bisect_right
+from functools import partial
+from itertools import accumulate, chain, compress, count
+from operator import itemgetter, not_
+from typing import AbstractSet, Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+
+from gpumem_client.uninterrupted import CALL, GENERATIONS, Slices, Uninterrupted
+
+# The number of objects of a slice. It keeps the GIL for about 20 ms, and each lists all objects of the generation.
+_SLICE = 40_000
+
+
+class _Slice(NamedTuple):
+    """The objects of a slice, and the tracked objects that they refer to, in the same order."""
+
+    ids: array[int]
+    types: array[int]
+    ends: array[int]
+    """By object: the index in `targets` after its last one."""
+    targets: array[int]
+
+
+class Links:
+    """The links between the tracked objects, and from frozen ones. Takes 50 MiB per million objects."""
+
+    def __init__(self, slices: Slices, late: Callable[[], bool], frozen: Sequence[Any] = ()) -> None:
+        self._slices: list[_Slice] = []
+        self.complete = True
+        """Whether all objects were read."""
+        for each in _windows(slices, frozen):
+            if slices.stopping() or late():
+                self.complete = False
+                return
+            self._slices.append(_read(slices, id(frozen), *each))
+
+    def referrers(self, wanted: AbstractSet[int], slices: Slices) -> Iterator[tuple[int, int, int]]:
+        """Yield the ids of a referrer, of its type, and of the object with a wanted id that it refers to."""
+        for each in self._slices:
+            started = time.perf_counter()
+            for at in compress(count(), map(wanted.__contains__, each.targets)):
+                source = bisect_right(each.ends, at)
+                yield each.ids[source], each.types[source], each.targets[at]
+            slices.rest(time.perf_counter() - started)
+
+
+def _windows(slices: Slices, frozen: Sequence[Any]) -> Iterator[tuple[Callable[[], Iterable[Any]], slice]]:
+    """Yield functions that return all objects of a kind, and the part of them that is read next."""
+    for generation in GENERATIONS:
+        # The last part first: if objects are freed meanwhile, all others move toward the parts that are still to be
+        # read, so none is missed.
+        counted = Uninterrupted()
+        size = counted.kept(map(len, map(gc.get_objects, (generation,))))
+        slices.run(counted)
+        for start in range(size[0] // _SLICE * _SLICE, -1, -_SLICE):
+            yield partial(gc.get_objects, generation), slice(start, start + _SLICE)
+    for start in range(0, len(frozen), _SLICE):
+        yield partial(list, frozen), slice(start, start + _SLICE)
+
+
+def _read(slices: Slices, own: int, listed: Callable[[], Iterable[Any]], window: slice) -> _Slice:
+    found = _Slice(array("Q"), array("Q"), array("Q"), array("Q"))
+    read = Uninterrupted()
+    objects = read.held(chain.from_iterable(map(itemgetter(window), map(CALL, (listed,)))))
+    mine = read.ids
+    mine.add(own)
+    objects = read.held(compress(objects, map(not_, map(mine.__contains__, map(id, objects)))))
+    referents = read.held(map(list, map(partial(filter, gc.is_tracked), map(gc.get_referents, objects))))
+    read.call(found.ids.extend, map(id, objects))
+    read.call(found.types.extend, map(id, map(type, objects)))
+    read.call(found.ends.extend, accumulate(map(len, referents)))
+    read.call(found.targets.extend, map(id, chain.from_iterable(referents)))
+    slices.run(read)
+    return found

@@ -1,0 +1,126 @@
+"""Calls of C functions, one after another, while no other thread runs and no garbage collection starts.
+
+So a program can read objects that other threads change, and refer to none of them when another thread runs again.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import time
+from functools import partial
+from itertools import chain, compress
+from operator import not_
+from typing import Any, Callable, Iterable, TypeVar
+
+_Item = TypeVar("_Item")
+GENERATIONS = (0, 1, 2)
+"""The generations of the garbage collector."""
+CALL: Callable[[Callable[[], Any]], Any] = operator.methodcaller("__call__")
+"""Calls a function without arguments."""
+_CLEAR: Callable[[Any], Any] = operator.methodcaller("clear")
+
+
+class Uninterrupted:
+    """A program of iterators, which `run` consumes in their order. Everything in it must be written in C.
+
+    Each list is empty until `run` fills it, so an iterator over an earlier list yields the items that it has then.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], object]] = []
+        self._held: list[Any] = []
+        self._tracked: list[list[Any]] = []
+        self.ids: set[int] = set()
+        """The ids of its lists, which are among the objects that the garbage collector tracks."""
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function."""
+        self._calls.append(partial(function, *arguments))
+
+    def held(self, items: Iterable[_Item]) -> list[_Item]:
+        """Return a list of the job's objects, which is empty again when `run` ends."""
+        found = self.kept(items)
+        self._held.append(found)
+        return found
+
+    def tracked(self) -> list[list[Any]]:
+        """Return a list of lists like `held`: the objects that the garbage collector tracks."""
+        # These lists have the iterators of this program, which refer to the lists: a cycle, unless each is emptied.
+        found = self.held(map(gc.get_objects, GENERATIONS))
+        self._tracked.append(found)
+        return found
+
+    def kept(self, items: Iterable[_Item]) -> list[_Item]:
+        """Return a list that keeps its items. None of them may keep memory of the job alive."""
+        found: list[_Item] = []
+        self.ids.add(id(found))
+        self.call(found.extend, items)
+        return found
+
+    def unseen(self, items: Iterable[_Item], seen: set[int]) -> list[_Item]:
+        """Return a list like `held`, of each item whose id is not in `seen` yet, once."""
+        by_id: dict[int, _Item] = {}
+        pairs = self.held(items)
+        self.call(by_id.update, zip(map(id, pairs), pairs))
+        self._held.append(by_id)
+        self.ids.add(id(by_id))
+        # `chain` asks for the iterators of the dictionary only once it is full.
+        new = map(not_, map(seen.__contains__, chain.from_iterable((by_id,))))
+        found = self.held(compress(chain.from_iterable((by_id.values(),)), new))
+        self.call(seen.update, chain.from_iterable((by_id,)))
+        return found
+
+    def run(self) -> float:
+        """Run the program, once. Returns the seconds for which no other thread could run."""
+        calls, held, collects, seconds = self._calls, self._held, [], []
+        # Whether to enable collections at the end is read here, because another thread may change it until now.
+        calls[:0] = [_now(seconds), partial(collects.extend, map(CALL, (gc.isenabled,))), gc.disable]
+        calls.append(partial(any, map(_CLEAR, chain(chain.from_iterable(self._tracked), held))))
+        calls.append(partial(any, map(CALL, compress((gc.enable,), collects))))
+        # At last the iterators: `zip` keeps its latest items.
+        calls += [_now(seconds), calls.clear]
+        try:
+            # `map` calls C functions from C, so no other thread gets the GIL in between.
+            list(map(CALL, calls))
+        except BaseException:
+            calls.clear()
+            any(map(_CLEAR, [*chain.from_iterable(self._tracked), *held]))
+            if any(collects):
+                gc.enable()
+            raise
+        return seconds[1] - seconds[0]
+
+
+def _now(seconds: list[float]) -> Callable[[], object]:
+    return partial(seconds.extend, map(CALL, (time.perf_counter,)))
+
+
+class Slices:
+    """Runs programs for a search, and lets the job run for as long as each has taken.
+
+    `stopping` tells whether the search shall end, and `paused` receives the seconds of each program. Without `rests`,
+    the caller is the job itself.
+    """
+
+    def __init__(
+        self,
+        stopping: Callable[[], bool] = lambda: False,
+        paused: Callable[[float], object] = lambda _: None,
+        *,
+        rests: bool = True,
+    ) -> None:
+        self.stopping = stopping
+        self._paused = paused
+        self._rests = rests
+
+    def run(self, program: Uninterrupted) -> None:
+        """Run a program."""
+        seconds = program.run()
+        self._paused(seconds)
+        self.rest(seconds)
+
+    def rest(self, seconds: float) -> None:
+        """Let the job run for as long as a slice of its objects has taken."""
+        if self._rests:
+            time.sleep(seconds)
