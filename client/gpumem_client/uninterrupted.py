@@ -73,7 +73,9 @@ class Uninterrupted:
 
     def run(self) -> float:
         """Run the program, once. Returns the seconds for which no other thread could run."""
-        calls, held, collects, seconds = self._calls, self._held, [], []
+        calls, held = self._calls, self._held
+        collects: list[bool] = []
+        seconds: list[float] = []
         # Whether to enable collections at the end is read here, because another thread may change it until now.
         calls[:0] = [_now(seconds), partial(collects.extend, map(CALL, (gc.isenabled,))), gc.disable]
         calls.append(partial(any, map(_CLEAR, chain(chain.from_iterable(self._tracked), held))))

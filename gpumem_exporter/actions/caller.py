@@ -48,8 +48,6 @@ class CallerKind(Enum):
     """From a rule of the policy file."""
     ALERT = "alert"
     """From an alert of Alertmanager."""
-    INTERVAL = "interval"
-    """From `--profile.interval`."""
     UNKNOWN = "unknown"
     """From a peer without an address."""
 
@@ -89,11 +87,6 @@ class Caller:
     def policy(cls, rule: str) -> Caller:
         """Return the caller for actions of a policy's rule."""
         return cls(CallerKind.POLICY, Rights.ALL, name=rule)
-
-    @classmethod
-    def interval(cls) -> Caller:
-        """Return the caller for the profiles of `--profile.interval`."""
-        return cls(CallerKind.INTERVAL, Rights.ALL)
 
     @classmethod
     def alert(cls, name: str, sender: Caller) -> Caller:

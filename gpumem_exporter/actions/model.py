@@ -151,7 +151,7 @@ class Action:
     settling: bool = False
     """Whether a process may still report `still_free_bytes`. The state does not wait for it."""
     unlisted: bool = False
-    """It is a profile of `--profile.interval` or for a scraper, of which there are many: it is counted, and it is in no
+    """It is a profile for a scraper, of which there are many: it is counted, and it is in no
     list and no event."""
     waits_for: tuple[EngineWait, ...] = ()
     """The engines whose start it waits for now, or for a dry run would wait for."""

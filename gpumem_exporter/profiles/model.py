@@ -13,8 +13,8 @@ from gpumem_exporter.profiles.lines import Line, Moment, lines_of
 
 Format = Literal["json", "folded", "pprof", "html"]
 """The formats of `profiles.formats`."""
-ACTION, INTERVAL, OUT_OF_MEMORY = CAUSES
-"""Why a profile was taken: a caller requested it, `--profile.interval`, or an out-of-memory error."""
+ACTION, OUT_OF_MEMORY = CAUSES
+"""Why a profile was taken: a caller requested it, or an out-of-memory error."""
 
 
 class KeptDevice(NamedTuple):

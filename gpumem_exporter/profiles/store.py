@@ -20,7 +20,7 @@ from pathlib import Path
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.nvml.failures import FailureLog
 from gpumem_exporter.profiles.document import facts_line, read_facts, read_profile
-from gpumem_exporter.profiles.model import INTERVAL, OUT_OF_MEMORY, ProfileFacts, StoredProfile
+from gpumem_exporter.profiles.model import OUT_OF_MEMORY, ProfileFacts, StoredProfile
 
 FOLDER_NAME = "profiles"
 SHARE_OF_STORAGE = 4
@@ -176,7 +176,6 @@ class Profiles:
     def _first_victims(self, own: Iterable[str]) -> Iterator[str]:
         """Yield the profiles of a share that are lost before requested ones."""
         facts = [self._entries[each].facts for each in own]
-        yield from (each.id for each in facts if each.cause == INTERVAL)
         # A job that runs out of memory every minute would otherwise push out everything else.
         sessions = Counter(each.session for each in facts if each.cause == OUT_OF_MEMORY)
         yield from (each.id for each in facts if each.cause == OUT_OF_MEMORY and sessions[each.session] > 1)
@@ -209,7 +208,6 @@ def stored_profile(facts: ProfileFacts, body: bytes) -> StoredProfile:
     _, profile = read_profile(body)
     if facts.uuids != tuple(device.uuid for device in profile.devices):
         raise ProfileInvalidError("devices: differ from the devices in the facts")
-    # The reporter does not know whether a caller or the interval requested it.
     return StoredProfile(**vars(facts), profile=replace(profile, cause=facts.cause))
 
 

@@ -32,7 +32,7 @@ from gpumem_exporter.profiles.model import ProfileFacts, StoredProfile
 _SHOWN = 15
 # Control characters, and characters that change the direction of the text that follows.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-_CAUSES = {"action": "requested", "interval": "taken at an interval", "out_of_memory": "out-of-memory error"}
+_CAUSES = {"action": "requested", "out_of_memory": "out-of-memory error"}
 
 
 class View(NamedTuple):

@@ -256,8 +256,6 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "delete_unconfirmed_profiles": runtime.profile_intake.expire,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
     }
-    if runtime.settings.profile_interval:
-        chores["take_interval_profiles"] = runtime.interval_profiles.tick
     if runtime.policies is not None:
         chores["run_policies"] = runtime.policies.tick
     if runtime.socket_file is not None:

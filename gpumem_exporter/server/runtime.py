@@ -35,7 +35,6 @@ from gpumem_exporter.server.api.live import LiveNode
 from gpumem_exporter.server.api.profile_intake import ProfileIntake, ScrapedProfiles
 from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.background.cache_use import CacheUse
-from gpumem_exporter.server.background.interval_profiles import IntervalProfiles
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.background.readings import Readings
 from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
@@ -171,9 +170,6 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
             requests_per_minute=settings.action_caller_limit,
-        )
-        self.interval_profiles = IntervalProfiles(
-            self.dispatcher, self.snapshot, interval_seconds=settings.profile_interval, clock=clock
         )
         self.renderer = Renderer()
         self.own_names = OwnNames(_own_names(settings))

@@ -16,7 +16,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.declarations import ACTIONS, DEFAULT_ACTIONS
-from gpumem_exporter.actions.policy.values import read_quantity
 from gpumem_exporter.core.yaml_file import YamlFile, expected, shown
 from gpumem_exporter.server.http.listeners import parse_listen_address
 from gpumem_exporter.server.security.tokens import TokenFile
@@ -74,11 +73,6 @@ def _actions(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(each for value in values for each in (DEFAULT_ACTIONS if value == "default" else (value,)))
     )
-
-
-def _seconds(value: Any) -> Any:
-    """Return the seconds of a text with a unit, such as 1h."""
-    return read_quantity(value, "seconds") if isinstance(value, str) else value
 
 
 def _socket_path(value: str) -> str:
@@ -168,12 +162,6 @@ class Settings(BaseModel):
         le=1 << 40,
         description="maximum size of the stored events and profiles in bytes; the oldest are deleted",
     )
-    profile_interval: Annotated[float, BeforeValidator(_seconds)] = Field(
-        default=0.0,
-        ge=0,
-        le=7 * 86400,
-        description="seconds between two profiles of a process, such as 1h, each without a recording; 0 takes none",
-    )
     client_directory: Annotated[str, AfterValidator(_import_path)] = Field(
         default="",
         description="folder in which the exporter puts its client, for the PYTHONPATH of jobs; created if missing",
@@ -218,9 +206,6 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
             f"{source}: report.expiry {settings.report_expiry:g} is invalid: expected at least twice report.interval "
             f"({settings.report_interval:g}), because a single report may be late"
         )
-    if settings.profile_interval and "profile" not in settings.action_allow:
-        source, _ = given["profile.interval"]
-        raise ConfigurationError(f"{source}: profile.interval is invalid: expected profile in action.allow")
     _check_files(settings, {key: source for key, (source, _) in given.items()})
     return settings
 

@@ -14,6 +14,7 @@ from collections import OrderedDict, defaultdict, deque
 from functools import partial
 from itertools import chain, compress, count, islice, repeat, starmap
 from operator import and_, attrgetter, getitem, is_, not_
+from pathlib import Path
 from types import GetSetDescriptorType, ModuleType
 from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, NamedTuple, Sequence, Tuple
 
@@ -31,8 +32,8 @@ _FROZEN_LEVELS = 24
 _LENGTH_MAX, _CHILDREN_MAX = 100_000, 300_000
 # The depth of the stacks whose local variables are read.
 _FRAMES_MAX = 200
-_OWN = os.path.join(os.path.dirname(gpumem_client.__file__), "")
-_INSTALLED = (os.path.join(os.path.dirname(os.__file__), ""), "site-packages", "dist-packages")
+_OWN = f"{Path(gpumem_client.__file__).parent}/"
+_INSTALLED = (f"{Path(os.__file__).parent}/", "site-packages", "dist-packages")
 _of = type.__getattribute__
 _dictionary_of_module: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__
 
@@ -42,6 +43,7 @@ the id of the key."""
 
 
 def ids_of(types: Iterable[type]) -> frozenset[int]:
+    """Return the ids of types."""
     # Types are compared by id, because a metaclass may have a hash or a comparison of its own.
     return frozenset(map(id, types))
 
@@ -76,19 +78,20 @@ def read_holders(torch: Any, reader: TensorReader, types: Collection[type], slic
     Keeps the GIL for about as long as a full garbage collection.
     """
     names = user_modules()
-    getters = {id(kind): found for kind in (*types, *_types_of_variables(names, slices)) if (found := getter_of(kind))}
+    kinds = (*types, *_types_of_variables(names, slices))
+    getters = {id(kind): getter for kind in kinds if (getter := getter_of(kind))}
     plain, wrapping, own = ids_of(reader.types), ids_of(reader.all_types - reader.types), ids_of(types)
     frozen = gc.get_freeze_count() > 0
     read = Uninterrupted()
     lists = read.tracked()
-    listed = read.held(
-        compress(chain.from_iterable(lists), are(chain.from_iterable(lists), plain | wrapping | own))
-    )
+    listed = read.held(compress(chain.from_iterable(lists), are(chain.from_iterable(lists), plain | wrapping | own)))
     frames, modules, variables = variables_in(read, names)
     wanted = plain | wrapping | CONTAINERS | getters.keys()
     choose = partial(are, types=wanted)
     rows, reached = children_of(read, count(-1, -1), variables, [], choose)
-    instances, containers, children, values = [], [], [rows], [reached]
+    children, values = [rows], [reached]
+    instances: list[list[tuple[int, type]]] = []
+    containers: list[list[tuple[int, type]]] = []
     found = read.held(chain(compress(listed, are(listed, own)), reached))
     seen: set[int] = set()
     for level in range(_FROZEN_LEVELS if frozen else _LEVELS):
@@ -116,8 +119,15 @@ def read_holders(torch: Any, reader: TensorReader, types: Collection[type], slic
     wrapped = _wrapped(read, read.held(compress(listed, are(listed, wrapping))))
     places = _places(read, torch, tensors)
     slices.run(read)
-    joined = (list(chain.from_iterable(each)) for each in (wrapped, instances, containers, children))
-    return Holders(places, *joined, frames, modules)
+    return Holders(
+        places,
+        [*chain.from_iterable(wrapped)],
+        [*chain.from_iterable(instances)],
+        [*chain.from_iterable(containers)],
+        [*chain.from_iterable(children)],
+        frames,
+        modules,
+    )
 
 
 def are(objects: Iterable[Any], types: AbstractSet[int]) -> Iterator[bool]:
@@ -137,7 +147,9 @@ def children_of(
         chain.from_iterable(map(repeat, ids, map(len, dictionaries))),
         chain.from_iterable(map(repeat, map(id, sequences), map(len, sequences))),
     )
-    keys = chain(chain.from_iterable(map(dict.keys, dictionaries)), chain.from_iterable(map(range, map(len, sequences))))
+    keys = chain(
+        chain.from_iterable(map(dict.keys, dictionaries)), chain.from_iterable(map(range, map(len, sequences)))
+    )
     items = chain(chain.from_iterable(map(dict.values, dictionaries)), chain.from_iterable(sequences))
     values = read.held(islice(items, _CHILDREN_MAX))
     chosen = read.kept(choose(values))
@@ -151,9 +163,7 @@ def children_of(
 def _wrapped(read: Uninterrupted, wrappers: list[Any]) -> tuple[list[tuple[int, list[int]]], ...]:
     """Return the ids of what tensors that wrap others refer to, directly or in a dictionary."""
     referents = read.held(map(gc.get_referents, wrappers))
-    inner = read.held(
-        compress(chain.from_iterable(referents), are(chain.from_iterable(referents), DICTIONARIES))
-    )
+    inner = read.held(compress(chain.from_iterable(referents), are(chain.from_iterable(referents), DICTIONARIES)))
     return (
         read.kept(zip(map(id, wrappers), map(list, map(partial(map, id), referents)))),
         read.kept(zip(map(id, inner), map(list, map(partial(map, id), map(dict.values, inner))))),

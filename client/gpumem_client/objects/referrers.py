@@ -30,7 +30,6 @@ from gpumem_client.objects.holders import (
     children_of,
     getter_of,
     ids_of,
-    user_modules,
     variables_in,
 )
 from gpumem_client.objects.links import Links
@@ -179,9 +178,7 @@ class _Search:
             for name, member in _slots(kind) if key not in no_instances else ():
                 alike = read.held(compress(instances, are(instances, {key})))
                 filled = read.held(compress(alike, map(hasattr, alike, repeat(name))))
-                in_instances.append(
-                    read.kept(zip(map(id, filled), repeat(name), map(id, map(member.__get__, filled))))
-                )
+                in_instances.append(read.kept(zip(map(id, filled), repeat(name), map(id, map(member.__get__, filled)))))
         waiting = [
             map(attrgetter(name), compress(objects, are(objects, ids_of((kind,))))) for kind, name in _FRAMES.items()
         ]
@@ -191,17 +188,17 @@ class _Search:
 
         for each, kind, length in chain(*lengths):
             known = id(kind) in CONTAINERS
-            self._texts[each] = (f"{kind.__name__} of {length}" if self._sizes else kind.__name__) if known else (
-                f"a {_of(kind, '__qualname__')}"
+            self._texts[each] = (
+                (f"{kind.__name__} of {length}" if self._sizes else kind.__name__)
+                if known
+                else (f"a {_of(kind, '__qualname__')}")
             )
         self._texts.update(dict.fromkeys(cells, _CELL))
         for each, kind in kept_instances:
             if _of(kind, "__module__") not in _NOT_FOLLOWED:
                 self._texts[each] = f"a {_of(kind, '__qualname__')}"
         self._namespaces.update({key: f"attribute {{}} of class {name}" for name, keys in in_classes for key in keys})
-        self._namespaces.update(
-            {key: f"attribute {{}} of a {_of(kind, '__qualname__')}" for key, kind in dictionaries}
-        )
+        self._namespaces.update({key: f"attribute {{}} of a {_of(kind, '__qualname__')}" for key, kind in dictionaries})
         self._namespaces.update({key: f"{{}}, a global of {name}" for key, name in modules if type(name) is str})
         self._keys = {(holder, child): key for holder, key, child in in_mappings if type(key) is str}
         kinds_of = dict(kept_instances)
@@ -211,7 +208,9 @@ class _Search:
         for (module, function), *values in defaults:
             self._names.update(dict.fromkeys({*values} - {id(None)}, f"a default of {module}.{function}"))
         for (module, function, names), closure in closures:
-            self._names.update({cell: f"{each}, a closure of {module}.{function}" for each, cell in zip(names, closure)})
+            self._names.update(
+                {cell: f"{each}, a closure of {module}.{function}" for each, cell in zip(names, closure)}
+            )
         for holder, key, child in in_frames:
             file, line, function = frames[-1 - holder]
             self._locals.setdefault(child, f"local variable {key} at {file}:{line} in {function}")

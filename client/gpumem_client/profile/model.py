@@ -16,8 +16,7 @@ MAX_COMPRESSED_BYTES = 1 << 20
 MAX_DOCUMENT_BYTES = 16 << 20
 """The longest profile as JSON."""
 
-CAUSES = ("action", "interval", "out_of_memory")
-"""`interval` is a cause of version 0.3 only."""
+CAUSES = ("action", "out_of_memory")
 
 OWNER_KINDS = (
     *("parameters", "gradients", "optimizer_state", "buffers", "kv_cache"),
@@ -29,7 +28,7 @@ OWNER_KINDS = (
     "merged",
 )
 """What holds a block. The first five have the path of the module or the cache as their name. `tensors`: another tensor
-that Python objects refer to, named by what refers to it; `unsearched`: what refers to it was not searched, or not found.
+that Python objects refer to, named by what refers to it; `unsearched`: what refers to it was not searched for.
 The others have no Python object: `backward` was allocated by autograd's threads, `before` before the recording started,
 `unseen` is anything else, such as what autograd has saved; `merged` has the smallest rows."""
 

@@ -128,12 +128,13 @@ class _Naming:
         found = sorted((each, kind.__qualname__) for each, kind in self._read.instances if kind in wanted)
         return dict(found)
 
-    def add_models(
-        self, modules: Mapping[int, str], optimizers: Mapping[int, str], gradients: Gradients
-    ) -> None:
+    def add_models(self, modules: Mapping[int, str], optimizers: Mapping[int, str], gradients: Gradients) -> None:
         """Name parameters, gradients, optimizer states and buffers, the more specific kinds of owners first."""
         models = self._distinct(models_of(modules, self._children))
-        parameters = {tensor: name for model in reversed(models) for name, tensor in reversed(model.parameters)}
+        parameters: dict[int, str] = {}
+        for model in models:
+            for name, tensor in model.parameters:
+                parameters.setdefault(tensor, name)
         for optimizer, name in optimizers.items():
             own = dict(self._children.get(optimizer, ()))
             groups = nested_tensors(own.get("param_groups", 0), f"{name}.param_groups", self._is_tensor, self._children)

@@ -17,7 +17,6 @@ from uuid import uuid4
 from fastapi import Request, Response
 
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.actions.caller import CallerKind
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.naming import json_pid
@@ -26,7 +25,7 @@ from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ForeignProcessError, ProfileInvalidError, TooManyActionsError
 from gpumem_exporter.events.recorder import Recorder
 from gpumem_exporter.profiles.document import read_profile
-from gpumem_exporter.profiles.model import ACTION, INTERVAL, OUT_OF_MEMORY, KeptDevice, Profile, ProfileFacts
+from gpumem_exporter.profiles.model import ACTION, OUT_OF_MEMORY, KeptDevice, Profile, ProfileFacts
 from gpumem_exporter.profiles.store import Profiles
 from gpumem_exporter.server.http.problems import ProblemError, retry_after
 from gpumem_exporter.server.http.replies import json_response
@@ -141,9 +140,7 @@ class ProfileIntake:
             raise ProblemError(409, f"the process has no command {profile.id[:64]!r} to take a profile")
         running, part = found
         if not part.profile:
-            if running.caller.kind is CallerKind.INTERVAL:
-                part.profile = await self._keep(process, replace(profile, cause=INTERVAL), body, owner)
-            elif running.action.unlisted:
+            if running.action.unlisted:
                 facts = self._facts(process, profile, len(body))
                 if running.action.id in self._scraped:  # otherwise the client has disconnected
                     self._scraped[running.action.id] = facts, body
@@ -181,8 +178,7 @@ class ProfileIntake:
         facts = self._facts(process, profile, len(body))
         await self._writing.run(owner, partial(self._profiles.put, facts, body))
         fields = {"id": facts.id, "cause": facts.cause, "pid": facts.pid, "workload": facts.workload}
-        level = logging.DEBUG if facts.cause == INTERVAL else logging.INFO
-        _log.log(level, "memory profile", extra={"fields": {**fields, "bytes": facts.size_bytes}})
+        _log.info("memory profile", extra={"fields": {**fields, "bytes": facts.size_bytes}})
         return facts.id
 
     def _facts(self, process: ReportingProcess, profile: Profile, size_bytes: int) -> ProfileFacts:

@@ -1,4 +1,4 @@
-"""Work beside requests: housekeeping, ended processes, policies, profiles at an interval, reload on SIGHUP.
+"""Work beside requests: housekeeping, ended processes, policies, reload on SIGHUP.
 
-Other folders import: `cache_use`, `housekeeping`, `interval_profiles`, `policy_runner`, `presence`, `readings`.
+Other folders import: `cache_use`, `housekeeping`, `policy_runner`, `presence`, `readings`.
 """

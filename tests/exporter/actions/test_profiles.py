@@ -62,7 +62,7 @@ def test_only_the_process_with_the_command_sends_its_profile_and_the_result_name
 def test_an_unlisted_action_is_known_by_its_id_alone() -> None:
     bench = Bench()
     request = ActionRequest("profile", Target(pid=1))
-    action = bench.dispatcher.submit(request, requested_by=Caller.interval(), unlisted=True)
+    action = bench.dispatcher.submit(request, requested_by=Caller.policy("rule"), unlisted=True)
     bench.dispatcher.commands(bench.first)
     bench.answer(bench.first, action)
     assert bench.current(action).finished

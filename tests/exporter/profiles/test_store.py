@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.core.place import HERE
-from gpumem_exporter.profiles.model import INTERVAL, OUT_OF_MEMORY, ProfileFacts, StoredProfile
+from gpumem_exporter.profiles.model import OUT_OF_MEMORY, ProfileFacts, StoredProfile
 from gpumem_exporter.profiles.store import FOLDER_NAME, MAX_IN_MEMORY, SHARE_OF_STORAGE, Profiles
 from tests.support.builders import identity
 from tests.support.profile_documents import body, facts, profile
@@ -33,22 +33,13 @@ def limit(count: int) -> int:
 
 
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
-def test_the_share_with_the_most_loses_its_interval_profiles_and_then_its_oldest(
-    tmp_path: Path, in_files: bool
-) -> None:
+def test_the_share_with_the_most_loses_its_oldest(tmp_path: Path, in_files: bool) -> None:
     profiles = Profiles(tmp_path if in_files else None, max_bytes=limit(MAX_IN_MEMORY))
     profiles.put(named(1, EVE), BODY)
-    profiles.put(named(2), BODY)
-    for number in (3, 4):
-        profiles.put(named(number, cause=INTERVAL), BODY)
-    for number in range(5, 9):
+    for number in range(2, 9):
         profiles.put(named(number), BODY)
     assert numbers(profiles) == [1, 2, 3, 4, 5, 6, 7, 8]
-    profiles.put(named(9), BODY)
-    assert numbers(profiles) == [1, 2, 4, 5, 6, 7, 8, 9]
-    profiles.put(named(10), BODY)
-    assert numbers(profiles) == [1, 2, 5, 6, 7, 8, 9, 10]
-    for number in range(11, 31):
+    for number in range(9, 31):
         profiles.put(named(number), BODY)
     assert numbers(profiles) == [1, *range(24, 31)]
     for number in range(31, 51):

@@ -72,11 +72,6 @@ def test_action_allow_adds_to_the_default_actions_or_is_none(given: Any, allowed
     assert set(load_settings({"action.allow": given}, {}).action_allow) == allowed
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("1h", 3600), ("90", 90), (60, 60)])
-def test_an_interval_may_have_a_unit(text: Any, seconds: float) -> None:
-    assert load_settings({"profile.interval": text}, {}).profile_interval == seconds
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -96,8 +91,6 @@ def test_an_interval_may_have_a_unit(text: Any, seconds: float) -> None:
         ({"action.allow": "explode"}, ("--action.allow", "'explode'", "empty_cache")),
         ({"log.level": "loud"}, ("--log.level", "'loud'", "'warning'")),
         ({"report.expiry": "1.5"}, ("--report.expiry", "1.5", "report.interval (1)")),
-        ({"profile.interval": "8d"}, ("--profile.interval", "'8d'", "604800")),
-        ({"profile.interval": "1h", "action.allow": "none"}, ("--profile.interval", "action.allow")),
     ],
 )
 def test_an_invalid_flag_is_an_error_with_its_value_and_the_accepted_ones(

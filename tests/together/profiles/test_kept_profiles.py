@@ -100,7 +100,7 @@ def test_the_formats_and_the_difference_of_two_profiles() -> None:
 def test_a_profile_that_no_command_and_no_error_explains_is_refused() -> None:
     with running_exporter() as exporter:
         reporter = Reporter(exporter)
-        for other in (profile(), profile(cause="interval")):
+        for other in (profile(), profile(cause="another")):
             problem(reporter.send(other), 409)
         clear = exporter.act(action="snapshot", target={"all": True}, wait_seconds=0)
         problem(reporter.send(profile(json.loads(clear.body)["id"])), 409)
@@ -237,19 +237,6 @@ def test_a_scraper_gets_a_new_profile_that_is_not_kept() -> None:
         assert exporter.sample("gpumem_actions_total", action="profile", outcome="done") == 1
         problem(exporter.get("/api/v1/processes/4711/profile"), 404)
         problem(exporter.get("/api/v1/processes/x/profile"), 422)
-
-
-def test_a_profile_of_the_interval_is_kept_and_is_in_no_list_of_actions() -> None:
-    with running_exporter(profile_interval="1s") as exporter:
-        reporter = Reporter(exporter)
-        command = reporter.command()
-        sent(reporter.send(profile(command["id"])))
-        reporter.finish(command)
-        (shown,) = exporter.document(PROFILES)["profiles"]
-        assert (shown["cause"], shown["recorded_seconds"]) == ("interval", 0)
-        assert exporter.document(f"{PROFILES}/{shown['id']}")["cause"] == "interval"
-        assert exporter.document(ACTIONS)["actions"] == []
-        assert exporter.document(f"{EVENTS}?type=action")["events"] == []
 
 
 def test_only_the_callers_who_may_act_see_a_profile(tmp_path: Path) -> None:
