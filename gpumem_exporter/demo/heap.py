@@ -93,11 +93,15 @@ class SimulatedRecorder(Recorder):
         for slot in self._slots:
             slot.trace = deque()
 
-    def end(self) -> None:
+    def end(self, traces: object = None) -> None:  # noqa: ARG002 - as Recorder
         """End the recording for a profile."""
         self.start_standing()
 
-    def close(self) -> None:
+    def replaced(self, traces: object = None) -> bool:  # noqa: ARG002 - as Recorder
+        """Return False: a simulated program records nothing itself."""
+        return False
+
+    def close(self, traces: object = None) -> None:  # noqa: ARG002 - as Recorder
         """End all recordings."""
         for slot in self._slots:
             slot.trace = None

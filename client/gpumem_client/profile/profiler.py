@@ -102,12 +102,13 @@ class Recording:
 
         # Once the addresses are read: the longer search for names runs without a recording, which slows allocations.
         def take() -> None:
-            taken.append((self._clock(), *heap.history(self._stacks)))
-            self._recorder.end()
+            now_seconds, (devices, traces) = self._clock(), heap.history(self._stacks)
+            if not self._recorder.on or self._recorder.replaced(traces):
+                raise CommandRefusedError("the program has ended the recording", ReasonCode.HISTORY_RECORDED)
+            taken.append((now_seconds, devices, traces))
+            self._recorder.end(traces)
 
         try:
-            if not self._recorder.on:
-                raise CommandRefusedError("the program has stopped the recording", ReasonCode.HISTORY_RECORDED)
             self.name(take, search_seconds=search_seconds)
         finally:
             if not taken:

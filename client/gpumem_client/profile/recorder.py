@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Mapping
 
 from gpumem_client import torch_access
 from gpumem_client.guest_safety import log
@@ -28,6 +28,9 @@ class Recorder:
         self._torch = torch
         self._standing = False
         self._on = False
+        self._entries_max = 0
+        # The number of allocations and frees of each device when the recording started.
+        self._counted: Mapping[int, int] = {}
 
     @property
     def on(self) -> bool:
@@ -57,27 +60,60 @@ class Recorder:
         Raises:
             CommandRefusedError: the user's code records, or this allocator cannot record.
         """
-        if not self.on and self._others_record():
+        if self.replaced() if self.on else self._others_record():
             raise CommandRefusedError(
                 "the program records the allocator's history itself; a profile without a recording shows its stacks",
                 ReasonCode.HISTORY_RECORDED,
             )
         self._start(ENTRIES_MAX)
 
-    def end(self) -> None:
-        """End the recording for a profile. The standing recording continues with a new history."""
-        if self.standing:
+    def end(self, traces: list[list[dict[str, Any]]] | None = None) -> None:
+        """End the recording for a profile. The standing recording continues with a new history.
+
+        `traces` as in `replaced`.
+        """
+        if self.standing and not self.replaced(traces):
             self._start(STANDING_ENTRIES_MAX)
         else:
-            self.close()
+            self.close(traces)
 
-    def close(self) -> None:
-        """End all recordings of the client."""
-        if self.on:
+    def close(self, traces: list[list[dict[str, Any]]] | None = None) -> None:
+        """End all recordings of the client. A recording that the user's code has started since stays on."""
+        if self.on and not self.replaced(traces):
             torch_access.stop_history(self._torch)
             log.debug("the recording of the allocator's history ends")
+        elif self.on:
+            log.warning("the program has started a recording of the allocator's history; it stays on")
         self._on = self._standing = False
         _recording.discard(self)
+
+    def replaced(self, traces: list[list[dict[str, Any]]] | None = None) -> bool:
+        """Whether the user's code has started another recording since the client's started.
+
+        `traces` are the entries that are recorded now; without them they are read, which takes 5 µs per entry.
+        """
+        # Torch shows neither whose recording is on nor its settings, and a start drops no history from torch 2.10 on.
+        # What is recorded tells: more entries than the client's, fewer than there were changes, or frames of C++, which
+        # the user's code records unless it asks for other stacks. Freed blocks have the frames of their allocation,
+        # perhaps before the client's recording.
+        try:
+            traces = torch_access.snapshot_traces(self._torch) if traces is None else traces
+        except (AttributeError, RuntimeError):
+            return False
+        changes = self._changes()
+        for index, trace in enumerate(traces):
+            least = min(changes.get(index, 0) - self._counted.get(index, 0), self._entries_max)
+            if not least <= len(trace) <= self._entries_max:
+                return True
+            allocations = (entry for entry in reversed(trace) if entry["action"] == "alloc")
+            if any("::" in frame["name"] for entry in allocations for frame in entry.get("frames", ())):
+                return True
+        return False
+
+    def _changes(self) -> dict[int, int]:
+        statistics = torch_access.Statistics(self._torch)
+        counts = {index: (statistics.state(index) or {}).get("allocation") or {} for index in statistics.devices()}
+        return {index: count.get("allocated", 0) + count.get("freed", 0) for index, count in counts.items()}
 
     def _others_record(self) -> bool:
         """Whether the user's code records, after a wait for the recording of a stopped reporter to end."""
@@ -94,6 +130,6 @@ class Recorder:
             raise CommandRefusedError(
                 f"this allocator cannot record its history: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
             ) from None
-        self._on = True
+        self._on, self._entries_max, self._counted = True, entries_max, self._changes()
         _recording.add(self)
         log.debug("a recording of the allocator's history starts, with %d entries", entries_max)

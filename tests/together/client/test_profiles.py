@@ -95,7 +95,11 @@ def test_a_training_loop_is_profiled_and_stays_as_it_is(start: Start, exporter: 
     command(exporter, "live")
     live = profile(exporter, "live")
     assert live["devices"][0]["allocated_bytes"] == process.exec("result = torch.cuda.memory_allocated()")
-    owners = held(live)
+    assert any("gradients" in note for note in live["notes"]), "no step ended"
+    process.exec("import time; loop = Loop(lambda: (training.optimizer.step(), time.sleep(0.1)))")
+    command(exporter, "stepping")
+    owners = held(profile(exporter, "stepping"))
+    process.exec("loop.stop()")
     assert owners["parameters", "layers.0.up.weight"] == 256 * 1024 * 4
     assert owners["gradients", "layers.0.up.weight"] == 256 * 1024 * 4
     kinds = {kind: sum(size for (each, _), size in owners.items() if each == kind) for kind, _ in owners}
@@ -217,6 +221,34 @@ def test_the_bytes_of_a_random_heap_add_up(start: Start, exporter: RecordingExpo
     assert [device["reserved_bytes"] for device in live["devices"]] == reserved
 
 
+def test_a_recording_that_the_program_starts_later_stays(start: Start, exporter: RecordingExporter) -> None:
+    process = start(TRAIN, GPUMEM_OOM_PROFILE="1")
+    wait_for(lambda: exporter.reports, "a report")
+    process.exec("wait_for_recording()")
+    command(exporter, "recorded", duration_seconds=60)
+    wait_for(lambda: "recorded" in exporter.reports[-1].get("waiting", ()), "the start of the recording")
+    process.exec(
+        """
+torch.cuda.memory._record_memory_history(max_entries=5000)
+kept = [torch.empty(600, device="cuda") for _ in range(20)]
+"""
+    )
+    exporter.cancelled.append("recorded")
+    assert result(exporter, "recorded")["reason_code"] == "cancelled"
+    command(exporter, "refused", duration_seconds=1)
+    assert result(exporter, "refused")["reason_code"] == "history_recorded"
+    process.exec("gpumem_client.stop()")
+    assert process.exec("result = torch._C._cuda_isHistoryEnabled()")
+    process.exec("import types; torch._inductor = types.ModuleType('torch._inductor')")  # as the import takes seconds
+    assert process.exec("result = len(torch.cuda.memory._snapshot()['device_traces'][0])") >= 20
+
+
+def test_a_process_without_a_device_is_refused(start: Start, exporter: RecordingExporter) -> None:
+    start("import gpumem_client; torch.cuda.init(); gpumem_client.start()", fresh=True)
+    command(exporter, "nothing")
+    assert result(exporter, "nothing")["reason_code"] == "no_device"
+
+
 def test_what_cannot_be_profiled_is_refused(start: Start, exporter: RecordingExporter) -> None:
     process = start(
         """
@@ -228,7 +260,7 @@ gpumem_client.start()
 """
     )
     command(exporter, "large")
-    assert result(exporter, "large")["reason_code"] == "too_many_blocks"
+    assert result(exporter, "large")["reason_code"] == "too_many_objects"
     command(exporter, "forced", force=True)
     assert profile(exporter, "forced")["devices"][0]["allocated_bytes"] == 512
     exporter.profile_status = 429
