@@ -104,14 +104,14 @@ def run(given: argparse.Namespace, progress: Progress, place: Place, exporter: E
     print(dict(profiles.outcomes), *profiles.failures[:5], sep="\n", file=sys.stderr)
     rows = [
         Row("profiles done", profiles.outcomes["done"], ""),
-        Row("profiles that failed, one with a wrong sum among them", len(profiles.failures), "", at_most=0),
+        Row("profiles that failed, one with a wrong sum among them", len(profiles.failures), "", limit=1),
     ]
     for kind in kinds:
         if "error" in alone[kind]:
             print(f"{kind} does not run here: {alone[kind]['error']}", file=sys.stderr)
             continue
         seen = beside[kind]
-        rows.append(Row(f"{kind}: crashes", "error" in seen, "", at_most=0))
+        rows.append(Row(f"{kind}: crashes", "error" in seen, "", limit=1))
         if "error" in seen:
             print(f"{kind}: {seen['error']}", file=sys.stderr)
             continue
@@ -121,8 +121,8 @@ def run(given: argparse.Namespace, progress: Progress, place: Place, exporter: E
         bound = max(GAP_MS, GAP_COLLECTIONS * collection, alone_gap)
         rows += [
             Row(f"{kind}: steps", seen["steps"], ""),
-            Row(f"{kind}: out-of-memory errors", seen["ooms"], "", at_most=alone[kind]["ooms"]),
-            Row(f"{kind}: longest gap; alone {alone_gap:.0f}, collection {collection:.0f}", gap, "ms", at_most=bound),
+            Row(f"{kind}: out-of-memory errors", seen["ooms"], "", limit=alone[kind]["ooms"] + 1),
+            Row(f"{kind}: longest gap; alone {alone_gap:.0f}, collection {collection:.0f}", gap, "ms", limit=bound),
         ]
     return rows
 

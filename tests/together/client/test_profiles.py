@@ -97,7 +97,7 @@ def test_a_training_loop_is_profiled_and_stays_as_it_is(start: Start, exporter: 
     assert live["devices"][0]["allocated_bytes"] == process.exec("result = torch.cuda.memory_allocated()")
     assert any("gradients" in note for note in live["notes"]), "no step ended"
     process.exec("import time; loop = Loop(lambda: (training.optimizer.step(), time.sleep(0.1)))")
-    command(exporter, "stepping")
+    command(exporter, "stepping", search_seconds=10)
     owners = held(profile(exporter, "stepping"))
     process.exec("loop.stop()")
     assert owners["parameters", "layers.0.up.weight"] == 256 * 1024 * 4
