@@ -1,4 +1,4 @@
-"""Jobs for `benchmarks.guest`: `python -m benchmarks.guest_jobs KIND SECONDS` runs one and prints what it saw, as JSON.
+"""Jobs for `benchmarks.guest`, which calls `run` in a process with torch.
 
 Each makes steps until its time is over, while another thread measures the longest time that it waits for the GIL.
 """
@@ -6,9 +6,7 @@ Each makes steps until its time is over, while another thread measures the longe
 from __future__ import annotations
 
 import gc
-import json
 import os
-import sys
 import threading
 import time
 import weakref
@@ -22,6 +20,14 @@ from torch.utils.checkpoint import checkpoint
 import gpumem_client
 
 Step = Callable[[], object]
+
+
+START_SECONDS = 300.0
+"""The longest time for the start of a job."""
+
+
+def _add_one(parameter: Any) -> None:
+    parameter.grad.add_(1)
 
 
 class Ticks:
@@ -103,7 +109,7 @@ def hooked_subclass() -> Step:
     parameters = [nn.Parameter(batch().as_subclass(Hooked)) for _ in range(60)]
     for each in parameters:
         each.register_hook(lambda gradient: gradient.clone())
-        each.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.add_(1))
+        each.register_post_accumulate_grad_hook(_add_one)
     return of_parameters(parameters)
 
 
@@ -308,32 +314,34 @@ KINDS: dict[str, Callable[[], Step]] = {
 _end = 0.0
 
 
-def main() -> None:
-    """Run a job."""
+def run(kind: str, seconds: float) -> dict[str, float]:
+    """Run a job of a kind: a fifth of the time without the client, then with it. Returns what it saw."""
     global _end
-    kind, seconds = sys.argv[1], float(sys.argv[2])
     torch.set_num_threads(1)
     torch.empty(1, device="cuda")
-    gpumem_client.start()
+    _end = time.monotonic() + START_SECONDS
     step = KINDS[kind]()
     step()
-    _end = time.monotonic() + seconds
+    seen = {f"{name}_alone": value for name, value in _steps(step, seconds / 5).items()}
     collections = []
     for _ in range(3):
         started = time.perf_counter()
         gc.collect()
         collections.append(time.perf_counter() - started)
-    steps, ooms, ticks = 0, 0, Ticks()
-    while time.monotonic() < _end:
+    gpumem_client.start()
+    return {**seen, **_steps(step, seconds), "collection": min(collections)}
+
+
+def _steps(step: Step, seconds: float) -> dict[str, float]:
+    global _end
+    _end = time.monotonic() + seconds
+    steps, ooms, ticks, goes_on = 0, 0, Ticks(), True
+    while goes_on:
         try:
-            if step() is False:
-                break
+            # Ranks agree on the end; other jobs look at the time.
+            agreed = step()
+            goes_on = agreed if isinstance(agreed, bool) else time.monotonic() < _end
         except torch.OutOfMemoryError:
             ooms += 1
         steps += 1
-    seen = {"steps": steps, "ooms": ooms, "gap_seconds": ticks.end(), "gc_seconds": max(collections)}
-    print(json.dumps(seen), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return {"steps": steps, "ooms": ooms, "gap": ticks.end()}
