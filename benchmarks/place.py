@@ -57,15 +57,16 @@ class Place:
     """A node for one benchmark. A context manager that ends every process it started.
 
     Processes are fresh interpreters, never forks of one that has done their imports: their memory and the cost of
-    their starts are measured.
+    their starts are measured. With `fresh=False` neither is measured.
 
     Args:
         real_gpu: Use this machine's GPUs and driver.
         devices: Number of devices of the emulated node.
     """
 
-    def __init__(self, *, real_gpu: bool, devices: int) -> None:
-        os.environ["GPUMEM_TEST_ZYGOTE"] = "0"
+    def __init__(self, *, real_gpu: bool, devices: int, fresh: bool = True) -> None:
+        if fresh:
+            os.environ["GPUMEM_TEST_ZYGOTE"] = "0"
         self.stack = ExitStack()
         self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="gpumem-benchmark-")))
         self.node: EmulatedNode | None = None
