@@ -39,7 +39,7 @@ from gpumem_client.uninterrupted import Slices, Uninterrupted
 _LEVELS = 5
 _KEY_MAX = 60
 # The number of containers that are followed from one object, and of all containers that are followed.
-_LINKS_MAX, _FOLLOWED_MAX = 4, 20_000
+_LINKS_MAX, _FOLLOWED_MAX = 4, 200_000
 _FRAMES = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
 # What refers to these is not searched: they have names, or none that helps.
 _CLOSURE = attrgetter("__closure__")
@@ -98,13 +98,18 @@ class _Search:
 
     def run(self, late: Callable[[], bool], frozen: Sequence[Any]) -> dict[int, str]:
         links = Links(self._slices, late, frozen)
+        complete, most = links.complete, len(self._wanted) + _FOLLOWED_MAX
         sources: dict[int, list[int]] = {}
         visited, level = set(self._wanted), set(self._wanted)
         for _ in range(_LEVELS):
+            if self._slices.stopping():
+                return {}
             above: set[int] = set()
             for source, kind, target in links.referrers(level, self._slices):
                 found = sources.setdefault(target, [])
-                if len(found) < _LINKS_MAX and len(visited) < _FOLLOWED_MAX and source not in found:
+                if len(visited) >= most:
+                    complete = False
+                elif len(found) < _LINKS_MAX and source not in found:
                     found.append(source)
                     if source not in visited:
                         visited.add(source)
@@ -116,7 +121,7 @@ class _Search:
             self._links[target] = [
                 _Link(each, self._texts[each], self._keys.get((each, target))) for each in found if each in self._texts
             ]
-        names = {each: self._resolve(each, 0)[0] or (NO_REFERRER if links.complete else "") for each in self._wanted}
+        names = {each: self._resolve(each, 0)[0] or (NO_REFERRER if complete else "") for each in self._wanted}
         return {each: name for each, name in names.items() if name}
 
     def _read(self, followed: AbstractSet[int], frozen: Sequence[Any]) -> None:

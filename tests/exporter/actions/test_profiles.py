@@ -45,6 +45,19 @@ def test_a_process_that_reports_no_more_ends_the_wait_after_the_duration() -> No
     assert bench.after(91.0, reports=False).state == "expired"
 
 
+def test_a_search_may_take_its_time_after_the_recording() -> None:
+    bench = Bench()
+    first = bench.put(1, actions=("profile",))
+    action = bench.ask("profile", Target(pid=1), duration_seconds=60.0, search_seconds=10.0, deadline_seconds=30.0)
+    (command,) = bench.dispatcher.commands(first)
+    assert command.search_seconds == 10.0
+    for seconds, state in ((109.0, "running"), (111.0, "expired")):
+        bench.now = 100.0 + seconds
+        bench.put(1, actions=("profile",), waiting=(action.id,))
+        bench.dispatcher.expire()
+        assert bench.current(action).state == state
+
+
 def test_only_the_process_with_the_command_sends_its_profile_and_the_result_names_no_other() -> None:
     bench = Recording()
     assert bench.dispatcher.running_profile(bench.first, bench.action.id) is None, "not delivered"

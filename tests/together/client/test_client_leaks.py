@@ -233,8 +233,7 @@ def finish_loading(function):
 if where == "the walk":
     live_tensors._Walker._add = finish_loading(live_tensors._Walker._add)
 else:
-    # `_add` has what refers to a tensor. It would have the tuple, if the search did not leave it out.
-    for name in "_add", "_resolve":
+    for name in "_read", "_resolve":
         setattr(referrers._Search, name, finish_loading(getattr(referrers._Search, name)))
 loader.start()
 started.wait()
