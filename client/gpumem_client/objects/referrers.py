@@ -73,7 +73,7 @@ def describe_referrers(
 ) -> dict[int, str]:
     """Return descriptions by id for the objects with the `wanted` ids: `NO_REFERRER` without a Python referrer.
 
-    Takes about 3 s of CPU time and 50 MiB of memory per million objects, for any number of wanted objects. It ends when
+    Takes about 6 s of CPU time and 50 MiB of memory per million objects, for any number of wanted objects. It ends when
     it is `late`; the objects without a description are missing then. With `sizes`, the text has the lengths of
     containers, which change as they grow.
     """
