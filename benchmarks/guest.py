@@ -70,7 +70,8 @@ class Profiles:
                 continue  # all processes have ended meanwhile
             for result in json.loads(answer.body)["results"]:
                 self.outcomes[result["outcome"]] += 1
-                if result["outcome"] == "failed" and result["reason_code"] != "process_exited":
+                # A process may end while its profile is on the way.
+                if result["outcome"] == "failed" and "does not report" not in result["reason"]:
                     self.failures.append(f"{result['reason_code']}: {result['reason']}")
 
 

@@ -235,17 +235,26 @@ def retained() -> Step:
 
 
 def cleared_gradients() -> Step:
-    """Another thread sets gradients to None, and a second model trains in it."""
-    model, other = network(), network()
-    step, other_step = trained(model), trained(other)
+    """Another thread sets gradients to None between two steps."""
+    # Beside a backward pass or a step, torch itself crashes.
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stepped, cleared = threading.Semaphore(0), threading.Semaphore(0)
 
     def clear() -> None:
-        while True:
-            other_step()
+        while stepped.acquire() and not _ending.is_set():
             for each in model.parameters():
                 each.grad = None
+            cleared.release()
 
-    threading.Thread(target=clear, daemon=True).start()
+    def step() -> None:
+        model(batch()).sum().backward()
+        optimizer.step()
+        stepped.release()
+        cleared.acquire()
+
+    _beside.append((threading.Thread(target=clear), stepped.release))
+    _beside[0][0].start()
     return step
 
 
@@ -312,9 +321,11 @@ KINDS: dict[str, Callable[[], Step]] = {
     )
 }
 _end = 0.0
+_ending = threading.Event()
+_beside: list[tuple[threading.Thread, Callable[[], None]]] = []
 
 
-def run(kind: str, seconds: float) -> dict[str, float]:
+def run(kind: str, seconds: float, *, start_client: bool = True) -> dict[str, float]:
     """Run a job of a kind: a fifth of the time without the client, then with it. Returns what it saw."""
     global _end
     torch.set_num_threads(1)
@@ -328,8 +339,15 @@ def run(kind: str, seconds: float) -> dict[str, float]:
         started = time.perf_counter()
         gc.collect()
         collections.append(time.perf_counter() - started)
-    gpumem_client.start()
-    return {**seen, **_steps(step, seconds), "collection": min(collections)}
+    if start_client:
+        gpumem_client.start()
+    try:
+        return {**seen, **_steps(step, seconds), "collection": min(collections)}
+    finally:
+        _ending.set()
+        for thread, wake in _beside:
+            wake()
+            thread.join()
 
 
 def _steps(step: Step, seconds: float) -> dict[str, float]:

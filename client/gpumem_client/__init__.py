@@ -10,7 +10,8 @@ initializes no CUDA, resets no statistic, and raises nothing into the user's cod
 
 All other functions work without `start` and without an exporter. Each is imported on its first use.
 
-Other folders import: `api`, `clear`, `guest_safety`, `run`, `torch_access`.
+Other folders import: `api`, `clear`, `guest_safety`, `run`, `torch_access`,
+`uninterrupted`.
 """
 
 from __future__ import annotations
