@@ -111,6 +111,8 @@ class Recorder:
         return False
 
     def _changes(self) -> dict[int, int]:
+        if torch_access.initialized_torch() is None:
+            return {}  # a standing recording starts before CUDA
         statistics = torch_access.Statistics(self._torch)
         counts = {index: (statistics.state(index) or {}).get("allocation") or {} for index in statistics.devices()}
         return {index: count.get("allocated", 0) + count.get("freed", 0) for index, count in counts.items()}
