@@ -32,8 +32,8 @@ _Result = TypeVar("_Result")
 class HeapReader:
     """Reads one process' allocator, in the reporter's thread.
 
-    `exclusively` returns the sampler's lock: a step must not take a snapshot in between. `stopping` tells whether the
-    reporter ends. `name` is `profile.owners.name_storages`.
+    `exclusively` returns the sampler's lock: a step must not take a snapshot in between. `name` is
+    `profile.owners.name_storages`.
     """
 
     def __init__(
@@ -42,13 +42,11 @@ class HeapReader:
         allocator: Allocator,
         *,
         exclusively: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        stopping: Callable[[], bool] = lambda: False,
         name: Callable[..., Named] = name_storages,
     ) -> None:
         self._torch = torch
         self._allocator = allocator
         self._exclusively = exclusively
-        self._stopping = stopping
         self._name = name
         self.pause_seconds = 0.0
         """The longest time that the interpreter has stood still since this was set to 0."""
@@ -101,7 +99,7 @@ class HeapReader:
 
         named = self._name(
             self._torch,
-            Slices(self._stopping, self._paused),
+            Slices(torch_access.stopping, self._paused),
             addresses_read=read,
             gradient_seconds=gradient_seconds,
             search_seconds=search_seconds,

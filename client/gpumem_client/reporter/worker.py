@@ -167,12 +167,7 @@ class Worker:
         with self._errors.swallowed("reporter stopped"):
             self._loop = loop = self._make_loop(allocator)
             if recorder is not None:
-                heap = HeapReader(
-                    sys.modules["torch"],
-                    allocator,
-                    exclusively=loop.sampler.exclusively,
-                    stopping=lambda: self._wakeup.stopping,
-                )
+                heap = HeapReader(sys.modules["torch"], allocator, exclusively=loop.sampler.exclusively)
                 with in_torch():
                     loop.take_profiles(heap, recorder, self._delivery.send_profile)
             listener = self._observer.listener = loop.note_oom
