@@ -344,11 +344,6 @@ class ActionRequest:
         if self.wait_idle_seconds > self.deadline_seconds:
             object.__setattr__(self, "deadline_seconds", self.wait_idle_seconds)
 
-    @property
-    def profile_seconds(self) -> float:
-        """How long a profile records and searches."""
-        return self.duration_seconds + self.search_seconds
-
 
 OPTIONS: Mapping[str, RequestOption] = {
     each.name: each.metadata["option"] for each in fields(ActionRequest) if each.metadata

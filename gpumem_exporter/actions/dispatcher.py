@@ -172,7 +172,8 @@ class Dispatcher:
         action = replace(action, deadline_seconds=deadline_seconds, group=bool(steps), at_step=at_step)
         running = RunningAction(action, now, request, requested_by, facts)
         if not request.dry_run:
-            self._call_later(deadline_seconds + request.profile_seconds + SILENT_GRACE_SECONDS, self.expire)
+            profile_seconds = request.duration_seconds + request.search_seconds
+            self._call_later(deadline_seconds + profile_seconds + SILENT_GRACE_SECONDS, self.expire)
         wakes: Counter[str] = Counter()
         its_starts: dict[int | str, tuple[StartingEngine, ...]] = {}
         of_group: dict[JobKey | None, list[StartingEngine]] = {}
