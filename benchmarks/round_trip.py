@@ -7,6 +7,11 @@ server, in turns: the time until the reply, and CPU of the server. Over loopback
 socket, and on the unix socket by its process. The exporter is not scraped meanwhile: in the seconds before a scrape, a
 report also renders its lines of the page.
 
+A dry run over a new connection is compared with a dry run over a new connection to the unix socket, beside 1,300 other
+processes of the user. Over loopback, the exporter reads the descriptors of the processes in the caller's cgroup: the
+others are in another cgroup, as the processes of another session are, then in the caller's own. The first needs root
+and cgroups of version 2.
+
 The reporter of the actions is the real one, in a process with real torch. It waits for commands in its long poll: first
 beside a main thread that waits, then beside one that computes in pure Python and never releases the GIL voluntarily.
 The time of `empty_cache()` itself is subtracted, because the driver determines it.
@@ -28,6 +33,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show, typical
@@ -44,6 +51,8 @@ UNIX_RATIO = 2.5
 REPORT_CPU_RATIO = 3.0
 IDLE_RATIO = 12.0
 BUSY_RATIO = 5.0
+NEW_CONNECTION_RATIO = 1.5
+OTHER_PROCESSES = 1_300
 BATCH = 20
 """The number of requests of one kind, until it is the turn of the next kind."""
 BUSY_SECONDS, BUSY_REST_SECONDS = 0.9, 0.2
@@ -56,10 +65,11 @@ def main() -> int:
     options.amount("--batches", 100, 40, f"batches of {BATCH} requests of each kind")
     given = options.read()
     transports = ("unix socket",) if given.quick else ("unix socket", "TCP")
-    progress = Progress("round_trip", 2 * len(transports) + 2)
+    progress = Progress("round_trip", 2 * len(transports) + 4)
     rows = []
     with Place(real_gpu=given.real_gpu, devices=1) as place:
         rows += requests(given, progress, place)
+        rows += new_connections(given, progress, place)
     with Place(real_gpu=given.real_gpu, devices=1) as place:
         exporter = place.exporter()
         for transport in transports:
@@ -107,6 +117,56 @@ def requests(given: argparse.Namespace, progress: Progress, place: Place) -> lis
         client.close()
         beside.close()
     return rows
+
+
+def new_connections(given: argparse.Namespace, progress: Progress, place: Place) -> list[Row]:
+    """Dry runs, each over a new connection."""
+    exporter = place.exporter()
+    place.stack.enter_context(Stand(OTHER_PROCESSES))
+    rows = []
+    for own in (True, False):
+        progress.part(f"new connections, {'own' if own else 'shared'} cgroup")
+        with _own_cgroup() if own else nullcontext(True) as entered:
+            if not entered:
+                continue
+            taken: dict[str, list[float]] = {exporter.tcp_url: [], exporter.url: []}
+            for turn in progress.turns(given.batches + 1):
+                for url, each in taken.items():
+                    client = Http(url)
+                    body = json.dumps({"action": "empty_cache", "target": {"all": True}, "dry_run": True}).encode()
+                    seconds, _ = client.timed("POST", "/api/v1/actions", body)
+                    client.close()
+                    if turn:  # the first one finds the cgroup
+                        each.append(1e3 * seconds)
+        where = "another" if own else "the same"
+        what = f"dry run, new loopback connection, {OTHER_PROCESSES} processes in {where} cgroup"
+        loopback, unix = map(typical, taken.values())
+        rows.append(compared(what, loopback, "ms", "unix socket", unix, NEW_CONNECTION_RATIO if own else None))
+    return rows
+
+
+@contextmanager
+def _own_cgroup() -> Iterator[bool]:
+    """Move this process into a cgroup of its own; the value is whether that is permitted."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    root = next((Path(mount[1]) for mount in mounts if mount[2] == "cgroup2"), None)
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    before = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), None)
+    if root is None or before is None:
+        yield False
+        return
+    own = root / f"gpumem-benchmark-{os.getpid()}"
+    try:
+        own.mkdir()
+    except OSError:
+        yield False
+        return
+    try:
+        (own / "cgroup.procs").write_text("0")
+        yield True
+    finally:
+        (root / before / "cgroup.procs").write_text("0")
+        own.rmdir()
 
 
 class _Requests:

@@ -40,6 +40,8 @@ _SLURM = re.compile(
 _MAX_NESTED = 4
 # A host with many containers has many mounts, each with the folders of an image's layers.
 _LONGEST_MOUNTS = 16 << 20
+# A container may make cgroups without end. Their folders are found again.
+_MAX_FOLDERS = 4096
 # PROC_CGROUP_INIT_INO of Linux.
 _FIRST_CGROUP_NAMESPACE = 0xEFFFFFFB
 # A uid that the exporter's user namespace does not have.
@@ -91,6 +93,7 @@ class CgroupIds:
     def __init__(self, entries: ProcEntries) -> None:
         self._entries = entries
         self._mount = self._find_mount()
+        self._folders: dict[int, str] = {}
 
     def __bool__(self) -> bool:
         """Return whether the root of this cgroup namespace is mounted; otherwise no id can be read."""
@@ -105,10 +108,26 @@ class CgroupIds:
         path = next((line[3:] for line in lines if line.startswith(b"0::")), None)
         if not self._mount or path is None or b"/.." in path:
             return None
+        folder = self._mount + os.fsdecode(path)
         try:
-            return os.stat(self._mount + os.fsdecode(path)).st_ino  # noqa: PTH116 - pathlib costs ten times as much
+            found = os.stat(folder).st_ino  # noqa: PTH116 - pathlib costs ten times as much
         except OSError:
             return None
+        if len(self._folders) >= _MAX_FOLDERS:
+            self._folders.clear()
+        self._folders[found] = folder
+        return found
+
+    def processes_in(self, cgroup_id: int) -> set[str] | None:
+        """Return the pids of the processes in a cgroup; None if `of` has found no process in it, or it was removed."""
+        folder = self._folders.get(cgroup_id)
+        try:
+            # A removed cgroup, and another one with its path, has another id.
+            if folder is None or os.stat(folder).st_ino != cgroup_id:  # noqa: PTH116 - as above
+                return None
+            return set(Path(folder, "cgroup.procs").read_text("ascii").split())
+        except OSError:
+            return None  # removed, or its threads may be in other cgroups
 
     def _find_mount(self) -> str:
         for line in self._entries.text("self", "mountinfo", _LONGEST_MOUNTS).split("\n"):

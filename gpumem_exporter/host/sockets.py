@@ -32,25 +32,37 @@ class SocketHolders:
     def places(self, wanted: Collection[SocketOwner]) -> dict[SocketOwner, set[Place]]:
         """Return the places of all processes that hold each of these sockets, in one pass over /proc.
 
-        Takes milliseconds on a large node: it reads the descriptors of the processes of the sockets' users.
+        Reads the descriptors of the users' processes in the cgroups of the sockets: 40 microseconds for each process.
+        Where the kernel does not show the cgroups, it reads the descriptors of all processes of these users.
         """
         by_inode = {owner.inode: owner for owner in wanted}
         found: dict[SocketOwner, set[Place]] = {owner: set() for owner in wanted}
         uids = {owner.uid for owner in wanted}
         cgroup_ids = {self.created_in(owner) for owner in wanted}
-        for pid in self._entries.pids():
+        pids = self._processes_in(cgroup_ids)
+        for pid in self._entries.pids() if pids is None else pids:
             folder = self._entries.owner(pid)
             if folder is None or (
                 # Root owns the folder of a process that is not dumpable.
                 folder.st_uid not in uids and (folder.st_uid != 0 or self._entries.uid(pid) not in uids)
             ):
                 continue
-            if None not in cgroup_ids and self._cgroup_ids.of(pid) not in cgroup_ids:
+            if pids is None and None not in cgroup_ids and self._cgroup_ids.of(pid) not in cgroup_ids:
                 continue
             for inode in self.sockets_of(pid, by_inode):
                 place = self.place_of(int(pid), by_inode[inode])
                 if place is not None:
                     found[by_inode[inode]].add(place)
+        return found
+
+    def _processes_in(self, cgroup_ids: Collection[int | None]) -> set[str] | None:
+        """Return the pids of the processes in these cgroups; None if all processes must be searched for them."""
+        found: set[str] = set()
+        for cgroup_id in cgroup_ids:
+            pids = self._cgroup_ids.processes_in(cgroup_id) if cgroup_id is not None else None
+            if pids is None:
+                return None
+            found |= pids
         return found
 
     def place_of(self, pid: int, owner: SocketOwner) -> Place | None:

@@ -70,7 +70,8 @@ def test_the_holder_of_a_socket_is_found_and_no_process_after_it_was_closed() ->
         with accepted:
             owner = tcp_peer_owner(accepted)
             assert owner is not None
-            assert holders.places([owner]) == {owner: {HERE}}
+            for _ in range(2):  # the second time, its cgroup is known
+                assert holders.places([owner]) == {owner: {HERE}}
             assert holders.place_of(os.getpid(), owner) == HERE
             assert holders.place_of(os.getpid(), owner._replace(uid=owner.uid + 1)) is None
             client.close()
