@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gpumem_client.profile.model import FORMAT
-from gpumem_exporter.profiles.document import MAX_ROWS, MAX_TEXT
+from gpumem_client.profile.model import FORMAT, MAX_LISTS, MAX_ROWS, MAX_VALUES
+from gpumem_exporter.profiles.document import MAX_TEXT
 from tests.support.builders import UUIDS, report
 
 Document = dict[str, Any]
@@ -66,7 +66,8 @@ def many_owners(number: int) -> bytes:
 def deep_stacks(number: int) -> bytes:
     """Thousands of different stacks, each as deep as is shown."""
     frames = [[f"f{i}", f"/src/{i}.py", i + number] for i in range(256)]
-    stacks = [[i % 256, i // 256, *range(126)] for i in range(3_400)]
+    count = (MAX_VALUES - 10 * MAX_ROWS) // 128
+    stacks = [[i % 256, i // 256, *range(126)] for i in range(count)]
     return _document(
         _rows(MAX_ROWS, lambda _: "default", lambda i: i % len(stacks), lambda i: i % 9),
         stacks=stacks,
@@ -77,7 +78,7 @@ def deep_stacks(number: int) -> bytes:
 
 def many_frames(number: int) -> bytes:
     """As many frames as a profile may have, each in a stack of its own."""
-    count = 34_000
+    count = (MAX_LISTS - MAX_ROWS) // 2 - 100
     frames = [[f"f{number}{i}", f"{i}.py", i] for i in range(count)]
     return _document(
         _rows(MAX_ROWS, lambda _: "default", lambda i: i % count), stacks=[[i] for i in range(count)], frames=frames

@@ -9,19 +9,26 @@ from dataclasses import fields, replace
 from typing import Any
 
 from gpumem_client.profile.blocks import resting
-from gpumem_client.profile.model import FORMAT, MAX_COMPRESSED_BYTES, MAX_DOCUMENT_BYTES, Owner, Profile, Row
+from gpumem_client.profile.model import (
+    FORMAT,
+    MAX_COMPRESSED_BYTES,
+    MAX_DOCUMENT_BYTES,
+    MAX_LISTS,
+    MAX_ROWS,
+    MAX_VALUES,
+    Owner,
+    Profile,
+    Row,
+)
 from gpumem_client.wire.protocol import ProcessIdentity, to_wire
 
 _GZIP = 31
-_ROWS_MAX = 50_000
-# The most lists and values that the exporter reads.
-_LISTS_MAX, _VALUES_MAX = 200_000, 1_000_000
 _LEAST_SHRINKING = 0.8
 
 
 def encode(profile: Profile, process: ProcessIdentity) -> bytes:
     """Return the document as gzip. If it is too long, the smallest rows are merged until it fits."""
-    kept = min(len(profile.rows), _ROWS_MAX)
+    kept = min(len(profile.rows), MAX_ROWS)
     while True:
         text = _text(_document(with_rows(profile, kept), process))
         compressor = zlib.compressobj(6, zlib.DEFLATED, _GZIP)
@@ -29,8 +36,8 @@ def encode(profile: Profile, process: ProcessIdentity) -> bytes:
         excess = max(
             len(body) / MAX_COMPRESSED_BYTES,
             len(text) / MAX_DOCUMENT_BYTES,
-            (text.count(b"[") + text.count(b"{")) / _LISTS_MAX,
-            text.count(b",") / _VALUES_MAX,
+            (text.count(b"[") + text.count(b"{")) / MAX_LISTS,
+            text.count(b",") / MAX_VALUES,
         )
         if excess <= 1 or kept == 0:
             return body

@@ -15,6 +15,12 @@ MAX_COMPRESSED_BYTES = 1 << 20
 """The longest profile as gzip."""
 MAX_DOCUMENT_BYTES = 16 << 20
 """The longest profile as JSON."""
+MAX_ROWS = 8_000
+"""The maximum number of rows, besides the row of the kind `merged` on each device."""
+MAX_LISTS = 32_000
+"""The maximum number of lists and objects: 8,000 rows with an owner each, 5,000 stacks and 10,000 frames."""
+MAX_VALUES = 320_000
+"""The maximum number of commas, which the values of lists and objects have between them."""
 
 CAUSES = ("action", "out_of_memory")
 

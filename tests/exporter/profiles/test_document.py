@@ -13,10 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumem_client.profile.model import MAX_DOCUMENT_BYTES
+from gpumem_client.profile.encoded import encode
+from gpumem_client.profile.model import (
+    MAX_DOCUMENT_BYTES,
+    MAX_LISTS,
+    MAX_ROWS,
+    MAX_VALUES,
+    Frame,
+    Owner,
+    Profile,
+    ProfiledDevice,
+    Row,
+)
 from gpumem_client.wire.protocol import to_wire
 from gpumem_exporter.errors import ProfileInvalidError
-from gpumem_exporter.profiles.document import MAX_LISTS, MAX_VALUES, facts_line, read_facts, read_profile
+from gpumem_exporter.profiles.document import facts_line, read_facts, read_profile
 from tests.support.builders import identity
 from tests.support.profile_documents import body, document, facts, profile
 
@@ -152,3 +163,20 @@ def test_the_facts_of_a_file_are_read_as_they_were_written() -> None:
     for other in (b"", b"{}", b"SQLite format 3\0", line.replace(b'"pid"', b'"pi"'), line.replace(b":2,", b':"2",')):
         with pytest.raises(ProfileInvalidError):
             read_facts(other)
+
+
+def test_the_exporter_reads_the_largest_profile_that_a_client_sends() -> None:
+    count = MAX_ROWS + 2_000
+    rows = tuple(Row(0, "default", number % 7_000, number, 512 + number, 1, None, None) for number in range(count))
+    sent = Profile(
+        "id",
+        "action",
+        devices=(ProfiledDevice("GPU-1", sum(row.live_bytes for row in rows)),),
+        rows=rows,
+        stacks=tuple((number,) for number in range(7_000)),
+        frames=tuple(Frame("f", "x.py", number) for number in range(7_000)),
+        owners=tuple(Owner("tensors", f"x{number}") for number in range(count)),
+    )
+    _, received = read_profile(encode(sent, SENT))
+    assert MAX_ROWS // 2 < len(received.rows) <= MAX_ROWS + 1
+    assert sum(row.live_bytes for row in received.rows) == sent.devices[0].allocated_bytes
