@@ -102,6 +102,19 @@ def test_the_objects_of_the_webhook_select_its_pods_and_the_objects_of_the_expor
     assert not selects(objects["DaemonSet", "gpumem-exporter"]["spec"]["selector"], labels)
 
 
+def test_the_network_policy_opens_the_port_of_the_webhook_to_the_given_peers_only(
+    cluster: Cluster, objects: Objects
+) -> None:
+    (container,) = objects["Deployment", NAME]["spec"]["template"]["spec"]["containers"]
+    ports = [{"port": port["name"]} for port in container["ports"]]
+    peers = [{"ipBlock": {"cidr": "10.0.0.0/28"}}]
+    restricted = install(cluster, {}, networkPolicy={"enabled": True, "webhookFrom": peers})
+    for found, ingress in ((objects, [{"ports": ports}]), (restricted, [{"ports": ports, "from": peers}])):
+        policy = found["NetworkPolicy", NAME]["spec"]
+        assert (policy["policyTypes"], policy["ingress"], policy["egress"]) == (["Ingress", "Egress"], ingress, [])
+    assert ("NetworkPolicy", NAME) not in install(cluster, {})
+
+
 def test_the_pod_runs_the_command_with_valid_options_and_meets_the_restricted_standard(objects: Objects) -> None:
     pod = objects["Deployment", NAME]["spec"]["template"]["spec"]
     (container,) = pod["containers"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 from typing import Any
 
 import kubernetes_validate
@@ -10,6 +12,7 @@ import pytest
 
 from gpumem_exporter.server.logs import LogFormatter
 from gpumem_exporter.webhook.review import FORBIDDEN, NotAReviewError, answer
+from gpumem_exporter.webhook.serve import PODS, create_app
 from tests.support.pod_shapes import CLIENT, SHAPES, Pod, Shape, answered, container, pod, review_of
 
 RESULT = "gpumem.io/injection"
@@ -181,3 +184,28 @@ def test_texts_that_no_pod_may_have_do_not_multiply() -> None:
     hostile["metadata"].setdefault("labels", {})["jobset.sigs.k8s.io/jobset-name"] = "x" * 1_000_000
     hostile["spec"]["volumes"] = [{"name": "v" * 1_000_000, "hostPath": {"path": "/run/gpumem"}}]
     assert len(str(answer(review_of(hostile)))) < 1_000_000
+
+
+async def test_a_review_does_not_wait_for_hostile_ones() -> None:
+    names = ",".join(f"n{number}" for number in range(400_000))
+    hostile = json.dumps(review_of(pod(container(), annotations={"gpumem.io/containers": names}))).encode()
+    true = json.dumps(review_of(SHAPES["indexed job"].pod)).encode()
+    app, answered_in_order, bodies = create_app("/run/gpumem"), list[str](), list[bytes]()
+
+    async def send_review(name: str, body: bytes) -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body" and message.get("body"):
+                bodies.append(message["body"])
+                answered_in_order.append(name)
+
+        scope = {"type": "http", "method": "POST", "path": PODS, "headers": [], "query_string": b""}
+        await app(scope, receive, send)
+
+    reviews = [send_review("hostile", hostile) for _ in range(8)]
+    await asyncio.gather(*reviews, send_review("true", true))
+    assert sorted(answered_in_order) == ["hostile"] * 8 + ["true"]
+    assert answered_in_order[-1] == "hostile"
+    assert "patch" in json.loads(bodies[answered_in_order.index("true")])["response"]
