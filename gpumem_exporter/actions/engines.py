@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -123,7 +123,7 @@ class EngineMemory:
         self._spawn = spawn
         self._threads = asyncio.Semaphore(_THREADS)
         # By share: root of a container can become every uid.
-        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_CALLS_OF_OWNER))
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         # The calls under way and their parts, by action and engine: all processes of an engine sleep together.
         self._calls: dict[tuple[str, Hashable], tuple[asyncio.Task[None], list[OutsidePart]]] = {}
         # By engine: one action at a time asks what it does and changes it.
@@ -207,6 +207,9 @@ class EngineMemory:
             key = action_id, engine.key
             if key in self._calls:
                 call, parts = self._calls[key]
+                process = self._reporting(target)
+                if process is not None and any(each.waking for each in parts):
+                    self._wake(part, process)  # its engine wakes already
                 parts.append(part)
             else:
                 parts = [part]
@@ -308,8 +311,7 @@ class EngineMemory:
 
     def _require_permitted(self, running: RunningAction, part: OutsidePart) -> None:
         """Check a part again, right before its engine acts."""
-        reporter = part.target.reporter
-        process = reporter and (self._store.find(reporter.key) or reporter)
+        process = self._reporting(part.target)
         refusal = self.refusal(running, process)
         if refusal is not None:
             raise EngineRefusedError(refusal.reason_code, refusal.reason)
@@ -317,11 +319,17 @@ class EngineMemory:
         if process is not None and running.request.action == "resume_memory":
             self._wake(part, process)
 
+    def _reporting(self, target: OutsideTarget) -> ReportingProcess | None:
+        """Return the process of a target with its newest report; None if it does not report."""
+        reporter = target.reporter
+        return reporter and (self._store.find(reporter.key) or reporter)
+
     async def _call(
         self, target: OutsideTarget, function: Callable[[], T], require: Callable[[], Awaitable[None]] | None = None
     ) -> T:
         """Run a function that blocks in a thread, in the turn of the target's owner, unless `require` raises then."""
-        async with self._turns[target.share], self._threads:
+        turn = self._turns.setdefault(target.share, asyncio.Semaphore(_CALLS_OF_OWNER))
+        async with turn, self._threads:
             if require is not None:
                 await require()
             try:

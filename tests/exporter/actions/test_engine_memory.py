@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -269,6 +270,19 @@ async def test_the_engines_of_a_container_leave_room_for_others(
     finally:
         released.set()
     await asyncio.wait_for(asyncio.gather(*map(bench.ended, slow)), 30)
+
+
+async def test_containers_that_come_and_go_leave_nothing_behind(bench: EngineBench, ended: Any) -> None:
+    def turns() -> int:
+        gc.collect()
+        return sum(isinstance(each, asyncio.Semaphore) for each in gc.get_objects())
+
+    kept = []
+    for number in range(8):
+        bench.put(1, place=Place(known=True, container=f"{number:064}"))
+        await ended(target=Target(pid=1), dry_run=True)
+        kept.append(turns())
+    assert len(set(kept)) == 1
 
 
 def reporting_engine(bench: EngineBench, **changes: Any) -> None:

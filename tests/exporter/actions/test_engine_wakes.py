@@ -208,6 +208,34 @@ async def test_a_wake_beside_one_that_runs_counts_what_that_takes(bench: WakeBen
     assert bench.node.engines[2].calls == []
 
 
+async def test_a_wake_counts_what_a_process_takes_that_is_found_after_its_engine_wakes(
+    bench: WakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bench.node.engines[1]
+    engine.goes_on.clear()
+
+    def find(target: OutsideTarget) -> FakeVllm:
+        if target.pid == 2:
+            assert engine.acts.wait(30)
+        return bench.node.engines[3] if target.pid == 3 else engine
+
+    monkeypatch.setattr(bench.node, "find", find)
+    bench.node.engines[3] = FakeVllm(3, bench.node)
+    bench.poll()  # 59 GiB are free
+    for pid in (1, 2, 3):
+        bench.report(pid, commanded=False, unmapped=20 * GIB)
+    woken = bench.request()
+
+    async def refused() -> None:
+        while await bench.ended(bench.request(target=Target(pid=3), dry_run=True)) != {3: SHORT}:
+            pass
+
+    await asyncio.wait_for(refused(), 10)
+    engine.goes_on.set()
+    assert await asyncio.wait_for(bench.ended(woken), 30) == {1: None, 2: None}
+    assert engine.calls == ["resume"]
+
+
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_of_two_commands_to_wake_with_room_for_one_the_second_is_refused(dry_run: bool) -> None:
     bench = WakeBench(commanded=True)
