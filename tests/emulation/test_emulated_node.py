@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import NVML_ERROR_GPU_IS_LOST as LOST
 from tests.emulation.node import EmulatedNode
 from tests.emulation.programs import NVML, Program, run
@@ -47,3 +48,9 @@ captures = [capture(GLOBAL, lambda: None), capture(GLOBAL, allocate), capture(LO
 say([captures, answers, malloc(2 << 20)[0]])
 """
     assert run(node, code) == [[[1, 0], [2, CAPTURE_INVALIDATED], [1, 0]], [CAPTURE_UNSUPPORTED, 0], 0]
+
+
+def test_torch_divides_the_work_of_topk_among_blocks(start_torch: StartTorch) -> None:
+    """It takes the limits of the device for that, and never ends where one of them is 0."""
+    code = "result = [list(torch.topk(torch.empty(4, size, device='cuda'), 20).values.shape) for size in (128, 50_000)]"
+    assert start_torch().exec(code) == [[4, 20], [4, 20]]

@@ -236,6 +236,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
         case cudaDevAttrMultiProcessorCount: *value = 132; break;
         case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 227 << 10; break;
         case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
+        case cudaDevAttrMaxGridDimX: *value = 2147483647; break;
         case cudaDevAttrWarpSize: *value = 32; break;
         default: *value = 0;
     }
