@@ -21,6 +21,9 @@ from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.running_command import run_command
 from tests.support.waiting import patient, wait_for
 
+WAIT_SECONDS = 60.0
+"""The longest wait that the exporter accepts in a request."""
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -33,7 +36,7 @@ def at_one_time(exporter: ExporterProcess, action: str, pid: int) -> list[tuple[
     """Request the same action twice at one time, and return the outcomes and their codes."""
 
     def act(_: int) -> tuple[str, str | None]:
-        (result,) = exporter.act(action, target={"pid": pid}, wait_seconds=patient(60))["results"]
+        (result,) = exporter.act(action, target={"pid": pid}, wait_seconds=WAIT_SECONDS)["results"]
         return result["outcome"], result["reason_code"]
 
     with ThreadPoolExecutor(2) as threads:
@@ -57,12 +60,14 @@ def taking(node: EmulatedNode, exporter: ExporterProcess, *, leaves: int) -> Ite
 
 def test_two_servers_at_one_time(node: EmulatedNode, exporter: ExporterProcess, start_vllm: StartVllm) -> None:
     """Two sleeps at one time, two wakes with room for one, and a wake that waits while a neighbor takes the memory."""
-    servers = [start_vllm("--enable-sleep-mode") for _ in range(2)]
+    # Given a size, none of them measures how much memory the other, which starts beside it, leaves for the cache.
+    cache = "--kv-cache-memory-bytes", str(2 * GIB)
+    servers = [start_vllm("--enable-sleep-mode", *cache) for _ in range(2)]
     for vllm in servers:
         vllm.wait()
     wait_for(lambda: str(exporter.get("/api/v1/processes")).count("release_memory") == 2, "both engines")
     first, second = exporter.processes()
-    both: dict[str, Any] = {"target": {"pid": [first, second]}, "wait_seconds": patient(60)}
+    both: dict[str, Any] = {"target": {"pid": [first, second]}, "wait_seconds": WAIT_SECONDS}
     before = node.books().used_by(first)
     assert at_one_time(exporter, "release_memory", first) == [("done", None), ("refused", "engine_asleep")]
     needed = before - node.books().used_by(first)
