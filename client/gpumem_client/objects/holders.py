@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
 from itertools import chain, compress, count, islice, repeat, starmap
@@ -34,6 +35,8 @@ _LENGTH_MAX, _CHILDREN_MAX = 100_000, 300_000
 _FRAMES_MAX = 200
 _OWN = f"{Path(gpumem_client.__file__).parent}/"
 _INSTALLED = (f"{Path(os.__file__).parent}/", "site-packages", "dist-packages")
+# The references to a frame's own dictionary: of the frame, of a list, and of the call that counts them.
+_UNSHARED = 3
 _of = type.__getattribute__
 _dictionary_of_module: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__
 
@@ -188,10 +191,11 @@ def variables_in(
     `suspended` are further frames, such as the frames of generators.
     """
     running = chain.from_iterable(map(dict.values, starmap(sys._current_frames, ((),))))  # noqa: SLF001
-    frames = read.held(chain(running, suspended))
+    seen: set[int] = set()  # frames that exceptions keep have callers in common
+    frames = read.unseen(chain(running, suspended), seen)
     stacks = [frames]
     for _ in range(_FRAMES_MAX):
-        frames = read.held(filter(None, map(attrgetter("f_back"), frames)))
+        frames = read.unseen(filter(None, map(attrgetter("f_back"), frames)), seen)
         stacks.append(frames)
     frames = read.held(chain.from_iterable(stacks))
     own = map(str.startswith, map(attrgetter("f_code.co_filename"), frames), repeat(_OWN))
@@ -204,8 +208,9 @@ def variables_in(
         frames = read.held(compress(frames, map(is_, map(attrgetter("f_trace"), frames), repeat(None))))
     locals_ = read.held(map(attrgetter("f_locals"), frames))
     copies = read.held(map(dict, locals_))
-    if COPIED_LOCALS:
-        read.call(any, map(dict.clear, locals_))
+    if COPIED_LOCALS:  # the frame has kept its dictionary, and the user's code may have it, too
+        counts = read.kept(map(sys.getrefcount, locals_))
+        read.call(any, map(dict.clear, compress(locals_, map(_UNSHARED.__eq__, counts))))
     functions = read.kept(map(attrgetter("f_code.co_filename", "f_code.co_firstlineno", "f_code.co_name"), frames))
     loaded = read.held(map(sys.modules.get, names))
     usual = read.kept(are(loaded, ids_of(subclasses(ModuleType))))
@@ -226,7 +231,9 @@ def getter_of(kind: type) -> Callable[[Any], Any] | None:
     for base in _of(kind, "__mro__"):
         descriptor = base.__dict__.get("__dict__")
         if descriptor is not None:
-            return descriptor.__get__ if type(descriptor) is GetSetDescriptorType else None
+            # The first reading of a `threading.local` in a thread runs `__init__` of its class.
+            usual = type(descriptor) is GetSetDescriptorType and base is not threading.local
+            return descriptor.__get__ if usual else None
     return None
 
 
