@@ -445,6 +445,12 @@ def tensor_base_class(torch: Any) -> Any:
     return torch._C.TensorBase
 
 
+def node_types(torch: Any) -> list[type]:
+    """Return the types of the nodes of autograd graphs, except for those that only lead to a parameter."""
+    functions = vars(torch._C._functions).items()
+    return [each for name, each in functions if isinstance(each, type) and name != "AccumulateGrad"]
+
+
 def has_storage(torch: Any) -> Callable[[Any], bool]:
     """Return the function, written in C, that returns whether a tensor has a storage: a sparse one has none."""
     function: Callable[[Any], bool] = torch._C._has_storage

@@ -40,6 +40,10 @@ class Links:
                 return
             self._slices.append(_read(slices, id(frozen), *each))
 
+    def of_types(self, types: AbstractSet[int]) -> set[int]:
+        """Return the ids of the objects whose types have these ids."""
+        return {number for each in self._slices for number in compress(each.ids, map(types.__contains__, each.types))}
+
     def referrers(self, wanted: AbstractSet[int], slices: Slices) -> Iterator[tuple[int, int, int]]:
         """Yield the ids of a referrer, of its type, and of the object with a wanted id that it refers to."""
         for each in self._slices:

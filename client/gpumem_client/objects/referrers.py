@@ -1,13 +1,19 @@
 """Describes what refers to an object: `list of 181 in history, a global of train`.
 
-The search follows containers upward for a few levels, to the first name: a global, an attribute, a closure or a local
-variable. It first reads which objects refer to which, and then what the few objects on the way are called, all by ids:
-it refers to no object of the job while another thread runs, and runs none of the user's code.
+The search follows what refers to an object upward, to the first name: a global, an attribute, a closure, a local
+variable, or the cache of a function. An instance in a container says little: then the name has the container, too.
+
+The search first reads which objects refer to which, and then what the few objects on the way are called, all by ids: it
+refers to no object of the job while another thread runs, and runs none of the user's code.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
+import threading
+from collections import Counter
 from functools import partial
 from itertools import chain, compress, count, repeat
 from operator import attrgetter, not_
@@ -21,11 +27,13 @@ from types import (
     GetSetDescriptorType,
     MemberDescriptorType,
     ModuleType,
+    TracebackType,
 )
 from typing import AbstractSet, Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 from gpumem_client.objects.holders import (
     CONTAINERS,
+    DICTIONARIES,
     are,
     children_of,
     getter_of,
@@ -36,18 +44,32 @@ from gpumem_client.objects.links import Links
 from gpumem_client.objects.tensors import subclasses
 from gpumem_client.uninterrupted import Slices, Uninterrupted
 
-_LEVELS = 5
+_LEVELS = 8
 _KEY_MAX = 60
-# The number of containers that are followed from one object, and of all containers that are followed.
+# The number of objects that are followed from one object, and of all objects that are followed.
 _LINKS_MAX, _FOLLOWED_MAX = 4, 200_000
-_FRAMES = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
-# What refers to these is not searched: they have names, or none that helps.
+_FRAMES: dict[type, str] = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
 _CLOSURE = attrgetter("__closure__")
-_ENDS = ids_of((ModuleType, FunctionType, FrameType, type, *_FRAMES))
-# Modules whose types are no containers: functions, modules, and the iterators of the search itself.
-_NOT_FOLLOWED = ("builtins", "gc", "itertools", "functools", "types")
+# What refers to these is not searched: they have names.
+_ENDS = ids_of((ModuleType, type))
+_FUNCTION, _CACHED = id(FunctionType), type(functools.lru_cache(len))
+# On the way to a name these say nothing.
+_PASSED: dict[type, str] = {
+    CellType: "a closure's cell",
+    FunctionType: "a function",
+    FrameType: "a frame",
+    TracebackType: "a traceback",
+    **dict.fromkeys(_FRAMES, "a generator"),
+}
+# Modules whose types are no containers: modules, and the iterators of the search itself.
+_NOT_FOLLOWED = ("builtins", "gc", "itertools", "types")
+# Modules whose classes are containers: the name of an attribute in them says nothing.
+_OF_CONTAINERS = ("_queue", "asyncio.queues", "collections", "queue", "types", "weakref")
 NO_REFERRER = "no Python object, perhaps an autograd graph"
-_CELL = "a closure's cell"
+GRAPH = 0
+"""The id of no object. Its description is what keeps an autograd graph."""
+_GRAPH = "perhaps the autograd graph of {}"
+_GARBAGE = ", garbage: cycles, and gc is off"
 
 # Returns an attribute of a class without running code of its metaclass.
 _of = type.__getattribute__
@@ -55,12 +77,18 @@ _QUALIFIED = vars(type)["__qualname__"].__get__
 
 
 class _Link(NamedTuple):
-    """A container that refers to an object."""
+    """An object that refers to another one."""
 
-    container: int
+    holder: int
     text: str
     key: str | None
-    """The key of the object, if the container is a dictionary with keys of text."""
+    """The key of the other object, if the holder is a dictionary with keys of text."""
+
+
+class _Name(NamedTuple):
+    text: str
+    holder: int
+    """The instance or function that has the object under this name; 0 if what refers to it does not matter."""
 
 
 def describe_referrers(
@@ -70,70 +98,123 @@ def describe_referrers(
     frozen: Sequence[Any] = (),
     *,
     sizes: bool = True,
+    nodes: Iterable[type] = (),
+    tensors: Iterable[type] = (),
 ) -> dict[int, str]:
     """Return descriptions by id for the objects with the `wanted` ids: `NO_REFERRER` without a Python referrer.
 
     Takes about 6 s of CPU time and 50 MiB of memory per million objects, for any number of wanted objects. It ends when
     it is `late`; the objects without a description are missing then. With `sizes`, the text has the lengths of
     containers, which change as they grow.
+
+    `nodes` are the types of an autograd graph's nodes. If Python objects refer to nodes, objects without a referrer are
+    described by these, and there is a description of `GRAPH`. The dictionaries of `tensors` have hooks.
     """
-    return _Search(frozenset(wanted), slices, sizes).run(late, frozen)
+    return _Search(frozenset(wanted), slices, sizes, ids_of(nodes), ids_of(tensors)).run(late, frozen)
 
 
 class _Search:
-    def __init__(self, wanted: AbstractSet[int], slices: Slices, sizes: bool) -> None:
+    def __init__(
+        self, wanted: AbstractSet[int], slices: Slices, sizes: bool, nodes: AbstractSet[int], tensors: AbstractSet[int]
+    ) -> None:
         self._wanted = wanted
         self._slices = slices
         self._sizes = sizes
-        # Names of objects: globals, attributes, closures.
-        self._names: dict[int, str] = {}
-        # By the id of a dictionary: a format for the names of its values.
-        self._namespaces: dict[int, str] = {}
+        self._node_types, self._tensor_types = nodes, tensors
+        # Names of objects: attributes, closures, defaults.
+        self._names: dict[int, list[_Name]] = {}
+        # By the id of a dictionary: a format for the names of its values, and the instance that has the dictionary.
+        self._namespaces: dict[int, _Name] = {}
+        # What is on the way: texts of objects, of those with a name for what they refer to, and of those without any.
         self._texts: dict[int, str] = {}
+        self._final: set[int] = set()
+        self._passed: set[int] = set()
+        # Frames that do not run, and generators.
+        self._framed: set[int] = set()
+        # Containers that may grow.
+        self._containers: set[int] = set()
+        # Classes of containers, and frames: what refers to them is part of a name, wherever it is.
+        self._nameless: set[int] = set()
         # By the ids of a container and an object in it.
         self._keys: dict[tuple[int, int], str] = {}
         self._links: dict[int, list[_Link]] = {}
         self._locals: dict[int, str] = {}
+        self._counts: dict[int, int] = {}
         self._resolved: dict[int, tuple[str, bool]] = {}
 
     def run(self, late: Callable[[], bool], frozen: Sequence[Any]) -> dict[int, str]:
+        collects = gc.isenabled()
         links = Links(self._slices, late, frozen)
-        complete, most = links.complete, len(self._wanted) + _FOLLOWED_MAX
+        nodes = links.of_types(self._node_types)
+        complete, most = links.complete, len(self._wanted) + len(nodes) + _FOLLOWED_MAX
         sources: dict[int, list[int]] = {}
-        visited, level = set(self._wanted), set(self._wanted)
-        for _ in range(_LEVELS):
+        references: Counter[int] = Counter()
+        kinds: dict[int, int] = {}
+        level = self._wanted | nodes
+        visited = set(level)
+        expanded: set[int] = set()
+        dropped: set[int] = set()
+        for depth in range(_LEVELS):
             if self._slices.stopping():
                 return {}
             above: set[int] = set()
+            expanded |= level
             for source, kind, target in links.referrers(level, self._slices):
+                references[target] += 1
                 found = sources.setdefault(target, [])
-                if len(visited) >= most:
-                    complete = False
-                elif len(found) < _LINKS_MAX and source not in found:
-                    found.append(source)
-                    if source not in visited:
-                        visited.add(source)
-                        above |= set() if kind in _ENDS else {source}
+                if source in found:
+                    continue
+                if len(found) >= _LINKS_MAX or (source not in visited and len(visited) >= most):
+                    dropped.add(target)
+                    complete = complete and (depth > 0 or bool(found))
+                    continue
+                found.append(source)
+                if source not in visited:
+                    visited.add(source)
+                    kinds[source] = kind
+                    # All functions of a module refer to the dictionary of its globals.
+                    of_globals = kind == _FUNCTION and kinds.get(target) in DICTIONARIES
+                    above |= set() if kind in _ENDS or of_globals else {source}
             level = above
-        followed = visited - self._wanted
-        self._read(followed, frozen)
+            if not level:
+                break
+        self._read(visited - self._wanted, frozen)
         for target, found in sources.items():
             self._links[target] = [
                 _Link(each, self._texts[each], self._keys.get((each, target))) for each in found if each in self._texts
             ]
-        names = {each: self._resolve(each, 0)[0] or (NO_REFERRER if complete else "") for each in self._wanted}
-        return {each: name for each, name in names.items() if name}
+        alive = {
+            each
+            for each in visited
+            if collects or each not in expanded or each in dropped or self._counts.get(each) != references[each]
+        }
+        _spread(alive, sources)
+        graphs = Counter(name for name, named in map(self._resolve, sorted(nodes)) if named)
+        graph = _GRAPH.format(graphs.most_common(1)[0][0]) if graphs else ""
+        found_names = {GRAPH: graph}
+        for each in self._wanted:
+            garbage = "" if each in alive else _GARBAGE
+            name = self._resolve(each)[0] or graph or (NO_REFERRER if complete else "")
+            found_names[each] = name and name + garbage
+        return {each: name for each, name in found_names.items() if name}
 
     def _read(self, followed: AbstractSet[int], frozen: Sequence[Any]) -> None:
         """Read what the objects with these ids are, and what they call each other and the wanted ones."""
+        probe: list[object] = [[]]  # a list that the garbage collector tracks, with one reference
+        named = followed | self._wanted
         read = Uninterrupted()
-        kinds = read.kept(map(type, _with_ids(read, followed, frozen)))
+        every = _with_ids(read, named | {id(probe)}, frozen)
+        counts = read.kept(zip(map(id, every), map(sys.getrefcount, every)))
+        kinds = read.kept(map(type, every))
         self._slices.run(read)
+        self._counts = dict(counts)
+        own = self._counts.get(id(probe), 0) - 1
+        self._counts = {each: number - own for each, number in self._counts.items()}
         types = {id(kind): kind for kind in kinds}
         dictionary_types, classes_types = ids_of(subclasses(dict)), ids_of(subclasses(type))
-        no_instances = CONTAINERS | _ENDS | dictionary_types | classes_types | ids_of((CellType,))
+        exceptions = ids_of(subclasses(BaseException))
+        no_instances = CONTAINERS | ids_of(_PASSED) | _ENDS | dictionary_types | classes_types
         getters = {key: found for key, kind in types.items() if (found := getter_of(kind)) is not None}
-        named = followed | self._wanted
 
         def choose(values: Sequence[Any]) -> Iterator[bool]:
             return map(named.__contains__, map(id, values))
@@ -149,10 +230,12 @@ class _Search:
         in_mappings = children_of(read, map(id, mappings), mappings, [], choose)[0]
         globals_ = read.held(compress(mappings, map(dict.__contains__, mappings, repeat("__builtins__"))))
         modules = read.kept(zip(map(id, globals_), map(dict.get, globals_, repeat("__name__"))))
-        cells = read.kept(map(id, compress(objects, are(objects, ids_of((CellType,))))))
-        functions = read.held(compress(objects, are(objects, ids_of((FunctionType,)))))
+        passed = read.held(compress(objects, are(objects, ids_of(_PASSED))))
+        passed_kinds = read.kept(zip(map(id, passed), map(type, passed)))
+        functions = read.held(compress(objects, are(objects, {_FUNCTION})))
         defaults = read.kept(
             zip(
+                map(id, functions),
                 map(attrgetter("__module__", "__qualname__"), functions),
                 map(id, map(attrgetter("__defaults__"), functions)),
                 map(id, map(attrgetter("__kwdefaults__"), functions)),
@@ -161,6 +244,7 @@ class _Search:
         closed = read.held(compress(functions, map(_CLOSURE, functions)))
         closures = read.kept(
             zip(
+                map(id, closed),
                 map(attrgetter("__module__", "__qualname__", "__code__.co_freevars"), closed),
                 map(list, map(partial(map, id), map(_CLOSURE, closed))),
             )
@@ -175,52 +259,76 @@ class _Search:
         attributes = read.held(
             map(next, map(map, map(getters.__getitem__, map(id, map(type, attributed))), zip(attributed)))
         )
-        dictionaries = read.kept(zip(map(id, attributes), map(type, attributed)))
+        dictionaries = read.kept(zip(map(id, attributes), map(id, attributed), map(type, attributed)))
         usual = read.held(compress(attributes, are(attributes, dictionary_types)))
         ids = compress(map(id, attributed), are(attributes, dictionary_types))
         in_instances = [children_of(read, ids, usual, [], choose)[0]]
+        caches = read.held(compress(attributed, are(attributed, {id(_CACHED)})))
+        of_caches = read.held(compress(attributes, are(attributed, {id(_CACHED)})))
+        cached = read.kept(
+            zip(map(id, caches), *(map(dict.get, of_caches, repeat(name)) for name in ("__module__", "__qualname__")))
+        )
         for key, kind in types.items():
             for name, member in _slots(kind) if key not in no_instances else ():
                 alike = read.held(compress(instances, are(instances, {key})))
                 filled = read.held(compress(alike, map(hasattr, alike, repeat(name))))
                 in_instances.append(read.kept(zip(map(id, filled), repeat(name), map(id, map(member.__get__, filled)))))
-        waiting = [
-            map(attrgetter(name), compress(objects, are(objects, ids_of((kind,))))) for kind, name in _FRAMES.items()
-        ]
+        waiting: list[Iterable[Any]] = [compress(objects, are(objects, {id(FrameType)}))]
+        for kind, name in _FRAMES.items():
+            waiting.append(map(attrgetter(name), compress(objects, are(objects, {id(kind)}))))
         frames, _, variables = variables_in(read, (), filter(None, chain.from_iterable(waiting)))
         in_frames = children_of(read, count(-1, -1), variables, [], choose)[0]
         self._slices.run(read)
 
         for each, kind, length in chain(*lengths):
-            known = id(kind) in CONTAINERS
-            self._texts[each] = (
-                (f"{kind.__name__} of {length}" if self._sizes else kind.__name__)
-                if known
-                else (f"a {_of(kind, '__qualname__')}")
-            )
-        self._texts.update(dict.fromkeys(cells, _CELL))
-        for each, kind in kept_instances:
-            if _of(kind, "__module__") not in _NOT_FOLLOWED:
+            if id(kind) in CONTAINERS:
+                self._texts[each] = f"{kind.__name__} of {length}" if self._sizes else kind.__name__
+            else:
                 self._texts[each] = f"a {_of(kind, '__qualname__')}"
-        self._namespaces.update({key: f"attribute {{}} of class {name}" for name, keys in in_classes for key in keys})
-        self._namespaces.update({key: f"attribute {{}} of a {_of(kind, '__qualname__')}" for key, kind in dictionaries})
-        self._namespaces.update({key: f"{{}}, a global of {name}" for key, name in modules if type(name) is str})
+            self._containers |= set() if kind is tuple else {each}  # as the arguments of a call
+        self._texts.update((each, _PASSED[kind]) for each, kind in passed_kinds)
+        self._passed.update(each for each, _ in passed_kinds)
+        self._nameless.update(each for each, kind in passed_kinds if kind is FrameType)
+        self._framed.update(each for each, kind in passed_kinds if kind is FrameType or kind in _FRAMES)
+        for each, kind in kept_instances:
+            module, text = _of(kind, "__module__"), f"a {_of(kind, '__qualname__')}"
+            if id(kind) in self._tensor_types:
+                text = f"the hooks of {text}"
+                self._final.add(each)
+            elif kind is threading.local:
+                text = "a threading.local"
+            if id(kind) in exceptions or module not in _NOT_FOLLOWED:
+                self._texts[each] = text
+            if module in _OF_CONTAINERS:
+                self._nameless.add(each)
+        for each, *words in cached:
+            self._texts[each] = f"functools.lru_cache of {'.'.join(word for word in words if type(word) is str)}"
+            self._final.add(each)
+        for name, keys in in_classes:
+            self._namespaces.update(dict.fromkeys(keys, _Name(f"attribute {{}} of class {name}", 0)))
+        for each, instance, kind in dictionaries:
+            self._namespaces[each] = _Name(f"attribute {{}} of a {_of(kind, '__qualname__')}", instance)
+        for each, module in modules:
+            self._namespaces.update({each: _Name(f"{{}}, a global of {module}", 0)} if type(module) is str else {})
         self._keys = {(holder, child): key for holder, key, child in in_mappings if type(key) is str}
         kinds_of = dict(kept_instances)
         for holder, key, child in chain.from_iterable(in_instances):
             if type(key) is str:
-                self._names[child] = f"attribute {key} of a {_of(kinds_of[holder], '__qualname__')}"
-        for (module, function), *values in defaults:
-            self._names.update(dict.fromkeys({*values} - {id(None)}, f"a default of {module}.{function}"))
-        for (module, function, names), closure in closures:
-            self._names.update(
-                {cell: f"{each}, a closure of {module}.{function}" for each, cell in zip(names, closure)}
-            )
+                self._add(child, f"attribute {key} of a {_of(kinds_of[holder], '__qualname__')}", holder)
+        for holder, (module, function), *values in defaults:
+            for each in {*values} - {id(None)}:
+                self._add(each, f"a default of {module}.{function}", holder)
+        for holder, (module, function, names), closure in closures:
+            for each, cell in zip(names, closure):
+                self._add(cell, f"{each}, a closure of {module}.{function}", holder)
         for holder, key, child in in_frames:
             file, line, function = frames[-1 - holder]
             self._locals.setdefault(child, f"local variable {key} at {file}:{line} in {function}")
 
-    def _resolve(self, each: int, depth: int) -> tuple[str, bool]:
+    def _add(self, each: int, text: str, holder: int) -> None:
+        self._names.setdefault(each, []).append(_Name(text, holder))
+
+    def _resolve(self, each: int, depth: int = 0) -> tuple[str, bool]:
         """Return the description of an object, and whether it ends with a name."""
         if each not in self._resolved:
             self._resolved[each] = "", False  # ends a cycle of containers
@@ -228,24 +336,61 @@ class _Search:
         return self._resolved[each]
 
     def _described(self, each: int, depth: int) -> tuple[str, bool]:
-        name = self._names.get(each)
-        links = self._links.get(each, ())
-        for link in links:
-            if link.key is not None and link.container in self._namespaces:
-                name = name or self._namespaces[link.container].format(link.key[:_KEY_MAX])
-        if name:
-            return name, True
-        paths = []
-        for link in links if depth <= _LEVELS else ():
-            text = link.text + (f" under {link.key[:_KEY_MAX]!r}" if link.key is not None else "")
-            above, named = self._resolve(link.container, depth + 1)
-            paths.append(((above if text == _CELL else f"{text} in {above}") if above else text, named))
+        names = list(self._names.get(each, ()))
+        for link in self._links.get(each, ()):
+            if link.key is not None and link.holder in self._namespaces:
+                text, holder = self._namespaces[link.holder]
+                names.append(_Name(text.format(link.key[:_KEY_MAX]), holder))
+        if names:
+            # The least one, so that objects with the same holders have the same name.
+            name = min(names)
+            return name.text + self._beyond(name.holder, " in {}", depth), True
+        paths = self._paths(each, depth)
         for path in paths:
             if path[1]:
                 return path
         if each in self._locals:
-            return self._locals[each], True
+            holders = [link.holder for link in self._links.get(each, ()) if link.holder in self._framed]
+            beyond = (self._beyond(holder, ", kept by {}", depth) for holder in holders)
+            return self._locals[each] + next(filter(None, beyond), ""), True
         return paths[0] if paths else ("", False)
+
+    def _paths(self, each: int, depth: int, *, containers: bool = False) -> list[tuple[str, bool]]:
+        """Return descriptions by what refers to an object, or only by the containers that do, the named ones sorted."""
+        paths = []
+        for link in self._links.get(each, ()) if depth <= _LEVELS else ():
+            if containers and (link.holder not in self._containers or link.holder in self._namespaces):
+                continue
+            if each in self._locals and link.holder in self._framed:
+                continue
+            text = link.text + (f" under {link.key[:_KEY_MAX]!r}" if link.key is not None else "")
+            above, named = ("", True) if link.holder in self._final else self._resolve(link.holder, depth + 1)
+            if link.holder in self._passed:
+                paths.append((above or text, named))
+            else:
+                paths.append((f"{text} in {above}" if above else text, named))
+        return sorted(paths, key=lambda path: (not path[1], path[0] if path[1] else ""))
+
+    def _beyond(self, holder: int, text: str, depth: int) -> str:
+        """Return what has a holder: a container with a name, or anything with a name if the holder is nameless."""
+        if holder in self._nameless:
+            path = self._resolve(holder, depth + 1)
+        else:
+            path = next(iter(self._paths(holder, depth, containers=True)), ("", False))
+        return text.format(path[0]) if path[1] else ""
+
+
+def _spread(alive: set[int], sources: dict[int, list[int]]) -> None:
+    """Add what is reached from the objects that are alive."""
+    reached: dict[int, list[int]] = {}
+    for target, found in sources.items():
+        for source in found:
+            reached.setdefault(source, []).append(target)
+    waiting = list(alive)
+    while waiting:
+        new = [each for each in reached.get(waiting.pop(), ()) if each not in alive]
+        alive.update(new)
+        waiting += new
 
 
 def _with_ids(read: Uninterrupted, ids: AbstractSet[int], frozen: Sequence[Any]) -> list[Any]:

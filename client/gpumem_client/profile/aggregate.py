@@ -24,6 +24,8 @@ class Naming:
     addresses: Mapping[int, list[int]]
     """By device index, sorted."""
     owners: Mapping[tuple[int, int], Owner]
+    graph: str = ""
+    """What keeps an autograd graph, and with it blocks that no Python object refers to; empty if it is not known."""
 
     def owner(self, device: int, life: Lifetime) -> Owner | None:
         """Return what holds a block, if the block lived while addresses were read."""
@@ -44,6 +46,7 @@ class Rows:
         self._owners: list[Owner] = []
         self._stacks = stacks
         self._namings = tuple(namings)
+        self._graph = next((naming.graph for naming in self._namings if naming.graph), "")
         self._numbers: dict[Owner, int] = {}
         self._rows: dict[_Key, list[int]] = {}
 
@@ -69,7 +72,8 @@ class Rows:
                 continue
             owner = next((owner for naming in self._namings if (owner := naming.owner(index, life))), None)
             if owner is None and life.stack is None:
-                owner = Owner(unnamed(life))
+                kind = unnamed(life)
+                owner = Owner(kind, self._graph if kind == "unseen" else "")
             number = None if owner is None else self._number(owner)
             row = self._rows.setdefault((device, life.pool, life.stack, number), [0, 0, 0, 0])
             if live:

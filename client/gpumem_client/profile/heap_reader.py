@@ -107,7 +107,7 @@ class HeapReader:
         addresses: dict[int, list[int]] = {}
         for index, address in sorted(named.owners):
             addresses.setdefault(index, []).append(address)
-        return Naming(read_us[0], read_us[1], addresses, named.owners), named.notes
+        return Naming(read_us[0], read_us[1], addresses, named.owners, named.graph), named.notes
 
     def profiled(self, index: int, blocks: DeviceBlocks) -> ProfiledDevice:
         """Return a device with the bytes of its blocks."""

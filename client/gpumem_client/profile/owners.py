@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 from gpumem_client import torch_access
 from gpumem_client.objects.holders import Holders, read_holders
-from gpumem_client.objects.referrers import NO_REFERRER, describe_referrers
+from gpumem_client.objects.referrers import GRAPH, NO_REFERRER, describe_referrers
 from gpumem_client.objects.tensors import TensorReader, subclasses
 from gpumem_client.profile.blocks import resting
 from gpumem_client.profile.gradients import Gradients, Place
@@ -44,6 +44,8 @@ class Named(NamedTuple):
 
     owners: Mapping[Place, Owner]
     """By the index of the device and the address at which the storage starts, which may lie within a block."""
+    graph: str = ""
+    """What keeps an autograd graph, and with it storages that no Python object refers to; empty if it is not known."""
     notes: tuple[str, ...] = ()
     """What could not be seen and why, for people."""
 
@@ -93,8 +95,8 @@ def name_storages(
         why = f"made a step within {gradient_seconds:g} s" if gradient_seconds > 0 else "could be waited for"
         notes.append(f"gradients are not named: of {len(named_optimizers)} optimizers, {missing} {why}")
     if search_seconds > 0:
-        notes += naming.search(slices, search_seconds)
-    return Named(naming.owners(), tuple(notes))
+        notes += naming.search(torch, slices, search_seconds)
+    return Named(naming.owners(), naming.graph, tuple(notes))
 
 
 class _Naming:
@@ -118,6 +120,7 @@ class _Naming:
         # The containers whose tensors have names.
         self._named: set[int] = set()
         self._children: dict[int, list[tuple[object, int]]] = {}
+        self.graph = ""
         for holder, key, child in resting(read.children):
             self._children.setdefault(holder, []).append((key, child))
 
@@ -172,7 +175,7 @@ class _Naming:
             for name, child in self._children.get(-1 - number, ()):
                 self._add_below(child, f"local variable {name} at {file}:{line} in {function}")
 
-    def search(self, slices: Slices, seconds: float) -> list[str]:
+    def search(self, torch: Any, slices: Slices, seconds: float) -> list[str]:
         """Name the other tensors after what refers to them. Returns notes."""
         wanted: dict[Place, list[int]] = {}
         for each in sorted(self._tensors, key=lambda each: -self._tensors[each][2]):
@@ -182,12 +185,20 @@ class _Naming:
         searched = list(wanted)[:_SEARCHED_MAX]
         ids = [each for place in searched for each in wanted[place]]
         end_seconds = time.monotonic() + seconds
-        found = describe_referrers(ids, slices, lambda: time.monotonic() >= end_seconds, sizes=False)
+        found = describe_referrers(
+            ids,
+            slices,
+            lambda: time.monotonic() >= end_seconds,
+            sizes=False,
+            nodes=torch_access.node_types(torch),
+            tensors=subclasses(torch.Tensor),
+        )
+        self.graph = found.get(GRAPH, "")
         for place in searched:
             names = [found[each] for each in wanted[place] if each in found]
-            name = next((each for each in names if each != NO_REFERRER), "")
+            name = next((each for each in names if each not in (NO_REFERRER, self.graph)), "")
             if names:
-                self._own("tensors" if name else "unseen", name or NO_REFERRER, place, wanted[place][0])
+                self._own("tensors" if name else "unseen", name or names[0], place, wanted[place][0])
         missing = len(wanted) - sum(place in self._owners for place in wanted)
         return [f"the search ended before it named {missing:,} tensors"] if missing else []
 

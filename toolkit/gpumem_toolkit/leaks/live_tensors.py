@@ -149,10 +149,18 @@ def walk(
     kinds = kinds[:max_groups]
     names: Mapping[int, str] = {}
     if referrers:
+        walker.forget_graphs()
         wanted = [each for kind in kinds for each in walker.ids[kind]]
         end = time.thread_time() + max_seconds
         # The caller is the job itself: rests would only stop it for longer.
-        names = describe_referrers(wanted, Slices(rests=False), lambda: time.thread_time() >= end, frozen.objects)
+        names = describe_referrers(
+            wanted,
+            Slices(rests=False),
+            lambda: time.thread_time() >= end,
+            frozen.objects,
+            nodes=torch_access.node_types(torch),
+            tensors=walker.types,
+        )
     return LingeringTensors(tuple(walker.group(kind, names) for kind in kinds), complete, hidden)
 
 
@@ -204,6 +212,10 @@ class _Walker:
         with_graph = len(ids) if kind[3] else 0
         referrers = tuple(holder for holder, _ in holders)
         return TensorGroup(*kind[:3], len(ids), self.bytes[kind], with_graph, nodes, referrers)
+
+    def forget_graphs(self) -> None:
+        """Release the graph nodes: the search for what refers to nodes would find them."""
+        self._nodes.clear()
 
     def count(self, tensors: Iterable[Any]) -> None:
         """Count these tensors."""
