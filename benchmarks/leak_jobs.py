@@ -56,7 +56,8 @@ class Watch:
         if self.leaks and self.reported is None:
             self.reported = self.steps
         if self.profiles and self.steps in PROFILED:
-            self._command("take", str(os.getpid()), "--format", "json", "-o", str(self.folder / f"{self.steps}.json"))
+            file = str(self.folder / f"{self.steps}.json")
+            self._command("take", str(os.getpid()), "--search", "5", "--format", "json", "-o", file)
         return self.steps >= STEPS or (self.profiles and self.steps >= PROFILED[-1] and self.reported is not None)
 
     def difference(self) -> str:
