@@ -121,6 +121,9 @@ class ProfileIntake:
     def _reporting(self, key: ProcessKey, identity: ProcessIdentity) -> ReportingProcess:
         """Return the process that sends a profile. Raises ProblemError (409) if its reporter does not report."""
         process = self._store.find(key)
+        if process is None:  # no report is sent during a search, so that the process may be silent by now
+            late = self._events.late_process(identity.session, key.owner_uid)
+            process = late if late is not None and late.key == key else None
         known = process.report.process if process is not None else None
         same = (identity.start_time_ticks, identity.session)
         if process is None or known is None or (known.start_time_ticks, known.session) != same:

@@ -62,6 +62,21 @@ def test_a_profile_for_a_command_is_listed_and_named_in_the_result() -> None:
         problem(reporter.send(profile(command["id"])), 409)  # the command has ended
 
 
+def test_a_process_that_was_silent_while_it_took_a_profile_may_send_it() -> None:
+    with running_exporter(report_interval=0.1, report_expiry=0.3) as exporter:
+        reporter = Reporter(exporter)
+        action = asked(exporter, duration_seconds=60)
+        command = reporter.command()
+        eventually(
+            lambda: [each["state"] for each in exporter.document("/api/v1/processes")["processes"]],
+            lambda states: states == ["silent"],
+        )
+        profile_id = sent(reporter.send(profile(command["id"])))
+        reporter.finish(command, profile_id)
+        (row,) = exporter.document(f"{ACTIONS}/{action['id']}")["results"]
+        assert (row["outcome"], row["profile"]) == ("done", profile_id)
+
+
 def test_the_formats_and_the_difference_of_two_profiles() -> None:
     with running_exporter() as exporter:
         reporter = Reporter(exporter)
