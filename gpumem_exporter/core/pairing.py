@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess
+from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, giving_way
 
 MAX_WAIT_SECONDS = 5.0
 """The longest time for which a sample or a reading is kept in use after a newer one has arrived.
@@ -233,7 +233,7 @@ class Pairing:
             used = {process.pid: process.used_bytes for process in device.processes or ()}
             self._device(device.uuid).take(_Reading(node, device, used))
         self._show_devices(node)
-        self.processes = {process.key: self._pair(process) for process in processes}
+        self.processes = {process.key: self._pair(process) for process in giving_way(processes)}
 
     def put_report(self, process: ReportingProcess) -> None:
         """Take a report."""

@@ -6,7 +6,8 @@ exporter's monotonic clock unless the name contains `unix`. None means that a va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from operator import attrgetter
@@ -18,6 +19,8 @@ from gpumem_exporter.core.naming import pid_order, reporter_name
 from gpumem_exporter.core.place import UNKNOWN, Place
 
 T = TypeVar("T")
+# The number of items between two turns of other threads.
+_TURN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,3 +470,13 @@ def plan_error_ratio(sample: DeviceSample, step: int | None) -> float | None:
     if planned is None or not measured or step is None or step < _FULL_STEPS:
         return None
     return planned / measured - 1
+
+
+def giving_way(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items, and let threads that wait for the interpreter run after every 16th."""
+    # Otherwise a request that arrives meanwhile waits for all of it: the event loop gives the interpreter up at each
+    # system call, and gets it back a millisecond later.
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % _TURN == 0:
+            time.sleep(0)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gpumem_exporter.core.samples import KV_PEAK_WINDOWS, KvCachePeak, PartKey, Snapshot
+from gpumem_exporter.core.samples import KV_PEAK_WINDOWS, KvCachePeak, PartKey, Snapshot, giving_way
 from gpumem_exporter.history.minima import STEP_SECONDS, Minima
 from gpumem_exporter.history.points import Points
 from gpumem_exporter.history.series import UNKNOWN, VALUES, Series, Subject, Track, bytes_of, folded, resolutions
@@ -100,7 +100,7 @@ class History:
         points = self._points.of(snapshot)
         with self._lock:
             self._follow_wall_clock()
-            for subject, row in points:
+            for subject, row in giving_way(points):
                 self._series_of(subject).tracks[0].put(second, row)
                 self._count(subject.key)
             self._minima.add(second, snapshot.processes)

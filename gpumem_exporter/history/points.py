@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from gpumem_exporter.core.ledger import idle_cache_bytes, node_ledgers, node_shares
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, kv_cache_size_bytes
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, giving_way, kv_cache_size_bytes
 from gpumem_exporter.history.series import Subject, row_of
 from gpumem_exporter.view.documents import SeenProcess
 from gpumem_exporter.view.jobs import Job, job_of_process, jobs_of
@@ -36,7 +36,7 @@ class Points:
     def _in_use(self, processes: Iterable[ReportingProcess]) -> dict[_Part, int]:
         in_use: dict[_Part, int] = {}
         peaks: dict[_Part, int] = {}
-        for process in processes:
+        for process in giving_way(processes):
             for sample in process.report.devices:
                 if sample.allocated_bytes is None:
                     continue
@@ -81,7 +81,7 @@ def _devices(snapshot: Snapshot, in_use: dict[_Part, int]) -> Iterator[Point]:
 
 
 def _jobs(snapshot: Snapshot, in_use: dict[_Part, int]) -> Iterator[Point]:
-    for job in jobs_of(snapshot):
+    for job in giving_way(jobs_of(snapshot)):
         # A reporter has no sample of a device on which the process has no allocator, such as a device of NCCL.
         reports = all(process.reporter is not None for process in job.processes)
         sampled = [(p.process, p.uuid, p.sample) for p in job.parts if p.sample is not None] if reports else []
