@@ -73,8 +73,8 @@ class JobRow {
     const { devices, state, growth, since } = this.cells;
     setText(devices, gpuList(job.gpus));
     const more = job.step ? `, step ${integer(job.step)}` : job.state === "sleeping" && job.unmapped_bytes ? ` (${bytes(job.unmapped_bytes)})` : "";
-    const since = job.inactive_since_unix_seconds;
-    setText(state, since === null ? job.state + more : `inactive ${duration(now - since)}`);
+    const { inactive_since_unix_seconds: inactiveSince } = job;
+    setText(state, inactiveSince === null ? job.state + more : `inactive ${duration(now - inactiveSince)}`);
     setAttribute(state, "title", job.state === "sleeping" ? latest.words.unmapped?.help : null);
     setAttribute(state, "data-state", job.state);
     for (const key of SIZES) setText(this.cells[key], sumOf(job, key));
