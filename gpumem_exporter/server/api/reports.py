@@ -13,7 +13,16 @@ from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
-from gpumem_client.wire.protocol import MAX_COMPONENTS, MAX_LABEL_LENGTH, MAX_PHASES, Command, Reply, Report, to_wire
+from gpumem_client.wire.protocol import (
+    MAX_COMPONENTS,
+    MAX_LABEL_LENGTH,
+    MAX_PHASES,
+    Command,
+    ProcessIdentity,
+    Reply,
+    Report,
+    to_wire,
+)
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
@@ -118,7 +127,7 @@ class ReportsRoute:
             if before is None and reported.host_pid is None:
                 # A process that exited before this was read is not in /proc, so it would count as another process.
                 late = self._events.late_process(report.process.session, reported.owner_uid)
-                if late is not None and late.host_pid is not None:
+                if late is not None and late.host_pid is not None and _is_same(late.report.process, report.process):
                     return await self._take_late(replace(late, report=short))
             process = self._reports.put_report(
                 short if short.engine is None else self._cache_use.complete(short, key),
@@ -227,3 +236,8 @@ class ReportsRoute:
 
     def _encoded(self, commands: tuple[Command, ...], cancelled: tuple[str, ...]) -> bytes:
         return json.dumps(to_wire(Reply(commands, cancelled, self._report_interval_seconds))).encode()
+
+
+def _is_same(one: ProcessIdentity, other: ProcessIdentity) -> bool:
+    """Return whether two reports describe one process; a session alone is a claim."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("pid_namespace", "pid", "start_time_ticks"))

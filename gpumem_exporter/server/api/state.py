@@ -21,7 +21,7 @@ def _document(name: str, fields: dict[str, Any]) -> Any:
     return create(name, fields)
 
 
-_UNSHOWN = ("memory", "processes", "minor")
+_UNSHOWN = ("memory", "processes", "minor", "active_pids")
 _READING = {name: hint for name, hint in get_type_hints(DeviceReading).items() if name not in _UNSHOWN}
 _Memory = _document("MemoryDocument", get_type_hints(DeviceMemory))
 _Device = _document(
