@@ -32,7 +32,8 @@ def start(
     Missing arguments come from the environment: GPUMEM_WORKLOAD; GPUMEM_RANK, RANK or SLURM_PROCID, otherwise the rank
     in the process group of torch.distributed; GPUMEM_EXPORTER_URL, otherwise the socket /run/gpumem/exporter.sock,
     otherwise http://127.0.0.1:9844; GPUMEM_PLAN; GPUMEM_OOM_PROFILE. GPUMEM_DISABLED=1 turns the client off. Calling
-    `start()` again has no effect, except that its `actions` narrow those of the first call. Any thread may call this.
+    `start()` again has no effect, except that its `actions` narrow the actions of the first call.
+    Any thread may call this.
 
     Args:
         workload: the job's name, a label of its series.

@@ -141,7 +141,7 @@ class EngineMemory:
     ) -> CommandResult | None:
         """Return the result of an action that must not run, as reports and driver show it now; None if it may.
 
-        `earlier` has the bytes by device that earlier processes of the request will take. It gets those of this one.
+        `earlier` has the bytes by device that earlier processes of the request will take. This process adds its own.
         """
         request = running.request
         denied = "" if process is None else denied_by_owner(process.report.denied_actions, request.action)

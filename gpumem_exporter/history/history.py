@@ -226,7 +226,7 @@ class History:
             return [(part, first + shift, values) for part, first, values in self._minima.saved()]
 
     def restore_minima(self, saved: Iterable[tuple[PartKey, int, list[int]]]) -> None:
-        """Put the minima of an earlier run before those of this run."""
+        """Put the minima of an earlier run before the minima of this run."""
         with self._lock:
             shift = round(self._shift_seconds / STEP_SECONDS)
             for part, first, values in saved:

@@ -61,7 +61,7 @@ class Minima:
             yield key, track.first, track.values.tolist()
 
     def restore(self, key: PartKey, first: int, values: Iterable[int], end: int) -> None:
-        """Put the values of an earlier run, without the minutes from `end` on, before those of this run."""
+        """Put the values of an earlier run, without the minutes from `end` on, before the values of this run."""
         restored = Track(_MINUTES)
         restored.first = first
         restored.values.extend(values)

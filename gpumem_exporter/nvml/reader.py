@@ -21,7 +21,7 @@ from gpumem_exporter.nvml.provider import DeviceIdentity, Provider
 
 _logger = logging.getLogger(__name__)
 
-# How often the active processes are read; the provider returns those of a longer time.
+# How often the active processes are read; the provider returns the processes of a longer time.
 _ACTIVITY_SECONDS = 5.0
 
 

@@ -27,7 +27,7 @@ from gpumem_client.uninterrupted import Slices, Uninterrupted
 
 # The levels of containers below an object: such as `state`, the state of a parameter, and a list in it.
 _LEVELS = 5
-# With a frozen heap, each module is found below the one that contains it, two levels deeper.
+# With a frozen heap, each module is found below the module that contains it, two levels deeper.
 _FROZEN_LEVELS = 24
 # The longest container that is read, and the number of children that are read on each level.
 _LENGTH_MAX, _CHILDREN_MAX = 100_000, 300_000

@@ -194,7 +194,7 @@ class OwnNames:
             raise ProblemError(403, detail) from None
 
     def name_this_node(self, authority: str, address: str) -> bool:
-        """Return whether `host:port` names this machine and no other; `address` is the one that a request came to."""
+        """Return whether `host:port` names this machine and no other. A request came to `address`."""
         host = _host(authority)
         try:
             ip = ipaddress.ip_address(host)
