@@ -19,13 +19,13 @@ from typing import Any
 from unittest import mock
 
 from gpumem_exporter.actions.declarations import ACTIONS
-from gpumem_exporter.actions.policy.rules import MAX_RULES, Rule
-from gpumem_exporter.actions.policy.values import FIELDS
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.program import COMMANDS, PROGRAM
-from gpumem_exporter.collectors.catalog import METRICS
-from gpumem_exporter.collectors.subjects import Metric
-from gpumem_exporter.server.settings import Settings
+from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Rule
+from gpumem_exporter.features.policy.policy_values import FIELDS
+from gpumem_exporter.metrics.catalog import METRICS
+from gpumem_exporter.metrics.subjects import Metric
+from gpumem_exporter.settings import Settings
 
 HERE = Path(__file__).resolve().parent
 CHART_SCHEMA = HERE.parent / "deploy" / "helm" / "gpumem-exporter" / "values.schema.json"
@@ -49,7 +49,7 @@ METRICS_INTRODUCTION = """\
 # Metrics
 
 `GET /metrics` answers in the Prometheus text format 0.0.4 or in OpenMetrics 1.0, depending on `Accept`, and compressed
-with gzip if `Accept-Encoding` permits it. This page is generated from `gpumem_exporter/collectors/catalog.py` by
+with gzip if `Accept-Encoding` permits it. This page is generated from `gpumem_exporter/metrics/catalog.py` by
 `docs/generate.py`: do not edit it. [Numbers](numbers.md) explains the words.
 
 - A value that is not known is absent. It is never 0, and an old value is never repeated.

@@ -58,10 +58,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def openapi_document() -> str:
     """Return the document that an exporter serves as /openapi.json."""
+    from gpumem_exporter.app import create_app
     from gpumem_exporter.demo import DemoNode
-    from gpumem_exporter.server.app import create_app
-    from gpumem_exporter.server.runtime import Runtime
-    from gpumem_exporter.server.settings import load_settings
+    from gpumem_exporter.runtime import Runtime
+    from gpumem_exporter.settings import load_settings
 
     node = DemoNode()
     return json.dumps(create_app(Runtime(load_settings({}, {}), provider=node.provider, host=node.host)).openapi())

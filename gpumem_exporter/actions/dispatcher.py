@@ -21,7 +21,7 @@ from typing import Any
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_COMMANDS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.by_exporter import OutsideActs
 from gpumem_exporter.actions.declarations import (
     ANSWER_GRACE_SECONDS,
     DEVICE_ACTIONS,
@@ -42,7 +42,6 @@ from gpumem_exporter.actions.lifecycle import (
     RunningAction,
 )
 from gpumem_exporter.actions.model import Action, SubmittedAction
-from gpumem_exporter.actions.outside import OutsideActs
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.results import (
     DriverValues,
@@ -56,6 +55,7 @@ from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, se
 from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.actions.timing import Turn, plan, step_of_group
+from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
 
@@ -142,7 +142,7 @@ class Dispatcher:
             earlier = self._actions.with_key(requested_by.key, idempotency_key, request)
             if earlier is not None:
                 return earlier
-        requested_by.require_permission(request, self._allowed)
+        requested_by.require_permission(request.action, self._allowed, force=request.force)
         action = Action.of(request, requested_by, self._wall_clock(), unlisted=unlisted)
         share = action.share
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.declarations import ActionRequest
 from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, Part, PartState, RunningAction
 from gpumem_exporter.actions.model import EngineWait
 from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection
+from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store

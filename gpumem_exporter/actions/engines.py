@@ -20,12 +20,12 @@ from weakref import WeakValueDictionary
 from gpumem_client.wire.protocol import CommandResult, denied_by_owner
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
-from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.actions.declarations import ActionRequest
 from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, RunningAction, Waking
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
 from gpumem_exporter.actions.results import DriverValues
 from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess
+from gpumem_exporter.core.caller import Caller, CallerKind
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess
 from gpumem_exporter.core.store import Store

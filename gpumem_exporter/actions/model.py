@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import SnapshotFile
-from gpumem_exporter.actions.caller import Caller, Rights, share_of
 from gpumem_exporter.actions.declarations import DEFAULT_DEADLINE_SECONDS, ActionRequest, Target
+from gpumem_exporter.core.caller import Caller, Rights, share_of
 from gpumem_exporter.core.ledger import sum_of_known
 
 DRY_RUN_OUTCOMES: Mapping[str, str] = {

@@ -14,7 +14,7 @@ from dataclasses import replace
 from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.selection import OutsideTarget
-from gpumem_exporter.host import Host
+from gpumem_exporter.node.host import Host
 
 # A killed process may stay in the kernel for this time while the kernel releases its memory.
 _KILL_SECONDS = 10.0

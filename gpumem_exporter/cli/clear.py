@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_exporter.actions import sentences
 from gpumem_exporter.actions.declarations import ANSWER_GRACE_SECONDS, longest_seconds
 from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended
@@ -20,7 +21,6 @@ from gpumem_exporter.cli.interrupt import Interrupts
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.usage import note
-from gpumem_exporter.view import sentences
 
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.25

@@ -2,5 +2,6 @@
 
 This package does no I/O, starts no threads and reads no clock.
 
-Other folders import: `last_ooms`, `ledger`, `naming`, `place`, `samples`, `starting_engines`, `store`, `yaml_file`.
+Other folders import: `caller`, `container`, `event`, `last_ooms`, `ledger`, `naming`, `samples`, `starting_engines`,
+`store`, `yaml_file`.
 """

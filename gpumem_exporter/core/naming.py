@@ -15,7 +15,7 @@ A name is text on the metrics page. In JSON it is a number if possible: 4711, or
 
 from __future__ import annotations
 
-from gpumem_exporter.core.place import Place
+from gpumem_exporter.core.container import Place
 
 # The start of the titles of Ray's workers.
 _RAY = "ray::"

@@ -14,9 +14,9 @@ from operator import attrgetter
 from typing import NamedTuple, TypeVar, cast
 
 from gpumem_client.wire.protocol import DeviceSample, Report
+from gpumem_exporter.core.container import UNKNOWN, Place
 from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.naming import pid_order, reporter_name
-from gpumem_exporter.core.place import UNKNOWN, Place
 
 T = TypeVar("T")
 # The number of items between two turns of other threads.

@@ -17,10 +17,10 @@ from functools import lru_cache
 
 from gpumem_client.wire.protocol import Report
 from gpumem_exporter.core.activity import Activity
+from gpumem_exporter.core.container import UNKNOWN, Place
 from gpumem_exporter.core.last_ooms import LastOom, LastOoms
 from gpumem_exporter.core.orphans import Orphans
 from gpumem_exporter.core.pairing import Pairing
-from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.core.samples import (
     KV_PEAK_WINDOWS,
     KvCachePeak,

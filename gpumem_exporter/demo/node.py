@@ -12,14 +12,14 @@ from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
 from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.core.place import HERE, Place
+from gpumem_exporter.core.container import HERE, Place
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.demo.heap import take_profiles
 from gpumem_exporter.demo.process import SimulatedDevice, SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS, Simulation
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.errors import NvmlDeviceLostError
-from gpumem_exporter.nvml.provider import DeviceIdentity
+from gpumem_exporter.node.provider import DeviceIdentity
 
 LONGEST_INTERVAL_SECONDS = 1.0
 """The longest time between two reports, so that commands run soon whatever the exporter's report interval."""
@@ -126,7 +126,7 @@ class DemoNode:
 
 
 class DemoProvider:
-    """A `gpumem_exporter.nvml.Provider` for the simulation. Thread-safe; calls never block for long.
+    """A `gpumem_exporter.node.Provider` for the simulation. Thread-safe; calls never block for long.
 
     The `read_` methods raise NvmlDeviceLostError for an unknown UUID.
     """
@@ -186,7 +186,7 @@ class DemoProvider:
 
 
 class DemoHost:
-    """A `gpumem_exporter.host.Host` for the simulation. Thread-safe; calls never block for long."""
+    """A `gpumem_exporter.node.host.Host` for the simulation. Thread-safe; calls never block for long."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation

@@ -27,7 +27,7 @@ from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts
-from gpumem_exporter.nvml.provider import DeviceIdentity
+from gpumem_exporter.node.provider import DeviceIdentity
 
 _SAME_IN_SAMPLE = tuple(field.name for field in fields(AllocatorStatistics))
 

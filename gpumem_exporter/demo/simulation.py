@@ -19,7 +19,7 @@ from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.process import SimulatedDevice, SimulatedProcess
 from gpumem_exporter.demo.programs import MIB
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, DEVICES, Workload
-from gpumem_exporter.nvml.provider import DeviceIdentity
+from gpumem_exporter.node.provider import DeviceIdentity
 
 TICK_SECONDS = 0.5
 MAX_CATCH_UP_TICKS = 20

@@ -24,7 +24,7 @@ import json, multiprocessing, os, sys
 def describe():
     from gpumem_client.reporter.identity import current_process
     from gpumem_client.reporter.settings import ReporterSettings
-    from gpumem_exporter.host.linux import LinuxHost
+    from gpumem_exporter.node.linux import LinuxHost
 
     own = current_process(ReporterSettings.resolve(environ={})).command
     print(json.dumps([own, LinuxHost().facts(os.getpid()).command]), flush=True)

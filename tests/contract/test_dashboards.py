@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpumem_exporter.collectors.catalog import METRICS, OWN_PROCESS
+from gpumem_exporter.metrics.catalog import METRICS, OWN_PROCESS
 from tests.support.dashboard_rules import RECORDED, RULES, parsed, selectors
 from tests.support.panel_queries import queries
 from tests.support.paths import REPOSITORY

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from gpumem_exporter.server.settings import Settings, setting_key
+from gpumem_exporter.settings import Settings, setting_key
 from tests.support.paths import REPOSITORY
 
 CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"

@@ -13,8 +13,8 @@ import kubernetes_validate
 import pytest
 from cryptography import x509
 
-from gpumem_exporter.cli.commands.webhook import webhook as command
-from gpumem_exporter.webhook import pods, serve
+from gpumem_exporter.features.webhook import admitted_pods, webhook_server
+from gpumem_exporter.features.webhook.webhook_command import webhook
 from tests.support.helm import Cluster, Objects, running_cluster
 
 helm = pytest.importorskip("helm_sdkpy", reason="Helm's engine is not installed")
@@ -120,7 +120,7 @@ def test_the_pod_runs_the_command_with_valid_options_and_meets_the_restricted_st
     (container,) = pod["containers"]
     name, *options = container["args"]
     # A copy: a command keeps the help option that it has in its first context, and this one has no application.
-    with copy.copy(command).make_context(name, options) as context:
+    with copy.copy(webhook).make_context(name, options) as context:
         port = context.params["address"]
         files = {context.params[key] for key in ("certificate", "key")}
     assert (name, port) == ("webhook", f":{container['ports'][0]['containerPort']}")
@@ -151,22 +151,22 @@ def entries(objects: Objects) -> list[dict[str, Any]]:
     ("namespace", "pod", "route"),
     [
         ({}, {}, None),
-        ({}, {"gpumem.io/inject": "true"}, serve.PODS),
-        ({"gpumem.io/inject": "false"}, {"gpumem.io/inject": "true"}, serve.PODS),
-        ({"gpumem.io/inject": "true"}, {}, serve.PODS),
-        ({"gpumem.io/inject": "true"}, {"gpumem.io/inject": "true"}, serve.PODS),
+        ({}, {"gpumem.io/inject": "true"}, webhook_server.PODS),
+        ({"gpumem.io/inject": "false"}, {"gpumem.io/inject": "true"}, webhook_server.PODS),
+        ({"gpumem.io/inject": "true"}, {}, webhook_server.PODS),
+        ({"gpumem.io/inject": "true"}, {"gpumem.io/inject": "true"}, webhook_server.PODS),
         ({"gpumem.io/inject": "true"}, {"gpumem.io/inject": "false"}, None),
         ({"gpumem.io/inject": "true"}, {"gpumem.io/inject": "no"}, None),
-        ({"pod-security.kubernetes.io/enforce": "privileged"}, {"gpumem.io/inject": "true"}, serve.PODS),
+        ({"pod-security.kubernetes.io/enforce": "privileged"}, {"gpumem.io/inject": "true"}, webhook_server.PODS),
         (
             {"pod-security.kubernetes.io/enforce": "baseline"},
             {"gpumem.io/inject": "true"},
-            serve.PODS_WITHOUT_HOST_PATH,
+            webhook_server.PODS_WITHOUT_HOST_PATH,
         ),
         (
             {"pod-security.kubernetes.io/enforce": "restricted", "gpumem.io/inject": "true"},
             {},
-            serve.PODS_WITHOUT_HOST_PATH,
+            webhook_server.PODS_WITHOUT_HOST_PATH,
         ),
         ({"kubernetes.io/metadata.name": "kube-system"}, {"gpumem.io/inject": "true"}, None),
         ({"kubernetes.io/metadata.name": "gpumem", "gpumem.io/inject": "true"}, {}, None),
@@ -182,7 +182,7 @@ def test_a_pod_is_reviewed_at_most_once_by_its_label_or_that_of_its_namespace(
         if selects(entry["namespaceSelector"], namespace) and selects(entry["objectSelector"], pod)
     ]
     assert called == ([route] if route else [])
-    assert all(pods.LABEL in str(entry["objectSelector"]) for entry in entries(objects))
+    assert all(admitted_pods.LABEL in str(entry["objectSelector"]) for entry in entries(objects))
 
 
 def test_a_failing_webhook_prevents_no_pod(objects: Objects) -> None:

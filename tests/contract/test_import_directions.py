@@ -23,9 +23,9 @@ NAMES = {package.name for package in PACKAGES}
 SHIMS = {"gpumem_exporter.client", "gpumem_exporter.training"}
 ALLOWED = {
     ("gpumem_exporter.demo", "gpumem_client"),
-    ("gpumem_exporter.profiles", "gpumem_client.profile.model"),
+    ("gpumem_exporter.features.profiles", "gpumem_client.profile.model"),
     ("gpumem_exporter.cli", "gpumem_client.run"),
-    ("gpumem_exporter.cli.commands.unparsed", "gpumem_toolkit.planning.command"),
+    ("gpumem_exporter.cli.commands.passed_on", "gpumem_toolkit.planning.command"),
 }
 """What a folder or module imports beyond the rule: the demo's reporters, the types of profiles, the commands `run` and
 `plan`."""
@@ -115,13 +115,13 @@ def _reachable(edges: dict[str, set[str]], start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "source", "target"),
     [
-        ("gpumem_exporter.core.store", "import gpumem_exporter.server.app", "gpumem_exporter.server.app"),
+        ("gpumem_exporter.core.store", "import gpumem_exporter.app", "gpumem_exporter.app"),
         ("gpumem_exporter.actions.model", "from gpumem_exporter import cli, core", "gpumem_exporter.cli"),
-        ("gpumem_exporter.core.store", "def f():\n    from gpumem_exporter import server", "gpumem_exporter.server"),
-        ("gpumem_exporter.core.store", "if TYPE_CHECKING:\n    from ..server import app", "gpumem_exporter.server.app"),
-        ("gpumem_exporter.core.store", "from .. import server", "gpumem_exporter.server"),
+        ("gpumem_exporter.core.store", "def f():\n    from gpumem_exporter import page", "gpumem_exporter.page"),
+        ("gpumem_exporter.core.store", "if TYPE_CHECKING:\n    from ..server import app", "gpumem_exporter.app"),
+        ("gpumem_exporter.core.store", "from .. import page", "gpumem_exporter.page"),
         ("gpumem_exporter.core.store", "importlib.import_module('gpumem_exporter.cli')", "gpumem_exporter.cli"),
-        ("gpumem_exporter.server.app", "from gpumem_client import start", "gpumem_client.start"),
+        ("gpumem_exporter.app", "from gpumem_client import start", "gpumem_client.start"),
         ("gpumem_client.api", "import gpumem_toolkit", "gpumem_toolkit"),
     ],
 )

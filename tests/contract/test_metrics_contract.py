@@ -18,9 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from gpumem_client.wire.protocol import DeviceSample, EngineState, ProcessIdentity, Report
 from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.collectors.catalog import METRICS, SCRAPED
-from gpumem_exporter.collectors.exposition import Exposition
-from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.samples import (
     DeviceMemory,
@@ -36,7 +34,9 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
-from gpumem_exporter.events.model import Event
+from gpumem_exporter.metrics.catalog import METRICS, SCRAPED
+from gpumem_exporter.metrics.exposition import Exposition
+from gpumem_exporter.metrics.instruments import Instruments
 from tests.support.paths import DATA
 from tests.support.running_command import run_tool
 

@@ -9,7 +9,7 @@ import pytest
 
 from gpumem_client.wire.errors import WireError
 from gpumem_client.wire.protocol import Command, DeviceSample, ProcessIdentity, Reply, Report, reply_from_wire, to_wire
-from gpumem_exporter.server.api.report_schema import ReportReader
+from gpumem_exporter.reports.report_schema import ReportReader
 
 REPLY = Reply(
     commands=(Command("a", "empty_cache", 29.5, ("GPU-1",), True), Command("b", "reset_peak", 1.0)),

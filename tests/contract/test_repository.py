@@ -11,8 +11,8 @@ import pytest
 
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.cli.program import COMMANDS
-from gpumem_exporter.collectors.catalog import METRICS
-from gpumem_exporter.server.api.alerts import RULE
+from gpumem_exporter.features.policy.alerts import RULE
+from gpumem_exporter.metrics.catalog import METRICS
 from tests.support.packages import PACKAGES
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool

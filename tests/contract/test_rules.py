@@ -18,9 +18,9 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from gpumem_exporter.collectors.catalog import METRICS
-from gpumem_exporter.events.model import EVENT_TYPES
-from gpumem_exporter.view.findings import SEVERITIES, SEVERITY
+from gpumem_exporter.core.event import EVENT_TYPES
+from gpumem_exporter.metrics.catalog import METRICS
+from gpumem_exporter.page.findings import SEVERITIES, SEVERITY
 from tests.support.alertmanagers import Receiver, alertmanager, receiving
 from tests.support.dashboard_rules import nodes
 from tests.support.growth_tables import ACTIVATION_GIB, LEAKS, STEADY, Leak, Minutes, Sizes

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from gpumem_client.wire.http import DEFAULT_URLS
-from gpumem_exporter.server.settings import Settings
+from gpumem_exporter.settings import Settings
 from tests.support.paths import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"

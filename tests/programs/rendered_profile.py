@@ -11,10 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-import gpumem_exporter.server.app  # noqa: F401 - an exporter has it loaded
-from gpumem_exporter.profiles import formats, page  # noqa: F401
-from gpumem_exporter.profiles.diff import at_moment, difference
-from gpumem_exporter.profiles.store import stored_profile
+import gpumem_exporter.app  # noqa: F401 - an exporter has it loaded
+from gpumem_exporter.features.profiles import (
+    profile_formats,
+    profile_page,  # noqa: F401
+)
+from gpumem_exporter.features.profiles.profile_diff import at_moment, difference
+from gpumem_exporter.features.profiles.profile_store import stored_profile
 from tests.support.profile_documents import facts
 
 form, *files = sys.argv[1:]
@@ -23,9 +26,9 @@ started = time.process_time()
 bodies = [Path(file).read_bytes() for file in files]
 if len(bodies) == 2:
     before, after = (at_moment(stored_profile(facts(reported_pid=i), body), "live") for i, body in enumerate(bodies))
-    length = len(formats.render(difference(before, after), form)[0])  # type: ignore[arg-type]
+    length = len(profile_formats.render(difference(before, after), form)[0])  # type: ignore[arg-type]
 else:
-    length = len(formats.render(stored_profile(facts(), bodies[0]), form)[0])  # type: ignore[arg-type]
+    length = len(profile_formats.render(stored_profile(facts(), bodies[0]), form)[0])  # type: ignore[arg-type]
 seconds = time.process_time() - started
 mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 print(json.dumps({"mib": mib, "loaded_mib": loaded_kib / 1024, "seconds": seconds, "length": length}))

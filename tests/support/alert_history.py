@@ -25,15 +25,15 @@ from fastapi import FastAPI
 
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
-from gpumem_exporter.core.place import HERE
+from gpumem_exporter.app import create_app
+from gpumem_exporter.core.container import HERE
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import Workload
-from gpumem_exporter.server.app import create_app
-from gpumem_exporter.server.http.peer import Peer
-from gpumem_exporter.server.runtime import Runtime
-from gpumem_exporter.server.settings import load_settings
+from gpumem_exporter.edge.peer import Peer
+from gpumem_exporter.runtime import Runtime
+from gpumem_exporter.settings import load_settings
 from tests.support.paths import REPOSITORY
 
 RULES = sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml"), reverse=True)

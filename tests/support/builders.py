@@ -7,7 +7,7 @@ from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
 from gpumem_exporter.actions.rate_limits import RateLimits
-from gpumem_exporter.core.place import HERE, Place
+from gpumem_exporter.core.container import HERE, Place
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,

@@ -7,12 +7,12 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from gpumem_client.wire.protocol import MODES, CommandResult, DeviceResult
-from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.declarations import DEFAULT_ACTIONS, ActionRequest, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.core.place import HERE
+from gpumem_exporter.core.caller import Caller
+from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
 from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample

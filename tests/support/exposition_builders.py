@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from prometheus_client import Metric
 
-from gpumem_exporter.collectors.exposition import Exposition
-from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.metrics.exposition import Exposition
+from gpumem_exporter.metrics.instruments import Instruments
 
 Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

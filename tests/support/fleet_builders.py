@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_client.wire.errors import ExporterError
-from gpumem_exporter.cli.fleet.requests import Fleet
-from gpumem_exporter.cli.fleet.selection import Exporter
+from gpumem_exporter.features.fleet.node_requests import Fleet
+from gpumem_exporter.features.fleet.node_selection import Exporter
 from tests.support.builders import Clock
 
 A, B, C = (Exporter(f"node{i}:9844", f"http://node{i}:9844") for i in (1, 2, 3))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ReportingProcess, Snapshot
-from gpumem_exporter.history.history import History
+from gpumem_exporter.features.history.history import History
 from tests.support.builders import MIB, UUIDS, device, node
 
 DAY = 86400

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from gpumem_exporter.actions.sentences import stays_free
+from gpumem_exporter.core.event import Event, Page
 from gpumem_exporter.core.ledger import sum_of_known
-from gpumem_exporter.events.model import Event, Page
-from gpumem_exporter.server.api.events import events_document
-from gpumem_exporter.view.sentences import stays_free
-from gpumem_exporter.view.words import WORDS
+from gpumem_exporter.features.events.event_routes import events_document
+from gpumem_exporter.page.words import WORDS
 
 GIB = 1 << 30
 NOW = time.mktime((2026, 3, 4, 3, 42, 4, 0, 0, -1))

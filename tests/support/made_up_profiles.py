@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gpumem_client.profile.model import Frame, Owner, Profile, ProfiledDevice, Row
-from gpumem_exporter.core.place import HERE
-from gpumem_exporter.profiles.model import KeptDevice, StoredProfile
+from gpumem_exporter.core.container import HERE
+from gpumem_exporter.features.profiles.stored_profile import KeptDevice, StoredProfile
 from tests.support.builders import MIB, UUIDS
 
 TORCH = "/venv/lib/python3.12/site-packages/torch/nn/modules"

@@ -11,8 +11,8 @@ from typing import Any
 from gpumem_client.profile.model import FORMAT, Frame, Owner, Profile, ProfiledDevice, Row
 from gpumem_client.wire.http import Answer
 from gpumem_client.wire.protocol import PROFILES_PATH, CommandResult, OutOfMemory, ProcessIdentity, Report
-from gpumem_exporter.core.place import HERE
-from gpumem_exporter.profiles.model import KeptDevice, ProfileFacts
+from gpumem_exporter.core.container import HERE
+from gpumem_exporter.features.profiles.stored_profile import KeptDevice, ProfileFacts
 from tests.support.builders import UUIDS, report
 from tests.support.running_exporter import RunningExporter
 from tests.support.waiting import eventually

@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from gpumem_client.wire.protocol import OutOfMemory
+from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.events.model import Event
-from gpumem_exporter.events.ooms import last_ooms
-from gpumem_exporter.events.recorder import Recorder
+from gpumem_exporter.features.events.event_recorder import Recorder
+from gpumem_exporter.features.oom.oom_events import last_ooms
 from tests.support.builders import UUIDS, node, report
 
 

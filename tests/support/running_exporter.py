@@ -17,14 +17,14 @@ from typing import Any
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
+from gpumem_exporter.edge.connections import Limits
+from gpumem_exporter.edge.listeners import bind
+from gpumem_exporter.edge.uvicorn_server import LimitedServer
 from gpumem_exporter.errors import NvmlNotSupportedError, NvmlUnavailableError
-from gpumem_exporter.nvml.provider import DeviceIdentity
-from gpumem_exporter.server.http.connections import Limits
-from gpumem_exporter.server.http.listeners import bind
-from gpumem_exporter.server.http.uvicorn_server import LimitedServer
-from gpumem_exporter.server.runtime import Runtime
-from gpumem_exporter.server.serve import build_server
-from gpumem_exporter.server.settings import load_settings, setting_key
+from gpumem_exporter.node.provider import DeviceIdentity
+from gpumem_exporter.runtime import Runtime
+from gpumem_exporter.serving import build_server
+from gpumem_exporter.settings import load_settings, setting_key
 from tests.support.builders import MIB, UUIDS, NobodyHost
 from tests.support.exporter_process import Metrics
 from tests.support.waiting import eventually, patient

@@ -32,9 +32,9 @@ from tests.support.paths import REPOSITORY
 TORCH = ("torch", "torch._dynamo")
 EXPORTER = (
     "gpumem_exporter.cli.main",
-    "gpumem_exporter.cli.commands.serve",
-    "gpumem_exporter.server.app",
-    "gpumem_exporter.server.serve",
+    "gpumem_exporter.serve_command",
+    "gpumem_exporter.app",
+    "gpumem_exporter.serving",
 )
 """The modules that a zygote imports before it forks."""
 

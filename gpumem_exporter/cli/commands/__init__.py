@@ -1,1 +1,4 @@
-"""The commands, one file each."""
+"""The commands, one file each.
+
+Other folders import: `actions`.
+"""

@@ -25,7 +25,7 @@ from gpumem_exporter.cli.render.terminal import plain, print_result
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gpumem_exporter.nvml.provider import Provider
+    from gpumem_exporter.node.provider import Provider
 
 _EXAMPLES = """\b
 Examples:
@@ -80,7 +80,7 @@ def diagnose(url: str | None, token_file: str | None = None) -> Iterator[Finding
 
 
 def _driver() -> Provider:
-    from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
+    from gpumem_exporter.node.pynvml_provider import PynvmlProvider
 
     return PynvmlProvider()
 

@@ -19,7 +19,7 @@ from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:
     from gpumem_exporter.core.samples import DeviceMemory
-    from gpumem_exporter.nvml.provider import DeviceIdentity, Provider
+    from gpumem_exporter.node.provider import DeviceIdentity, Provider
 
 _SOCKET_SECONDS = 2.0
 # On real drivers, total = used + free + reserved within 2 MiB: NVML rounds each value.

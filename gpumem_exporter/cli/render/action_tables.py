@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN, human_bytes, human_seconds
 from gpumem_exporter.actions.model import is_done
+from gpumem_exporter.actions.sentences import job_name, sentence, subject
 from gpumem_exporter.cli.api_client import Document
 from gpumem_exporter.cli.render.columns import natural
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.view.sentences import job_name, sentence, subject
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -22,6 +22,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Footer, Input, Static
 
 from gpumem_client.wire.errors import GpumemError
+from gpumem_exporter.actions.sentences import sentence
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.clear import act
 from gpumem_exporter.cli.node import Node
@@ -34,7 +35,6 @@ from gpumem_exporter.cli.render.terminal import open_console, plain, table
 from gpumem_exporter.cli.top.detail import DetailScreen, DeviceScreen, JobScreen
 from gpumem_exporter.cli.top.source import NodeSource, in_daemon_thread
 from gpumem_exporter.cli.top.tables import RowTable
-from gpumem_exporter.view.sentences import sentence
 
 _KEYS = (
     ("arrows, j k", "select a row, which stays selected when the order changes"),

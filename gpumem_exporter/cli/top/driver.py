@@ -9,10 +9,10 @@ from typing import Any
 
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import NvmlUnavailableError
-from gpumem_exporter.host.linux import LinuxHost
-from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
-from gpumem_exporter.nvml.reader import NodeReader
-from gpumem_exporter.view.live import ALL_DETAILS, NodeView
+from gpumem_exporter.node.linux import LinuxHost
+from gpumem_exporter.node.pynvml_provider import PynvmlProvider
+from gpumem_exporter.node.reader import NodeReader
+from gpumem_exporter.page.live import ALL_DETAILS, NodeView
 
 _UNKNOWN = ("ledger", "idle_cache_bytes", "allocatable_bytes", "pressure_ratio")
 

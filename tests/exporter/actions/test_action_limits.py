@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from gpumem_exporter.actions.rate_limits import RateLimits
+from gpumem_exporter.edge.problems import retry_after
 from gpumem_exporter.errors import TooManyActionsError
-from gpumem_exporter.server.http.problems import retry_after
 
 
 class Bench:

@@ -9,7 +9,6 @@ import pytest
 
 from gpumem_client.wire.protocol import COMMAND_ACTIONS, CommandResult, StillFree
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.declarations import ANSWER_GRACE_SECONDS, ActionRequest, Target
 from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
 from gpumem_exporter.actions.model import Action, SubmittedAction
@@ -17,6 +16,7 @@ from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
 from gpumem_exporter.actions.terminate import Terminator
+from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
 from tests.support.builders import MIB, UUIDS, NobodyHost, sample

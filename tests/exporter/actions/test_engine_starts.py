@@ -10,9 +10,9 @@ import pytest
 
 from gpumem_client.wire.protocol import Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.declarations import ACTIONS, Target
 from gpumem_exporter.actions.model import Action
+from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
 from gpumem_exporter.core.starting_engines import GROWTH_PAUSE_SECONDS, TITLED_START_SECONDS
 from gpumem_exporter.errors import ActionForbiddenError

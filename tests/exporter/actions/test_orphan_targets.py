@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.selection import select
+from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import LostLauncher, ProcessFacts, Snapshot
 from gpumem_exporter.errors import TargetNotFoundError
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample

@@ -13,7 +13,7 @@ from gpumem_client.wire.procfs import start_time_ticks
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.host.linux import LinuxHost
+from gpumem_exporter.node.linux import LinuxHost
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 OBEDIENT = "import time; print(flush=True); time.sleep(600)"

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import MODES
-from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.results import dry_run_results
 from gpumem_exporter.actions.selection import NodeFacts, select, select_reporting
 from gpumem_exporter.actions.timing import Turn, plan
+from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 

@@ -22,7 +22,7 @@ from gpumem_exporter.cli.doctor.exporter import (
 from gpumem_exporter.cli.doctor.machine import check_driver, check_driver_elsewhere, is_on_this_machine
 from gpumem_exporter.core.samples import DeviceMemory
 from gpumem_exporter.errors import NvmlDeviceLostError, NvmlUnavailableError
-from gpumem_exporter.nvml.provider import DeviceIdentity
+from gpumem_exporter.node.provider import DeviceIdentity
 from tests.support.fleet_builders import process
 from tests.support.golden import assert_golden
 from tests.support.waiting import patient

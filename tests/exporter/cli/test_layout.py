@@ -10,7 +10,7 @@ from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, SORTS, device_ranges
 from gpumem_exporter.cli.render.layout import Layout, Order
 from gpumem_exporter.cli.render.rows import Row, arranged, matches, rows_of
-from gpumem_exporter.view.words import WORDS
+from gpumem_exporter.page.words import WORDS
 from tests.support.live_documents import GIB, device, finding, full_node, job, live, process, unreported
 
 _NAMES = st.text(max_size=40) | st.sampled_from(("漢字" * 20, "\x1b[2J\x1b]0;x\x07", "[bold]x[/bold]", "a\nb\rc\t"))

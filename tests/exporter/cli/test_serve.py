@@ -6,14 +6,14 @@ from types import ModuleType
 import pytest
 
 from gpumem_exporter.cli.main import main
-from gpumem_exporter.server.settings import Settings
+from gpumem_exporter.settings import Settings
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:
     """Replace the server, and record what it would serve."""
     calls: list[tuple[Settings, bool]] = []
-    stand_in = ModuleType("gpumem_exporter.server.serve")
+    stand_in = ModuleType("gpumem_exporter.serving")
 
     def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = None) -> int:
         assert demo_processes in (None, 256)

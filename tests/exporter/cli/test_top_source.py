@@ -9,13 +9,13 @@ import pytest
 from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterError, ExporterUnreachableError
 from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.fleet.options import FleetOptions
-from gpumem_exporter.cli.fleet.overview import FleetSource, overview_document
-from gpumem_exporter.cli.fleet.prometheus import QueryResult
 from gpumem_exporter.cli.render.node_tables import heading, node_tables
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.top.source import Source
 from gpumem_exporter.errors import NvmlUnavailableError, PrometheusError, TargetNotFoundError
+from gpumem_exporter.features.fleet.fleet_options import FleetOptions
+from gpumem_exporter.features.fleet.overview import FleetSource, overview_document
+from gpumem_exporter.features.fleet.prometheus import QueryResult
 from tests.support.live_documents import device, full_node, job, live, process
 
 

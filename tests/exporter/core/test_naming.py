@@ -9,12 +9,12 @@ import pytest
 
 from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.selection import select_reporting
-from gpumem_exporter.collectors.exposition import view_of
+from gpumem_exporter.core.container import Place
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess, Snapshot
-from gpumem_exporter.view.documents import processes_document
+from gpumem_exporter.metrics.exposition import view_of
+from gpumem_exporter.page.documents import processes_document
 from tests.support.builders import MIB, device, node, reporting, sample
 
 SAMPLE = (sample(allocated=MIB),)

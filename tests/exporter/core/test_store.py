@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import CommandResult, OutOfMemory
-from gpumem_exporter.core.place import HERE, UNKNOWN, Place
+from gpumem_exporter.core.container import HERE, UNKNOWN, Place
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError

@@ -17,9 +17,9 @@ from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.programs import MIB
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
-from gpumem_exporter.nvml.reader import NodeReader
-from gpumem_exporter.profiles.document import read_profile
-from gpumem_exporter.profiles.lines import by_owner, lines_of
+from gpumem_exporter.features.profiles.profile_document import read_profile
+from gpumem_exporter.features.profiles.profile_lines import by_owner, lines_of
+from gpumem_exporter.node.reader import NodeReader
 
 START = 1000.0
 COMMANDS = itertools.count(1)

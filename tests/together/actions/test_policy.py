@@ -81,8 +81,8 @@ def test_a_rule_clears_an_idle_process_and_a_dry_run_does_not(
 
 EARLY_AND_LATE = """
 import os, signal, sys
-from gpumem_exporter.server import serve
-make = serve.create_app
+from gpumem_exporter import serving
+make = serving.create_app
 
 def create_app(runtime):
     app = make(runtime)
@@ -105,7 +105,7 @@ def create_app(runtime):
     keeper.reload = reload_and_end
     return app
 
-serve.create_app = create_app
+serving.create_app = create_app
 sys.argv = ["gpumem-exporter", *sys.argv[1:]]
 from gpumem_exporter.cli.main import main
 sys.exit(main())

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
-from gpumem_exporter.host.pod_resources import Container, PodResources, query_device_assignments
+from gpumem_exporter.node.pod_resources import Container, PodResources, query_device_assignments
 from tests.support.builders import UUIDS, device
 from tests.support.kubelet import Kubelet
 from tests.support.waiting import patient, wait_for
@@ -113,8 +113,8 @@ def test_grpc_is_imported_only_with_a_socket_and_its_absence_is_logged_with_a_fi
         "sys.meta_path.insert(0, Refuse())\n"
         "logging.basicConfig(format='%(message)s')\n"
         "from pathlib import Path\n"
-        "from gpumem_exporter.host.pod_resources import PodResources\n"
-        "import gpumem_exporter.server.app\n"
+        "from gpumem_exporter.node.pod_resources import PodResources\n"
+        "import gpumem_exporter.app\n"
         "pods = PodResources(Path(sys.argv[1]))\n"
         "pods.start()\n"
         "import threading\n"

@@ -22,7 +22,7 @@ from urllib.request import urlopen
 import pytest
 import trustme
 
-from gpumem_exporter.cli.fleet.prometheus import Prometheus
+from gpumem_exporter.features.fleet.prometheus import Prometheus
 from tests.support.exporter_process import ExporterProcess
 from tests.support.fake_kubectl import FakeKubectl
 from tests.support.http_servers import serving

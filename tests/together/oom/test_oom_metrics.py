@@ -10,7 +10,7 @@ from typing import Any
 
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
-from gpumem_exporter.events.model import EVENT_TYPES
+from gpumem_exporter.core.event import EVENT_TYPES
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode

@@ -12,7 +12,7 @@ import pytest
 
 from gpumem_client.profile.model import ProfiledDevice, Row
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.server.api import profile_intake
+from gpumem_exporter.features.profiles import profile_intake
 from tests.support.builders import UUIDS, Clock
 from tests.support.profile_documents import Reporter, profile
 from tests.support.running_command import run_command

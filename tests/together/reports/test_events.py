@@ -17,7 +17,7 @@ from typing import Any
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
-from gpumem_exporter.events.storage import FILE_NAME
+from gpumem_exporter.features.events.event_storage import FILE_NAME
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode

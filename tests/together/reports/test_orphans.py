@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.core.samples import LostLauncher
-from gpumem_exporter.host.linux import LinuxHost
+from gpumem_exporter.node.linux import LinuxHost
 from tests.support.adopter import PROGRAM, Adopter
 from tests.support.builders import Clock
 from tests.support.namespaces import children

@@ -21,9 +21,9 @@ from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, to_wire
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.commands.doctor import diagnose
 from gpumem_exporter.cli.doctor import FAIL
-from gpumem_exporter.cli.fleet.options import FleetOptions
-from gpumem_exporter.events.ooms import MAX_PER_MINUTE
-from gpumem_exporter.server.http.listeners import BindError, bind
+from gpumem_exporter.edge.listeners import BindError, bind
+from gpumem_exporter.features.fleet.fleet_options import FleetOptions
+from gpumem_exporter.features.oom.oom_events import MAX_PER_MINUTE
 from tests.support.builders import UUIDS, report
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.other_user import OTHER_UID, needs_root, rogue_server

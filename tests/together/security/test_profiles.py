@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import PROFILES_PATH, OutOfMemory
-from gpumem_exporter.server.api.profile_intake import MAX_OF_PROCESS
+from gpumem_exporter.features.profiles.profile_intake import MAX_OF_PROCESS
 from tests.support.builders import MIB, UUIDS
 from tests.support.local_users import NEW_PID_NAMESPACE, LocalUser, Reply
 from tests.support.namespaces import needs_namespaces

@@ -7,7 +7,7 @@ import pytest
 from gpumem_exporter.cli.commands import doctor
 from gpumem_exporter.cli.commands.doctor import diagnose
 from gpumem_exporter.cli.doctor import FAIL
-from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
+from gpumem_exporter.node.pynvml_provider import PynvmlProvider
 from tests.support.running_exporter import ScriptedProvider, running_exporter
 from tests.support.waiting import eventually
 

@@ -21,9 +21,9 @@ import trustme
 
 from gpumem_client.wire.errors import ExporterUnreachableError, ExporterUntrustedError
 from gpumem_client.wire.http import Answer, Connection
-from gpumem_exporter.cli.fleet.prometheus import Prometheus
-from gpumem_exporter.server.http.listeners import bind
-from gpumem_exporter.server.serve import demo_url
+from gpumem_exporter.edge.listeners import bind
+from gpumem_exporter.features.fleet.prometheus import Prometheus
+from gpumem_exporter.serving import demo_url
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode

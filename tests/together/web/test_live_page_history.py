@@ -14,8 +14,8 @@ from playwright.sync_api import Response
 
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.demo import DemoNode
-from gpumem_exporter.history.file import HistoryFile
-from gpumem_exporter.history.history import History
+from gpumem_exporter.features.history.history import History
+from gpumem_exporter.features.history.history_file import HistoryFile
 from tests.support.builders import Clock, device, node
 from tests.support.live_page import LivePage, OpenPage, browser, open_page
 from tests.support.still_demo import StillDemo, still_demo

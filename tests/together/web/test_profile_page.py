@@ -10,9 +10,9 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from gpumem_client.profile.model import Frame, Owner
-from gpumem_exporter.profiles.diff import Difference, difference
-from gpumem_exporter.profiles.formats import render
-from gpumem_exporter.profiles.model import StoredProfile
+from gpumem_exporter.features.profiles.profile_diff import Difference, difference
+from gpumem_exporter.features.profiles.profile_formats import render
+from gpumem_exporter.features.profiles.stored_profile import StoredProfile
 from tests.support.builders import MIB
 from tests.support.live_page import browser
 from tests.support.made_up_profiles import LINEAR, MAIN, SCRIPT, made_up, many_stacks, stored, training

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpumem_exporter.server.http import connections
-from gpumem_exporter.server.http.connections import Limits
+from gpumem_exporter.edge import connections
+from gpumem_exporter.edge.connections import Limits
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
 from tests.support.waiting import eventually, patient

@@ -16,7 +16,7 @@ import pytest
 
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
-from gpumem_exporter.server.http.listeners import BindError, bind
+from gpumem_exporter.edge.listeners import BindError, bind
 from tests.support.builders import report
 from tests.support.waiting import eventually, patient
 
@@ -45,7 +45,7 @@ def started(command: list[str]) -> Iterator[Exporter]:
             if document["msg"] == "listening":
                 yield Exporter(process, document["addresses"].split(",")[0])
                 break
-            assert document["logger"].startswith("gpumem_exporter.nvml"), line
+            assert document["logger"].startswith("gpumem_exporter.node"), line
         else:
             raise AssertionError("it exited without listening")
     finally:
@@ -90,7 +90,7 @@ def test_a_signal_stops_the_exporter_while_reports_wait(number: signal.Signals, 
         assert not path.exists()
         assert exporter.process.stderr is not None
         said = [json.loads(line) for line in exporter.process.stderr]
-        assert [line for line in said if not line["logger"].startswith("gpumem_exporter.nvml")] == []
+        assert [line for line in said if not line["logger"].startswith("gpumem_exporter.node")] == []
 
 
 def test_an_address_in_use_is_a_one_line_error_with_exit_code_1() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.events.model import Event
+from gpumem_exporter.core.event import Event
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, running_exporter
 from tests.support.waiting import patient

@@ -28,7 +28,7 @@ TAKE = [
     """
 import json, os
 from gpumem_client.wire.errors import GpumemError
-from gpumem_exporter.server.http.listeners import take_systemd_sockets
+from gpumem_exporter.edge.listeners import take_systemd_sockets
 try:
     with take_systemd_sockets() as listeners:
         inheritable = [sock.get_inheritable() for sock in listeners.sockets]

@@ -1,0 +1,473 @@
+"""`/api/v1/actions`: request, list and cancel actions. `/api/v1/caller`: what the caller may do.
+
+The request guard has authorized the caller of actions. The fields of a request are declared in `actions.declarations`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from typing_extensions import TypedDict
+
+from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH
+from gpumem_exporter.actions import sentences
+from gpumem_exporter.actions.audit import Audit
+from gpumem_exporter.actions.declarations import (
+    ACTIONS,
+    GROUP_IS_DEPRECATED,
+    OPTIONS,
+    ORPHANS,
+    SELECTORS,
+    ActionRequest,
+    RequestOption,
+    Target,
+    invalid_fields,
+)
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.lifecycle import ActionState
+from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
+from gpumem_exporter.core.caller import Rights
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.edge.fair_queue import HeldRequests
+from gpumem_exporter.edge.problems import FieldError, ProblemError, problems, retry_after
+from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
+from gpumem_exporter.edge.request_guard import ACTIONS_PATH, CALLER_PATH, Callers
+from gpumem_exporter.errors import (
+    ActionForbiddenError,
+    ActionNotAllowedError,
+    IdempotencyConflictError,
+    TargetNotFoundError,
+    TooManyActionsError,
+)
+from gpumem_exporter.page.jobs import job_of_process
+
+_log = logging.getLogger(__name__)
+
+MAX_WAIT_SECONDS = 60.0
+MAX_FIELDS = 64
+"""The maximum number of fields of an object in a request."""
+
+
+def _names(value: object) -> object:
+    """Accept a string, a number from 0, or a list of them that is not empty."""
+    # Here, not by pydantic, whose error of a union has one entry for each of the types. An empty list is an error: an
+    # action without this part of its target would act on more.
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(each, str) or _is_number(each) for each in values):
+        raise ValueError("must be a string, a number from 0, or a list of them that is not empty")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
+
+
+# A name, a number where a name is expected, or a list of both.
+_Names = Annotated[str | int | list[str | int], BeforeValidator(_names)]
+
+
+class KnownFields(BaseModel):
+    """Accepts no unknown and not many fields: each may be wrong, and a long problem document takes long to build."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are accepted")
+        return value
+
+
+def words(values: object) -> object:
+    """Return the values of a repeatable parameter, each of which may be a list with commas."""
+    return [part.strip() for value in values for part in str(value).split(",")] if isinstance(values, list) else values
+
+
+_STATES = tuple(state.value for state in ActionState)
+
+
+class ListParameters(KnownFields):
+    """The parameters of a list of actions."""
+
+    limit: int = Field(100, ge=1, le=1000, description="the maximum number of actions")
+    action: Annotated[tuple[Literal[ACTIONS], ...], BeforeValidator(words)] = Field(  # type: ignore[valid-type]
+        (), description="only these actions, separated by commas"
+    )
+    state: Annotated[tuple[Literal[_STATES], ...], BeforeValidator(words)] = Field(  # type: ignore[valid-type]
+        (), description="only actions in these states, separated by commas"
+    )
+    job: str | None = Field(
+        None,
+        min_length=1,
+        max_length=2 * MAX_LABEL_LENGTH,
+        description="only actions on processes of this job: its workload, or the id of a running job in `/api/v1/live`",
+    )
+    dry_run: bool | None = Field(None, description="only dry runs; or only other actions")
+
+    def admit(self, action: Action, of_job: Collection[str]) -> bool:
+        """Return whether the list has an action; `of_job` are the pids of the job."""
+        return (
+            (not self.action or action.action in self.action)
+            and (not self.state or action.state in self.state)
+            and self.dry_run in (None, action.dry_run)
+            and (
+                self.job is None or any(each.workload == self.job or str(each.pid) in of_job for each in action.results)
+            )
+        )
+
+
+class _Strict(KnownFields):
+    """Checks types only; `actions.declarations.invalid_fields` checks values."""
+
+    # Unknown fields are errors, as in all `KnownFields`: without a mistyped part, the target could be wider.
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+def _body(name: str, options: Mapping[str, RequestOption], *, base: type[BaseModel], types: Any = None) -> Any:
+    """Return a model with a field for each option, whose values only `invalid_fields` checks."""
+    declared: dict[str, Any] = {}
+    for key, option in options.items():
+        type_ = types or (option.kind if option.default is not None else option.kind | None)
+        schema: dict[str, Any] = {
+            "enum": [*option.choices, None] if option.choices else None,
+            "exclusiveMinimum": option.over,
+            "minimum": option.least,
+            "maxLength" if option.kind is str else "maximum": option.most,
+        }
+        known: dict[str, Any] = {keyword: value for keyword, value in schema.items() if value is not None}
+        declared[key] = type_, Field(option.default, description=option.description, json_schema_extra=known or None)
+    return create_model(name, __base__=base, __module__=__name__, **declared)
+
+
+class TargetBody(_body("_Selectors", SELECTORS, base=_Strict, types=_Names | None)):  # type: ignore[misc]
+    """The target processes. Each field has a value or a list of values; several fields narrow each other."""
+
+    orphans: bool = Field(False, description=ORPHANS.description)
+    all: bool = Field(False, description="without other fields: every reporting process that the caller may act on")
+
+
+class _Required(_Strict):
+    action: str = Field(description="the action", json_schema_extra={"enum": list(ACTIONS)})
+    target: TargetBody
+
+
+class ActionBody(_body("_Options", OPTIONS, base=_Required)):  # type: ignore[misc]
+    """A request for an action."""
+
+    wait_seconds: float = Field(10.0, ge=0, le=MAX_WAIT_SECONDS, description="how long the reply may take")
+
+    def request(self) -> ActionRequest:
+        """Return the request. Raises ProblemError (422) with each invalid field."""
+        if self.group:
+            _log.warning(GROUP_IS_DEPRECATED)
+        values = self.model_dump(exclude={"target", "wait_seconds"})
+        request = ActionRequest(target=Target(**self.target.model_dump()), **values)
+        if invalid := invalid_fields(request):
+            raise ProblemError.invalid([FieldError(each.field, each.message) for each in invalid])
+        return request
+
+
+class PendingDocument(TypedDict):
+    """A process that has a command and no result yet."""
+
+    pid: int | str
+    workload: str
+    rank: str
+    job: str
+    mode: Annotated[str, Field(description="when it acts: now, step or idle")]
+    at_step: Annotated[int | None, Field(description="the step after which all ranks of its job act")]
+
+
+class _ActionValues(TypedDict):
+    id: str
+    action: str
+    state: Annotated[str, Field(json_schema_extra={"enum": list(_STATES)})]
+    requested_by: Annotated[
+        str, Field(description="the caller: unix:uid=…, loopback:uid=…, token:FILE@…, policy:RULE or alert:NAME")
+    ]
+    created: Annotated[str, Field(description="RFC 3339")]
+    target: dict[str, str | int | bool | list[str | int]]
+    mode: Annotated[str, Field(description="as requested; each result has the mode of its process")]
+    group: Annotated[bool, Field(description="whether the ranks of a job act together")]
+    at_step: Annotated[int | None, Field(description="their step, if there is one such job")]
+    deadline_seconds: Annotated[float, Field(description="the latest deadline of a process, from the request on")]
+    dry_run: bool
+    reason: str
+    duration_seconds: float | None
+    freed_bytes: int | None
+    settle_seconds: float
+    settling: Annotated[bool, Field(description="still_free_bytes may still become known")]
+    still_free_bytes: Annotated[
+        int | None, Field(description="of freed_bytes, after settle_seconds; in a dry run the idle cache")
+    ]
+    waits_for: Annotated[
+        list[EngineWait], Field(description="the starting inference engines that it waits for; in a dry run, would")
+    ]
+    subject: Annotated[str, Field(description="the job of its results, or the number of their processes, for people")]
+    sentence: Annotated[
+        str, Field(description="what it waits for or did, for people; in a dry run what it would do and stays free")
+    ]
+
+
+_COMPUTED = ("created", "target", "waits_for", "subject", "sentence")
+_COPIED = tuple(name for name in _ActionValues.__annotations__ if name not in _COMPUTED)
+_RESULT = tuple(field.name for field in fields(ActionResult))
+
+
+class ActionDocument(_ActionValues):
+    """An action. Values that were not measured are null."""
+
+    results: list[ActionResult]
+    pending: Annotated[list[PendingDocument], Field(description="the processes of a running action without a result")]
+
+
+class ListedActionDocument(_ActionValues):
+    """An action without its results."""
+
+    outcomes: Annotated[dict[str, int], Field(description="the number of results with each outcome")]
+
+
+class ActionsDocument(TypedDict):
+    """The last actions, newest first. Each `GET /api/v1/actions/{id}` has the results."""
+
+    actions: list[ListedActionDocument]
+
+
+def action_document(action: Action) -> dict[str, Any]:
+    """Return an action as an `ActionDocument`."""
+    document = {
+        **{name: getattr(action, name) for name in _COPIED},
+        "created": iso_time(action.created_unix_seconds),
+        "target": action.target.document(),
+        "waits_for": [asdict(engine) for engine in action.waits_for],
+        "results": [_result(result) for result in action.results],
+        "pending": [asdict(part) for part in action.pending],
+    }
+    document["subject"] = sentences.subject(document["results"])
+    document["sentence"] = sentences.sentence(document)
+    return document
+
+
+def listed_action_document(action: Action) -> dict[str, Any]:
+    """Return an action as a `ListedActionDocument`."""
+    document = action_document(action)
+    del document["results"], document["pending"]
+    return {**document, "outcomes": action.outcomes}
+
+
+def _result(result: ActionResult) -> dict[str, Any]:
+    row = {name: getattr(result, name) for name in _RESULT}
+    if result.snapshot is not None:
+        row["snapshot"] = asdict(result.snapshot)
+    return row
+
+
+MAX_IDEMPOTENCY_KEY_LENGTH = 255
+MAX_LISTED_TEXT = 1 << 20
+INLINE_RESULTS = 16
+"""The number of results that the event loop encodes itself, in less than 1 ms. Waking the thread takes as long."""
+
+_UNKNOWN_ACTION = "the action is unknown, or too old to be kept"
+
+_IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=MAX_IDEMPOTENCY_KEY_LENGTH,
+        pattern="^[ -~]*$",
+        description="a repeated request with the same key returns the action of the first one",
+    ),
+]
+
+
+def _route(running: str, *problem_statuses: int) -> dict[str, Any]:
+    """Describe a route that returns an action: 200 if it has ended, 202 with this description if it is running."""
+    return {
+        "responses": {
+            200: json_reply(ActionDocument, "the action has ended"),
+            202: json_reply(ActionDocument, running),
+            **problems(*problem_statuses),
+        }
+    }
+
+
+_SUBMIT = _route("the action is running; `Location` is its path", 401, 403, 404, 409, 413, 415, 422, 429)
+_CANCEL = _route("the processes forget their commands", 401, 403, 404)
+
+
+def actions_router(
+    *,
+    dispatcher: Dispatcher,
+    audit: Audit,
+    held_requests: HeldRequests,
+    renderer: Renderer,
+    snapshot: Callable[[], Snapshot],
+) -> APIRouter:
+    """Return the routes of actions."""
+    routes = ActionRoutes(dispatcher, audit, held_requests, renderer, snapshot)
+    path = ACTIONS_PATH + "/{action_id}"
+    router = APIRouter(tags=["actions"])
+    router.post(ACTIONS_PATH, **_SUBMIT)(routes.submit)
+    router.get(ACTIONS_PATH, responses={200: json_reply(ActionsDocument), **problems(401, 403, 422)})(routes.recent)
+    router.get(path, responses={200: json_reply(ActionDocument), **problems(401, 403, 404)})(routes.one)
+    router.delete(path, **_CANCEL)(routes.cancel)
+    return router
+
+
+class ActionRoutes:
+    """The handlers of the routes."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        audit: Audit,
+        held_requests: HeldRequests,
+        renderer: Renderer,
+        snapshot: Callable[[], Snapshot],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._audit = audit
+        self._held_requests = held_requests
+        self._renderer = renderer
+        self._snapshot = snapshot
+
+    async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
+        """Request an action on the target processes and wait up to `wait_seconds` for its results."""
+        if idempotency_key is not None:
+            await self._audit.wait_until_restored()
+        with refusals_as_problems():
+            action = self._dispatcher.submit(
+                body.request(), requested_by=request.state.caller, idempotency_key=idempotency_key
+            )
+        if not action.finished and body.wait_seconds > 0:
+            await self._held_requests.hold(action.id, body.wait_seconds, request.receive)
+            action = self._dispatcher.get(action.id) or action
+        reply = await self._recorded(action)
+        if not action.finished:
+            reply.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
+        return reply
+
+    async def recent(self, request: Request, parameters: Annotated[ListParameters, Query()]) -> Response:
+        """The audit log: the last actions without their results, newest first.
+
+        A caller without the rights to all sees its own actions. Long targets shorten the list, to about 1 MiB.
+        """
+        visible = [action for action in self._dispatcher.recent() if action.visible_to(request.state.caller)]
+        names = self._snapshot().names
+
+        def listing() -> bytes:
+            of_job = {name for name, process in names.reporting if job_of_process(process) == parameters.job}
+            return _listing(islice((each for each in visible if parameters.admit(each, of_job)), parameters.limit))
+
+        return json_response(await self._renderer.render(listing))
+
+    async def one(self, request: Request, action_id: str) -> Response:
+        """One action."""
+        return await self._recorded(self._visible(request, action_id), running_status=200)
+
+    async def cancel(self, request: Request, action_id: str) -> Response:
+        """Cancel the parts of an action that have not started. May be repeated."""
+        if self._visible(request, action_id) is None:
+            raise ProblemError(404, _UNKNOWN_ACTION)
+        return await self._recorded(self._dispatcher.cancel(action_id, requested_by=request.state.caller))
+
+    def _visible(self, request: Request, action_id: str) -> Action | None:
+        action = self._dispatcher.get(action_id)
+        return action if action is not None and action.visible_to(request.state.caller) else None
+
+    async def _recorded(self, action: Action | None, running_status: int = 202) -> Response:
+        """Return the action. If it has ended, wait until its end is stored."""
+        if action is None:
+            raise ProblemError(404, _UNKNOWN_ACTION)
+        if action.finished:
+            await self._audit.wait_until_stored(action)
+        status = 200 if action.finished else running_status
+        if len(action.results) + len(action.planned) <= INLINE_RESULTS:
+            return json_response(_document(action), status)
+        # A document of many results is built in its turn, and once for all requests that wait: it may take MiB.
+        body = await self._renderer.render_shared(("action", id(action)), lambda: _document(action))
+        return json_response(body, status)
+
+
+def _document(action: Action) -> bytes:
+    return encoded(action_document(action))
+
+
+def _listing(actions: Iterable[Action]) -> bytes:
+    texts: list[str] = []
+    size = 0
+    for action in actions:
+        texts.append(json.dumps(listed_action_document(action), ensure_ascii=False, allow_nan=False))
+        size += len(texts[-1])
+        if size > MAX_LISTED_TEXT:
+            break
+    return f'{{"actions": [{", ".join(texts)}]}}'.encode("utf-8", "replace")
+
+
+@contextlib.contextmanager
+def refusals_as_problems() -> Iterator[None]:
+    """Turn the errors of the dispatcher into problems."""
+    try:
+        yield
+    except (ActionNotAllowedError, ActionForbiddenError) as error:
+        raise ProblemError(403, str(error)) from None
+    except TargetNotFoundError as error:
+        raise ProblemError(404, str(error)) from None
+    except TooManyActionsError as error:
+        raise ProblemError(429, str(error), {"Retry-After": retry_after(error.retry_seconds)}) from None
+    except IdempotencyConflictError as error:
+        raise ProblemError(409, str(error)) from None
+
+
+class CallerDocument(TypedDict):
+    """What the caller may do."""
+
+    uid: Annotated[int | None, Field(description="the caller's user as the kernel names it; null if it is unknown")]
+    rights: Annotated[
+        str,
+        Field(
+            description=(
+                "all: every process and the exporter itself; own: the processes of the caller's user, in a container "
+                "only the processes of that container; none"
+            ),
+            json_schema_extra={"enum": [rights.value for rights in Rights]},
+        ),
+    ]
+    actions: Annotated[list[str], Field(description="the actions that the caller may request")]
+    allowed_actions: Annotated[
+        list[str], Field(description="the actions of --action.allow, which a caller with all rights may request")
+    ]
+    processes: Annotated[int, Field(description="the number of reporting processes that the caller may act on")]
+    reason: Annotated[str | None, Field(description="why the caller has no rights; null if it has some")]
+
+
+def caller_router(*, callers: Callers, allowed: tuple[str, ...], snapshot: Callable[[], Snapshot]) -> APIRouter:
+    """Return the route that shows the rights of its caller; `allowed` are the actions of `--action.allow`."""
+    router = APIRouter(tags=["actions"])
+
+    @router.get(CALLER_PATH, responses={200: json_reply(CallerDocument), **problems(403)})
+    async def caller(request: Request) -> Response:
+        """The rights of the caller, and the number of processes that it may act on."""
+        found = await callers.of(request.scope)
+        refusal = callers.refusal(found, request.scope)
+        document: CallerDocument = {
+            "uid": found.uid,
+            "rights": found.rights.value,
+            "actions": list(found.permitted_actions(allowed)),
+            "allowed_actions": list(allowed),
+            "processes": sum(found.may_act_on(process) for _, process in snapshot().names.reporting),
+            "reason": refusal.detail if refusal is not None else None,
+        }
+        return json_response(document)
+
+    return router

@@ -1,0 +1,155 @@
+"""Records actions: each before a process gets its command, and its end before the caller gets the reply.
+
+With `--storage.path`, the records are on disk by then. Otherwise only ends are recorded, in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TypeVar
+
+from gpumem_client.wire.errors import StorageError
+from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions.declarations import MAX_DEADLINE_SECONDS
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
+from gpumem_exporter.core.event import ACTION_REQUESTED, Event, Query
+from gpumem_exporter.features.events.event_recorder import Recorder, read_action, read_requested
+
+T = TypeVar("T")
+
+_RESTARTED = "the exporter restarted before the result arrived; the action may have been done"
+_RESTORED_SECONDS = 2 * MAX_DEADLINE_SECONDS
+_RETRY_SECONDS = 1.0
+_WAIT_SECONDS = 5.0
+_PAGE = 500
+# The dispatcher keeps about this number of actions and results. The audit trail may have many times more.
+_MAX_ROWS = 16384
+
+_log = logging.getLogger(__name__)
+
+
+class Audit:
+    """Records actions and reads them after a restart; `durable` if the records are on disk. Event loop only."""
+
+    def __init__(
+        self,
+        events: Recorder,
+        *,
+        durable: bool,
+        wall_clock: Callable[[], float],
+        count: Callable[[Action], None],
+        poll_soon: Callable[[], None],
+    ) -> None:
+        self._events = events
+        self.durable = durable
+        self._wall_clock = wall_clock
+        self._count = count
+        self._poll_soon = poll_soon
+        self._ends: dict[str, Future[bool]] = {}
+        self._restored = asyncio.Event()
+
+    async def record(self, submitted: SubmittedAction) -> None:
+        """Record a new action; return when it is on disk, or when the disk fails."""
+        await self._events.log.wait_until_kept(self._events.action_requested(submitted))
+
+    def finished(self, action: Action) -> None:
+        """Count, log and record the end of an action, and poll the driver."""
+        self._count(action)
+        _log_end(action)
+        self.store_end(action)
+        if not action.dry_run:
+            self._poll_soon()
+
+    def store_end(self, action: Action) -> None:
+        """Record the end of an action."""
+        stored = self._events.action_finished(action)
+        if stored is not None and self.durable:
+            self._ends = {known: end for known, end in self._ends.items() if not end.done()}
+            self._ends[action.id] = stored
+
+    async def wait_until_stored(self, action: Action) -> None:
+        """Return when the end of an action is on disk, or when the disk fails."""
+        end = self._ends.get(action.id)
+        if end is not None:
+            await self._events.log.wait_until_kept(end)
+
+    async def wait_until_restored(self) -> None:
+        """Wait until the dispatcher knows the actions before the restart, for some seconds at most."""
+        if self.durable and not self._restored.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._restored.wait(), _WAIT_SECONDS)
+
+    async def restore(self, dispatcher: Dispatcher) -> None:
+        """Give the dispatcher the actions before the restart. Retries while the disk fails."""
+        if not self.durable:
+            return
+        since_unix_seconds = self._wall_clock() - _RESTORED_SECONDS
+        query = Query(since_unix_seconds=since_unix_seconds, types=(ACTION_REQUESTED, "action"), limit=_PAGE)
+        try:
+            while True:
+                try:
+                    events = await self._events.log.pages(query, max_rows=_MAX_ROWS)
+                except StorageError:
+                    await asyncio.sleep(_RETRY_SECONDS)  # the event log has logged the error
+                else:
+                    break
+            self._restore(dispatcher, events)
+        except Exception:  # noqa: BLE001 - another attempt would fail in the same way
+            _log.exception("cannot restore the actions before this start")
+        finally:
+            self._restored.set()
+
+    def _restore(self, dispatcher: Dispatcher, events: Sequence[Event]) -> None:
+        submitted = dict(_readable(events, ACTION_REQUESTED, read_requested))
+        finished = dict(_readable(events, "action", read_action))
+        ended_ids = {event.detail.get("id") for event in events if event.type == "action"}
+        known = [(action, submitted.get(action_id)) for action_id, action in finished.items()]
+        # After a restart, an action without a recorded end has failed. Processes that keep its command forget it. It is
+        # unknown whether other processes have run it.
+        for action_id, origin in submitted.items():
+            if action_id not in ended_ids and dispatcher.get(action_id) is None:
+                lost = _lost(origin)
+                known.append((lost, origin))
+                self.finished(lost)
+        for action, submission in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
+            dispatcher.restore(action, submission)
+
+
+def _readable(events: Sequence[Event], type_: str, read: Callable[[Event], T]) -> Iterator[tuple[str, T]]:
+    """Yield the readable actions by id. Another version of the exporter may have written other events."""
+    for event in events:
+        if event.type == type_:
+            try:
+                yield event.detail["id"], read(event)
+            except Exception:  # noqa: BLE001 - the other events are still read
+                _log.exception("cannot read a recorded action", extra={"fields": {"event": event.id}})
+
+
+def _lost(submitted: SubmittedAction) -> Action:
+    results = tuple(
+        ActionResult(pid, workload, rank, "", "", "failed", _RESTARTED, ReasonCode.EXPORTER_RESTARTED)
+        for pid, workload, rank in submitted.processes
+    )
+    return replace(submitted.action, state="failed", results=results)
+
+
+def _log_end(action: Action) -> None:
+    fields = {
+        "id": action.id,
+        "action": action.action,
+        "state": action.state,
+        "target": action.target.describe(),
+        "requested_by": action.requested_by,
+        "reason": action.reason,
+        "dry_run": str(action.dry_run).lower(),
+        "outcomes": ",".join(f"{outcome}:{count}" for outcome, count in sorted(action.outcomes.items())),
+        "freed_bytes": action.freed_bytes,
+        "duration_seconds": action.duration_seconds,
+    }
+    _log.log(logging.DEBUG if action.unlisted else logging.INFO, "action finished", extra={"fields": fields})

@@ -1,4 +1,0 @@
-"""Policies: rules that request actions by themselves.
-
-Other folders import: `evaluation`, `rules`, `values`.
-"""

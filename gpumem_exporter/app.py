@@ -1,0 +1,263 @@
+"""Builds the application: routes, guards and the parts that run beside requests. Nothing is built at import."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeAlias
+
+from fastapi import APIRouter, FastAPI
+
+from gpumem_client.wire.protocol import REPORTS_PATH
+from gpumem_exporter import __version__
+from gpumem_exporter.actions.action_routes import actions_router, caller_router
+from gpumem_exporter.actions.nvml_route import nvml_router
+from gpumem_exporter.edge.listeners import parse_listen_address
+from gpumem_exporter.edge.problems import install_problem_handlers
+from gpumem_exporter.edge.request_guard import Guard
+from gpumem_exporter.edge.tokens import FileRefresher
+from gpumem_exporter.features.events.event_routes import events_router, jobs_router
+from gpumem_exporter.features.history.history_route import history_router
+from gpumem_exporter.features.policy.alerts import AlertReceiver, alerts_router
+from gpumem_exporter.features.policy.policy_route import policy_router
+from gpumem_exporter.features.profiles.profile_routes import ProfileAccess, ProfileRoutes, profiles_router
+from gpumem_exporter.health import health_router
+from gpumem_exporter.housekeeping import (
+    keep_house,
+    release_free_memory,
+    reloading_on_hangup,
+    restore_ends,
+    restore_ooms,
+)
+from gpumem_exporter.metrics.metrics_route import MetricsRoute
+from gpumem_exporter.page.live_route import live_router
+from gpumem_exporter.page.page_routes import Page, page_router
+from gpumem_exporter.page.runbooks import runbook_router
+from gpumem_exporter.page.state_routes import state_router
+from gpumem_exporter.reports.process_liveness import SILENT_SECONDS
+from gpumem_exporter.runtime import Runtime
+
+_Lifespan: TypeAlias = "Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]"
+
+POLLER_STOP_SECONDS = 0.5
+"""A poller that hangs in the driver is abandoned: its thread is a daemon."""
+EVENTS_STOP_SECONDS = 1.0
+"""The time for storing the queued events at the exit."""
+HISTORY_STOP_SECONDS = 2.0
+"""The time for saving the history at the exit; a full one takes 0.5 s of CPU."""
+
+
+def create_app(runtime: Runtime) -> FastAPI:
+    """Build the application, whose lifespan starts and stops the exporter's parts."""
+    app = _Application(runtime, _lifespan(runtime))
+    with _without_pydantic_v1():
+        for router in (*_api_routers(runtime), *_page_routers(runtime)):
+            app.include_router(router)
+    _add_guard(app, runtime)
+    install_problem_handlers(app)
+    return app
+
+
+class _Application(FastAPI):
+    def __init__(self, runtime: Runtime, lifespan: _Lifespan) -> None:
+        super().__init__(
+            title="gpumem-exporter",
+            version=__version__,
+            description="Shows where the GPU memory of PyTorch processes goes, and releases it on request.",
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
+            lifespan=lifespan,
+            # Older versions of FastAPI ignore this argument.
+            telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
+        )
+        self._runtime = runtime
+        self._described_with_users = False
+
+    def openapi(self) -> dict[str, Any]:
+        """Describe the API at the first request, and after a reload that has added or removed all users."""
+        runtime = self._runtime
+        users = runtime.web is not None and len(runtime.web.users) > 0
+        if self.openapi_schema is None or users != self._described_with_users:
+            from gpumem_exporter.openapi import Credentials, describe
+
+            credentials = Credentials(
+                action_token=runtime.callers.rule.token is not None,
+                report_token=runtime.reports_rule.token is not None,
+                users=users,
+            )
+            self._described_with_users = users
+            self.openapi_schema = describe(
+                self, telemetry_path=runtime.settings.web_telemetry_path, credentials=credentials
+            )
+        return self.openapi_schema
+
+
+@contextlib.contextmanager
+def _without_pydantic_v1() -> Iterator[None]:
+    """Make imports of `pydantic.v1` fail meanwhile."""
+    # FastAPI tries that import to recognize models of pydantic's version 1, and continues without it. This saves 30 ms
+    # of CPU at the start and 4 MB.
+    if "pydantic.v1" in sys.modules:
+        yield
+        return
+    sys.modules["pydantic.v1"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["pydantic.v1"]
+
+
+def _api_routers(runtime: Runtime) -> list[APIRouter]:
+    dispatcher, audit, held_requests = runtime.dispatcher, runtime.audit, runtime.held_requests
+    hide_identities = runtime.settings.web_hide_identities
+    access = ProfileAccess(runtime.profiles, runtime.store)
+    return [
+        state_router(
+            snapshot=runtime.snapshot,
+            source=runtime.source,
+            renderer=runtime.renderer,
+            hide_identities_from=runtime.callers if hide_identities else None,
+        ),
+        history_router(
+            runtime.history,
+            runtime.renderer,
+            snapshot=runtime.snapshot,
+            wall_clock=runtime.wall_clock,
+            hide_identities_from=runtime.callers if hide_identities else None,
+        ),
+        caller_router(callers=runtime.callers, allowed=runtime.settings.action_allow, snapshot=runtime.snapshot),
+        actions_router(
+            dispatcher=dispatcher,
+            audit=audit,
+            held_requests=held_requests,
+            renderer=runtime.renderer,
+            snapshot=runtime.snapshot,
+        ),
+        alerts_router(
+            AlertReceiver(
+                dispatcher,
+                runtime.policies,
+                runtime.snapshot,
+                clock=runtime.clock,
+                wall_clock=runtime.wall_clock,
+                # By then, every process that still runs has reported to an exporter that has just started.
+                complete_seconds=runtime.clock() + runtime.settings.report_expiry,
+            ),
+            own_names=runtime.own_names,
+            count_alert=runtime.instruments.count_alert,
+        ),
+        policy_router(runtime.policies),
+        profiles_router(
+            runtime.profile_intake,
+            ProfileRoutes(access, runtime.scraped_profiles, dispatcher, held_requests, runtime.renderer),
+        ),
+        events_router(
+            runtime.events.log, runtime.renderer, profile_of=access.of_error, hide_identities=hide_identities
+        ),
+        jobs_router(runtime.events, runtime.renderer, profiles_of=access.newest_first, hide_identities=hide_identities),
+        nvml_router(
+            poller=runtime.poller,
+            dispatcher=dispatcher,
+            audit=audit,
+            held_requests=held_requests,
+            clock=runtime.clock,
+        ),
+        health_router(health=runtime.health, snapshot=runtime.snapshot),
+    ]
+
+
+def _page_routers(runtime: Runtime) -> list[APIRouter]:
+    settings = runtime.settings
+    page = Page(__version__, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
+    hide_identities_from = runtime.callers if settings.web_hide_identities else None
+    return [
+        live_router(runtime.live, page_digest=lambda: page.digest, hide_identities_from=hide_identities_from),
+        page_router(page),
+        runbook_router(),
+    ]
+
+
+def _add_guard(app: FastAPI, runtime: Runtime) -> None:
+    app.add_middleware(
+        Guard,
+        routes={
+            REPORTS_PATH: runtime.reports,
+            runtime.settings.web_telemetry_path: MetricsRoute(runtime.exposition, runtime.store, runtime.clock),
+        },
+        own_names=runtime.own_names,
+        reports=runtime.reports_rule,
+        callers=runtime.callers,
+        on_report_refused=runtime.instruments.count_report,
+        loopback_only=all(parse_listen_address(each).is_loopback for each in runtime.settings.web_listen_address),
+        web=runtime.web,
+    )
+
+
+def _lifespan(runtime: Runtime) -> _Lifespan:
+    pods = runtime.pods
+    rules = (runtime.reports_rule, runtime.callers.rule)
+    files = FileRefresher([part.refresh for part in (*(rule.token for rule in rules), runtime.web) if part is not None])
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        files.start()
+        runtime.events.log.start()
+        if pods is not None:
+            pods.start()
+        runtime.poller.start()
+        runtime.history_recorder.start()
+        runtime.cache_use.start()
+        tasks = [
+            asyncio.ensure_future(keep_house(_chores(runtime))),
+            asyncio.ensure_future(release_free_memory()),
+            asyncio.ensure_future(
+                restore_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
+            ),
+            asyncio.ensure_future(
+                restore_ends(
+                    runtime.events, runtime.store, runtime.host, clock=runtime.clock, silent_seconds=SILENT_SECONDS
+                )
+            ),
+            asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
+            asyncio.ensure_future(asyncio.to_thread(runtime.profiles.load)),
+        ]
+        try:
+            with reloading_on_hangup(
+                [part.reload_on_hangup for part in (runtime.policies, runtime.web) if part is not None]
+            ):
+                yield
+        finally:
+            runtime.held_requests.stop()
+            runtime.presence.close()
+            for task in tasks:
+                task.cancel()
+            if pods is not None:
+                pods.stop()
+            files.stop()
+            runtime.renderer.close()
+            runtime.cache_use.stop()
+            await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
+            await asyncio.to_thread(runtime.history_recorder.stop, HISTORY_STOP_SECONDS)
+            # The event log is last, because the poller records events until it has stopped.
+            await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)
+
+    return lifespan
+
+
+def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
+    """Return the work that is due once a second, by name."""
+    chores: dict[str, Callable[[], None]] = {
+        "beat": lambda: runtime.store.beat(runtime.clock()),
+        "expire_actions": runtime.dispatcher.expire,
+        "remove_ended_processes": runtime.presence.sweep,
+        "delete_unconfirmed_profiles": runtime.profile_intake.expire,
+        "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
+    }
+    if runtime.policies is not None:
+        chores["run_policies"] = runtime.policies.tick
+    if runtime.socket_file is not None:
+        chores["check_socket"] = runtime.socket_file.check
+    return chores

@@ -1,6 +1,0 @@
-"""`fleet`: Prometheus selects exporters and processes by a query; each exporter acts on its own processes.
-
-There is no inventory and no coordinator.
-
-Other folders import: `action`, `options`, `overview`.
-"""

@@ -1,0 +1,378 @@
+"""Checks requests before the routes that change something or show events: caller, web page, size of the body.
+
+The other routes are readable by every client, except by web pages if the exporter listens on loopback alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gpumem_client.wire.protocol import PROFILES_PATH, REPORTS_PATH
+from gpumem_exporter.core.caller import Caller, CallerKind, Rights
+from gpumem_exporter.edge.listeners import is_loopback
+from gpumem_exporter.edge.peer import Peer, PeerPlaces
+from gpumem_exporter.edge.problems import ProblemError
+from gpumem_exporter.edge.tokens import TokenFile
+from gpumem_exporter.features.profiles.profile_document import MAX_BODY_BYTES as MAX_PROFILE_BYTES
+
+if TYPE_CHECKING:
+    from gpumem_exporter.edge.web_access import WebAccess  # loaded only if there is a web configuration
+
+ACTIONS_PATH = "/api/v1/actions"
+ALERTS_PATH = "/api/v1/alerts"
+CALLER_PATH = "/api/v1/caller"
+EVENTS_PATH = "/api/v1/events"
+HISTORY_PATH = "/api/v1/history"
+JOBS_PATH = "/api/v1/jobs"
+LIVE_PATH = "/api/v1/live"
+NVML_PATH = "/api/v1/nvml"
+PROCESSES_PATH = "/api/v1/processes"
+RELOAD_PATH = "/-/reload"
+
+MAX_REPORT_BYTES = 1 << 20
+"""The largest report: three times one of 64 devices with 16 phases and components each."""
+MAX_ALERTS_BYTES = 1 << 20
+"""The largest body from Alertmanager, which sends all alerts of a group in one body, about 1 KiB each."""
+MAX_BODY_BYTES = 64 << 10
+"""The largest body on the other routes."""
+
+_FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
+_LOOPBACK_NAMES = frozenset(("localhost", "ip6-localhost", "127.0.0.1", "::1"))
+_LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES, PROFILES_PATH: MAX_PROFILE_BYTES}
+_OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 503: "busy"}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The clients that may use a group of routes: with a token file the clients with its token, else local users."""
+
+    what: str
+    """The subject of the routes, for messages: "actions"."""
+    flag: str
+    """The flag of the token file."""
+    token: TokenFile | None
+    """Required from every client; None admits every user of this machine."""
+
+    def admit(self, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
+        """Raise the ProblemError of a client that is refused."""
+        if (problem := self.refusal(peer, headers)) is not None:
+            raise problem
+
+    def refusal(self, peer: Peer, headers: Mapping[bytes, bytes]) -> ProblemError | None:
+        """Return why a client is refused; None if it is admitted.
+
+        401: a missing or wrong token. 403: the exporter has no token and cannot identify the user.
+        """
+        if self.token is not None:
+            return None if self.matches_token(headers) else self._unauthorized(headers)
+        if peer.uid is not None:
+            return None
+        place = f"from {peer.host}"
+        if not peer.host or is_loopback(peer.host):
+            place = "through a proxy, nor from a user that the kernel does not name"
+        return ProblemError(
+            403,
+            f"{self.what} are allowed over loopback and the unix socket, not {place}; start the "
+            f"exporter with {self.flag} and send that token",
+        )
+
+    def matches_token(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Return whether a request has this rule's token."""
+        scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
+        return self.token is not None and scheme.lower() == b"bearer" and self.token.matches(presented.strip())
+
+    def _unauthorized(self, headers: Mapping[bytes, bytes]) -> ProblemError:
+        bearer = headers.get(b"authorization", b"").lower().startswith(b"bearer")
+        wrong = "wrong token" if bearer else "a token is required"
+        return ProblemError(
+            401,
+            f"{self.what}: {wrong}; send the token of the exporter's {self.flag}",
+            {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """Identifies the callers of actions and decides their rights.
+
+    The token grants every right. Without a token file, root and the exporter's own user have every right if they are
+    in the exporter's PID and user namespace and in no container; any other user of this machine may act on its own
+    processes, and in a container only on processes in the same container. A caller in an unknown place has no rights.
+    """
+
+    rule: Rule
+    """For actions."""
+    owner_uid: int = field(default_factory=os.geteuid)
+    """The uid of the exporter."""
+    places: PeerPlaces = field(default_factory=PeerPlaces)
+
+    async def of(self, scope: Mapping[str, Any]) -> Caller:
+        """Return the caller of an ASGI request. It has no rights if the rule refuses the request."""
+        peer: Peer = scope["state"]["peer"]
+        caller = _identified(peer)
+        if self.rule.refusal(peer, dict(scope["headers"])) is not None:
+            return caller
+        if self.rule.token is not None:
+            return replace(caller, rights=Rights.ALL, token=self.rule.token.path.name)
+        place, certain = peer.where or await self.places.of(peer)
+        if not place.known:
+            return replace(caller, place=place)
+        has_all = place.here and certain and peer.uid in (0, self.owner_uid)
+        return replace(caller, rights=Rights.ALL if has_all else Rights.OWN, place=place)
+
+    async def admit(self, scope: Mapping[str, Any]) -> Caller:
+        """Return the caller of an ASGI request, which may act at least on its own processes.
+
+        Raises ProblemError as `Rule.admit` does, and with 403 if the caller is in an unknown place.
+        """
+        caller = await self.of(scope)
+        if caller.rights is Rights.NONE and (problem := self.refusal(caller, scope)) is not None:
+            raise problem
+        return caller
+
+    def refusal(self, caller: Caller, scope: Mapping[str, Any]) -> ProblemError | None:
+        """Return why a caller has no rights; None if it has some."""
+        problem = self.rule.refusal(scope["state"]["peer"], dict(scope["headers"]))
+        if problem is not None or caller.rights is not Rights.NONE:
+            return problem
+        return ProblemError(
+            403,
+            f"{self.rule.what}: the exporter cannot see where the process of {caller} runs, as through `kubectl "
+            "port-forward`; use the unix socket, on Kubernetes from the exporter's container with `kubectl exec`, or "
+            f"start the exporter with {self.rule.flag} and send that token",
+        )
+
+    def require_all(self, caller: Caller, what: str) -> None:
+        """Raise a ProblemError (403) for a caller that may only act on its own processes."""
+        if caller.rights is Rights.ALL:
+            return
+        users = "root" if self.owner_uid == 0 else f"root and uid {self.owner_uid}"
+        raise ProblemError(
+            403,
+            f"{what}: allowed for {users} outside of containers, not for {caller}, which may act on its own "
+            f"processes; use the unix socket as root, or start the exporter with {self.rule.flag} and send that token",
+        )
+
+
+def _identified(peer: Peer) -> Caller:
+    """Return the peer as a caller without rights."""
+    if peer.uid is None:
+        return Caller(CallerKind.TCP if peer.host else CallerKind.UNKNOWN, host=peer.host)
+    if peer.host:
+        return Caller(CallerKind.LOOPBACK, uid=peer.uid, host=peer.host)
+    return Caller(CallerKind.UNIX, uid=peer.uid, pid=peer.pid)
+
+
+class OwnNames:
+    """The names of the exporter that `Host` and `Origin` may have."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(name.lower().rstrip(".") for name in names if name) | _LOOPBACK_NAMES
+
+    def require_own_host(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raise a ProblemError (403) for a request for another host name."""
+        # In a DNS rebinding attack, another site's name resolves to this machine's address; the name reveals the
+        # attack. An IP address cannot be rebound, so every IP address is accepted.
+        authority = headers.get(b"host", b"").decode("latin-1")
+        host = _host(authority)
+        if not authority or host in self._names:
+            return
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            shown = repr(authority[:200])
+            detail = f"the Host {shown} is not this exporter's: use its IP address, the machine's name or a token"
+            raise ProblemError(403, detail) from None
+
+    def name_this_node(self, authority: str, address: str) -> bool:
+        """Return whether `host:port` names this machine and no other. A request came to `address`."""
+        host = _host(authority)
+        try:
+            ip = ipaddress.ip_address(host)
+        except ValueError:
+            return host in self._names - _LOOPBACK_NAMES
+        return not ip.is_loopback and not ip.is_unspecified and host in (*self._names, address)
+
+
+def _host(authority: str) -> str:
+    host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
+    return host.lower().rstrip(".")
+
+
+def require_own_page(headers: Mapping[bytes, bytes]) -> None:
+    """Raise a ProblemError (403) for a request that a browser marks as made by another site's page."""
+    origin = headers.get(b"origin")
+    if origin is not None:
+        page = origin.decode("latin-1")
+        scheme, separator, authority = page.lower().partition("://")
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if not separator or scheme not in ("http", "https") or authority != host:
+            raise ProblemError(
+                403, f"requests from the web page {page[:200]!r} are refused: it is not a page of the exporter"
+            )
+    if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+        raise ProblemError(403, "requests from other sites' web pages are refused")
+
+
+def is_restricted(path: str) -> bool:
+    """Return whether the rule for actions guards a path."""
+    folders = (ACTIONS_PATH, EVENTS_PATH, JOBS_PATH, NVML_PATH, PROCESSES_PATH, PROFILES_PATH)
+    return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, PROFILES_PATH, RELOAD_PATH) or path.startswith(
+        tuple([f"{folder}/" for folder in folders])
+    )
+
+
+def is_report(method: str, path: str) -> bool:
+    """Return whether the rule for reports guards a request: a report, or a profile that a reporter sends."""
+    return path == REPORTS_PATH or (path == PROFILES_PATH and method == "POST")
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """The middleware. It sets `peer` in the request's state, and `caller` on the routes of actions and events."""
+
+    app: ASGIApp
+    routes: Mapping[str, ASGIApp]
+    """The most frequent routes by path, besides `app`: FastAPI's search for a route takes as long as they do."""
+    own_names: OwnNames
+    reports: Rule
+    callers: Callers
+    on_report_refused: Callable[[str], None]
+    """Called with the outcome of a refused report: `unauthorized`, `too_large`, `busy` or `invalid`."""
+    loopback_only: bool = False
+    """Whether the exporter listens on loopback alone. A request for another name then reads nothing."""
+    web: WebAccess | None = None
+    """The users of the TCP addresses, from `--web.config.file`."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on an admitted request; answer others with a problem."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path, method = scope["path"], scope["method"]
+        try:
+            guarded = await self._admit(scope, path)
+            if guarded and method == "POST":
+                receive = _replay(await read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
+        except ProblemError as problem:
+            _log.debug("%s %s refused: %s %s", method, path, problem.status, problem.detail)
+            if path == REPORTS_PATH:
+                self.on_report_refused(_OUTCOMES.get(problem.status, "invalid"))
+            await problem.response()(scope, receive, send)
+            return
+        except DisconnectedError:
+            return
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server sends no body
+        await self.routes.get(path, self.app)(scope, receive, send)
+
+    async def _admit(self, scope: Scope, path: str) -> bool:
+        """Return whether the request is for a route that changes something or shows events.
+
+        Raises ProblemError if the request is refused.
+        """
+        headers, state = dict(scope["headers"]), scope.setdefault("state", {})
+        state.setdefault("owner", "")  # without the server's own protocol, as in tests
+        peer = state.get("peer") or Peer()
+        if not _FORWARDED.isdisjoint(headers):
+            # The kernel names the proxy, on a socket too, whose user is not the caller.
+            peer = Peer(peer.host)
+        state["peer"] = peer
+        reports = is_report(scope["method"], path)
+        await self._require_password(reports, peer, headers)
+        rule = self.reports if reports else self.callers.rule
+        if not reports and not is_restricted(path):
+            # What these show depends on the caller, so another site's page must not ask in the user's name.
+            if path in (CALLER_PATH, HISTORY_PATH, LIVE_PATH):
+                require_own_page(headers)
+            # Clients on this machine use its names; a request for another name is a web page's.
+            if self.loopback_only and peer.host and not rule.matches_token(headers):
+                self.own_names.require_own_host(headers)
+            return False
+        require_own_page(headers)
+        if rule.token is None:
+            # A client with the token is not a web page, and may use any name of the exporter.
+            self.own_names.require_own_host(headers)
+        if reports:
+            rule.admit(peer, headers)
+        else:
+            state["caller"] = caller = await self.callers.admit(scope)
+            if path in (ALERTS_PATH, RELOAD_PATH) or path.startswith(NVML_PATH + "/"):
+                self.callers.require_all(caller, path)
+        # A reload has no body, so its Content-Type does not matter.
+        if scope["method"] == "POST" and path != RELOAD_PATH:
+            _require_json(headers, b"gzip" if path == PROFILES_PATH else b"identity")
+        return True
+
+    async def _require_password(self, reports: bool, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
+        """Restrict every route over TCP to the users, as Prometheus' own exporters do.
+
+        The token of actions opens every route, the token of reports only their route.
+        """
+        # The unix socket is exempt: the kernel identifies its clients.
+        if self.web is None or not len(self.web.users) or peer.on_unix_socket:
+            return
+        # A request has either a password or a token in its one `Authorization` header: a token stands for both.
+        if self.callers.rule.matches_token(headers) or (reports and self.reports.matches_token(headers)):
+            return
+        await self.web.users.authenticate(headers.get(b"authorization", b""))
+
+
+class DisconnectedError(Exception):
+    """The client disconnected before its body was complete."""
+
+
+def _require_json(headers: Mapping[bytes, bytes], encoding: bytes) -> None:
+    # A web page cannot send this media type to another site without that site's permission.
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        raise ProblemError(415, "expected JSON with `Content-Type: application/json`")
+    if headers.get(b"content-encoding", b"identity").lower() != encoding:
+        expected = "a body without Content-Encoding" if encoding == b"identity" else "`Content-Encoding: gzip`"
+        raise ProblemError(415, f"expected {expected}")
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Read the whole body. Raises ProblemError if it is longer than `limit` bytes, or DisconnectedError."""
+    for name, value in scope["headers"]:
+        # The parser cuts off a body that is longer than its Content-Length.
+        if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > limit):
+            raise _too_large(limit)
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise DisconnectedError
+        part: bytes = message.get("body", b"")
+        if len(body) + len(part) > limit:
+            raise _too_large(limit)
+        if not message.get("more_body", False):
+            return bytes(body + part) if body else part
+        body += part
+        del message, part  # it may wait for the next part
+
+
+def _too_large(limit: int) -> ProblemError:
+    return ProblemError(413, f"the body is longer than {limit} bytes, the maximum of this route")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that returns the whole body, then the messages of the connection: `http.disconnect`."""
+    replayed_once = False
+
+    async def replayed() -> Message:
+        nonlocal replayed_once
+        if replayed_once:
+            return await receive()
+        replayed_once = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed

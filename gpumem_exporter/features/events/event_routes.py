@@ -1,0 +1,460 @@
+"""`GET /api/v1/events`: what happened on the node. `GET /api/v1/jobs/{id}`: the memory of a job, also after its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Request, Response
+from fastapi import Query as QueryParameters
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field
+from typing_extensions import TypedDict
+
+from gpumem_client.wire.errors import StorageError
+from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
+from gpumem_exporter.actions.action_routes import KnownFields, words
+from gpumem_exporter.core.caller import Caller, Rights
+from gpumem_exporter.core.event import AUDIT_TYPES, EVENT_TYPES, Event, Page, Query
+from gpumem_exporter.core.samples import IDENTITY_FIELDS
+from gpumem_exporter.edge.problems import ProblemError, problems
+from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
+from gpumem_exporter.edge.request_guard import EVENTS_PATH, JOBS_PATH
+from gpumem_exporter.features.events.event_entries import Entry, fold
+from gpumem_exporter.features.events.event_log import EventLog
+from gpumem_exporter.features.events.event_recorder import Recorder
+from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY, ProfileFacts
+from gpumem_exporter.page.oom import explanation
+
+MAX_LISTED = 1000
+_BEFORE_SECONDS = 600.0
+# The maximum number of entries before an event.
+_MAX_BEFORE = 8
+# The number of events of the device, and of the job, that are folded to the entries before an event.
+_BEFORE_PAGE = 100
+# The values that `--web.hide-identities` hides. The end of a process also has its user as a number, and its
+# Slurm job, whose user Slurm names.
+_IDENTITIES = (*IDENTITY_FIELDS, "uid", "slurm_job_id")
+_JOB_PAGE = 1000
+# A page has at most 1000 processes and 1 MiB of events.
+_MAX_JOB_PAGES = 8
+
+
+def _known_types(values: Sequence[str]) -> tuple[str, ...]:
+    if not set(values) <= set(EVENT_TYPES):
+        raise ValueError(f"must be one or more of {', '.join(EVENT_TYPES)}, separated by commas")
+    return tuple(dict.fromkeys(values))
+
+
+def _restore_plus(value: object) -> object:
+    """Replace the space that an unescaped `+` of a time zone becomes in a query."""
+    return value.replace(" ", "+") if isinstance(value, str) else value
+
+
+class EventParameters(KnownFields):
+    """The parameters of a query for events."""
+
+    after: int | None = Field(None, ge=0, le=2**63 - 1, description="only events with a greater id")
+    since: Annotated[AwareDatetime, BeforeValidator(_restore_plus)] | None = Field(
+        None, description="only events at or after this time: Unix seconds, or RFC 3339"
+    )
+    type: Annotated[tuple[str, ...], BeforeValidator(words), AfterValidator(_known_types)] = Field(
+        (),
+        description="only events of these types, separated by commas",
+        json_schema_extra={"items": {"type": "string", "enum": list(EVENT_TYPES)}},
+    )
+    job: str | None = Field(
+        None,
+        min_length=1,
+        max_length=2 * MAX_LABEL_LENGTH,
+        description="only events about this job: its workload, or its id in `/api/v1/live`; an action is about each "
+        "target",
+    )
+    device: str | None = Field(
+        None, min_length=1, max_length=MAX_LABEL_LENGTH, description="only events about the device of this uuid"
+    )
+    pid: str | None = Field(
+        None,
+        pattern=r"^[0-9]{1,10}(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?$",
+        description="only events about this process, as its `pid` label names it; an action is about each target",
+    )
+    limit: int = Field(100, ge=1, le=MAX_LISTED, description="the maximum number of events; a page may have fewer")
+    fold: bool = Field(
+        False,
+        description="return starts and ends of short jobs, and errors of a job on a device, as one event, whose "
+        "`folded` has their numbers",
+    )
+
+    @property
+    def latest(self) -> bool:
+        """Whether the reply has the last events."""
+        return self.after is None and self.since is None
+
+    def query(self) -> Query:
+        """Return the query for the event log."""
+        since = None if self.since is None else self.since.timestamp()
+        # The last 100 entries may stand for many more events.
+        limit = MAX_LISTED if self.fold and self.latest else self.limit
+        return Query(
+            after=self.after,
+            since_unix_seconds=since,
+            types=self.type or EVENT_TYPES,
+            pid=self.pid,
+            job=self.job,
+            device=self.device,
+            limit=limit,
+        )
+
+
+class FoldedDocument(TypedDict):
+    """Of several starts and ends, or of several errors: how many, and the time of the first."""
+
+    starts: int
+    ends: int
+    errors: int
+    first_unix_seconds: float
+
+
+class EventDocument(TypedDict):
+    """An event. Values that are unknown or that do not apply are null."""
+
+    id: Annotated[int, Field(description="increases from event to event, also after a restart")]
+    type: Annotated[str, Field(json_schema_extra={"enum": list(EVENT_TYPES)})]
+    time: Annotated[str, Field(description="when it happened, in RFC 3339")]
+    unix_seconds: float
+    gpu: str | None
+    uuid: str | None
+    pid: Annotated[int | str | None, Field(description="the `pid` label of the process' series")]
+    workload: str | None
+    rank: str | None
+    job: Annotated[str | None, Field(description="the id of the process' job in `/api/v1/live`")]
+    detail: Annotated[dict[str, Any], Field(description="values that depend on the type")]
+    title: Annotated[str, Field(description="what happened, in one or two words")]
+    text: Annotated[str, Field(description="whose event it is, and its values, in one line")]
+    severity: Annotated[str, Field(json_schema_extra={"enum": ["critical", "warning", "info"]})]
+    folded: Annotated[
+        FoldedDocument | None,
+        Field(description="with `fold`: the event stands for several, of which it is the last; otherwise null"),
+    ]
+
+
+class EventsDocument(TypedDict):
+    """A page of events. `next_after` is the `after` of the next request; `more`: there are more events now."""
+
+    events: list[EventDocument]
+    next_after: int
+    more: bool
+
+
+class PartDocument(TypedDict):
+    """A part of a device's memory at an error: of the process, of another job, of the driver, or free."""
+
+    key: Annotated[str, Field(description="a category of the ledger, `job`, `rest` or `free`")]
+    label: str
+    bytes: int
+    job: Annotated[str | None, Field(description="the id of the other job in `/api/v1/live`")]
+    idle: Annotated[int | None, Field(description="the job's idle cache, which is part of `bytes`")]
+
+
+class ExplanationDocument(TypedDict):
+    """Why memory was not enough, what to do, and the device's memory at that moment, without unknown parts."""
+
+    cause: Literal["passed", "fragmented", "idle_cache", "growth", "limit", "others", "too_large", "unknown"]
+    verdict: str
+    advice: str
+    parts: list[PartDocument]
+
+
+class OneEventDocument(TypedDict):
+    """An event; of an out-of-memory error, also its explanation. `before`: what happened on its device and in its job.
+
+    Entries of `before` are folded, at most ten minutes older than the event, the newest first.
+    """
+
+    event: EventDocument
+    explanation: ExplanationDocument | None
+    before: list[EventDocument]
+
+
+def events_router(
+    log: EventLog,
+    renderer: Renderer,
+    *,
+    profile_of: Callable[[Caller, Event], str | None] = lambda _, __: None,
+    hide_identities: bool,
+) -> APIRouter:
+    """Return the route of events.
+
+    `profile_of` returns the id of the memory profile of an out-of-memory error, if the caller sees it. With
+    `hide_identities`, users, commands and pods are hidden from callers that may not act on every process.
+    """
+    router = APIRouter(tags=["events"])
+
+    async def read(query: Query) -> Page:
+        try:
+            return await log.page(query)
+        except StorageError as error:
+            raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
+
+    def visible(request: Request, events: Sequence[Event]) -> tuple[Event, ...]:
+        caller: Caller = request.state.caller
+        seen = tuple(events)
+        if caller.rights is not Rights.ALL:
+            seen = events_for_user(events, caller, hide_identities=hide_identities)
+        # A profile arrives after the event, and may make room for others before the event.
+        return tuple(
+            replace(event, detail={**event.detail, "profile": profile_of(caller, event)})
+            if event.type == "oom"
+            else event
+            for event in seen
+        )
+
+    @router.get(EVENTS_PATH, responses={200: json_reply(EventsDocument), **problems(401, 403, 422, 503)})
+    async def events(request: Request, parameters: Annotated[EventParameters, QueryParameters()]) -> Response:
+        """The events in the order in which the exporter recorded them.
+
+        Without `after` and `since`, the reply has the last `limit` events. With one of them, it has the first `limit`
+        events that match; `after=<next_after>` continues from there. With `fold`, the last `limit` events may stand for
+        up to 1000. A caller that may only act on its own processes gets no events about the actions of others.
+
+        With `--storage.path`, events are on disk and survive a restart. The reply to a report with an out-of-memory
+        error waits up to one second until the event is on disk. If the disk fails, the event stays in memory and
+        `/health` reports the error.
+        """
+        page = await read(parameters.query())
+        page = replace(page, events=visible(request, page.events))
+        most = parameters.limit if parameters.latest else MAX_LISTED
+        return json_response(
+            await renderer.render(lambda: encoded(events_document(page, folded=parameters.fold, most=most)))
+        )
+
+    @router.get(
+        EVENTS_PATH + "/{number}", responses={200: json_reply(OneEventDocument), **problems(401, 403, 404, 422, 503)}
+    )
+    async def event(request: Request, number: Annotated[int, Path(ge=1, le=2**63 - 1)]) -> Response:
+        """One event, with what came before. An out-of-memory error has its cause and the memory at that moment."""
+        page = await read(Query(after=number - 1, limit=1))
+        found = [each for each in visible(request, page.events) if each.id == number]
+        if not found:
+            raise ProblemError(404, f"there is no event {number}: it expired, or it is about another user's action")
+        (about,) = found
+        earlier = Query(before=number, limit=_BEFORE_PAGE)
+        queries = [replace(earlier, device=about.uuid)] if about.uuid else []
+        if job := about.job or about.workload:
+            queries.append(replace(earlier, job=job))
+        before = {each.id: each for query in queries for each in visible(request, (await read(query)).events)}
+        return json_response(await renderer.render(lambda: encoded(one_event_document(about, before.values()))))
+
+    return router
+
+
+def one_event_document(event: Event, earlier: Iterable[Event]) -> OneEventDocument:
+    """Return an event as JSON, with its explanation and what came before; `earlier` has the events to choose from."""
+    time = event.time_unix_seconds
+    near = [each for each in earlier if time - _BEFORE_SECONDS <= each.time_unix_seconds < time]
+    entries = fold(sorted(near, key=lambda each: each.time_unix_seconds))
+    explained: Any = explanation(event.detail) if event.type == "oom" else None
+    return {
+        "event": _event(Entry(event)),
+        "explanation": explained,
+        "before": [_event(entry) for entry in reversed(entries[-_MAX_BEFORE:])],
+    }
+
+
+def events_for_user(events: Sequence[Event], caller: Caller, *, hide_identities: bool) -> tuple[Event, ...]:
+    """Return the events for a caller that may only act on its own processes."""
+    visible = [event for event in events if event.type not in AUDIT_TYPES or event.detail.get("caller") == caller.key]
+    if hide_identities:
+        visible = [replace(event, detail=_without_identities(event.detail)) for event in visible]
+    return tuple(visible)
+
+
+def _without_identities(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values without users, commands and pods, also of the jobs beside an out-of-memory error."""
+    shown = {name: None if name in _IDENTITIES else value for name, value in values.items()}
+    device = shown.get("device")
+    # Without `jobs`, the other jobs of the device are not known. An empty list would say that there were none.
+    if isinstance(device, dict) and device.get("jobs") is not None:
+        shown["device"] = {**device, "jobs": [_without_identities(job) for job in device["jobs"]]}
+    return shown
+
+
+def events_document(page: Page, *, folded: bool = False, most: int = MAX_LISTED) -> EventsDocument:
+    """Return a page of events as JSON: its last `most` entries."""
+    entries = fold(page.events) if folded else [Entry(event) for event in page.events]
+    return {"events": [_event(entry) for entry in entries[-most:]], "next_after": page.next_after, "more": page.more}
+
+
+def _event(entry: Entry) -> EventDocument:
+    event = entry.event
+    return {
+        "id": event.id,
+        "type": event.type,
+        "time": iso_time(event.time_unix_seconds),
+        "unix_seconds": event.time_unix_seconds,
+        "gpu": event.gpu,
+        "uuid": event.uuid,
+        "pid": event.pid,
+        "workload": event.workload,
+        "rank": event.rank,
+        "job": event.job or None,
+        "detail": dict(event.detail),
+        "title": entry.title,
+        "text": entry.text,
+        "severity": entry.severity,
+        "folded": None
+        if not entry.folded
+        else {
+            "starts": entry.starts,
+            "ends": entry.ends,
+            "errors": entry.errors,
+            "first_unix_seconds": entry.first_unix_seconds,
+        },
+    }
+
+
+class JobDeviceDocument(TypedDict):
+    """The memory of a process on one device. Unknown values are null."""
+
+    gpu: str | None
+    uuid: str
+    used_peak_bytes: int | None
+    used_mean_bytes: int | None
+    reserved_highest_bytes: int | None
+    idle_cache_mean_bytes: int | None
+
+
+class JobProcessDocument(TypedDict):
+    """A process of a job. `end_unix_seconds` is null while it reports."""
+
+    pid: int | str
+    uid: Annotated[int | None, Field(description="its user; null if only a token vouches for the process")]
+    workload: str | None
+    rank: str | None
+    first_report_unix_seconds: float
+    end_unix_seconds: float | None
+    devices: list[JobDeviceDocument]
+
+
+class JobProfileDocument(TypedDict):
+    """The memory profile of an out-of-memory error: `GET /api/v1/profiles/{id}`."""
+
+    id: str
+    unix_seconds: float
+    pid: int | str
+    rank: str
+
+
+class JobDocument(TypedDict):
+    """The processes of a job that reported to this exporter: first the caller's, in the order of their ends.
+
+    `more`: it has more than fit into a reply. The missing ones are the latest of the
+    users with the most processes. `profiles`: of its out-of-memory errors,
+    newest first; only of processes that the caller may act on.
+    """
+
+    job_id: str
+    processes: list[JobProcessDocument]
+    more: bool
+    profiles: list[JobProfileDocument]
+
+
+class JobParameters(KnownFields):
+    """The parameters of a query for a job."""
+
+    uid: int | None = Field(None, ge=0, lt=2**32, description="only processes of this user")
+
+
+def jobs_router(
+    recorder: Recorder,
+    renderer: Renderer,
+    *,
+    profiles_of: Callable[[Caller], Sequence[ProfileFacts]] = lambda _: (),
+    hide_identities: bool,
+) -> APIRouter:
+    """Return the route of jobs. `profiles_of` returns the profiles that a caller sees, newest first.
+
+    With `hide_identities`, a caller that may not act on every process gets its own processes only.
+    """
+    router = APIRouter(tags=["events"])
+    reading = asyncio.Lock()
+    """One reply is built at a time: each may have thousands of processes."""
+
+    @router.get(JOBS_PATH + "/{job_id}", responses={200: json_reply(JobDocument), **problems(401, 403, 404, 422, 503)})
+    async def job(
+        request: Request,
+        job_id: Annotated[str, Path(max_length=MAX_LABEL_LENGTH)],
+        parameters: Annotated[JobParameters, QueryParameters()],
+    ) -> Response:
+        """Peaks and means of the processes with this Slurm or Ray job id, from their first report on.
+
+        The values of ended processes come from their `process_ended` events; the values of running processes count from
+        the exporter's start. The callers that may read events may read jobs. A process that is in a cgroup of
+        slurmstepd has the job of that cgroup, whatever it reports; `uid` leaves out what other users claim.
+        """
+        caller: Caller = request.state.caller
+        owner = caller.share if hide_identities and caller.rights is not Rights.ALL else None
+        query = Query(
+            after=0,
+            types=("process_ended",),
+            job_id=job_id,
+            uid=parameters.uid,
+            owner=owner,
+            first_owner=caller.share,
+            limit=_JOB_PAGE,
+        )
+        async with reading:
+            try:
+                processes, more = await _ended_processes(recorder.log, query)
+            except StorageError as error:
+                raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
+            processes += [
+                (event.owner, {**_job_process(event), "end_unix_seconds": None})
+                for event in recorder.running(job_id)
+                if owner in (None, event.owner) and parameters.uid in (None, event.detail["uid"])
+            ]
+            if not processes:
+                raise ProblemError(404, f"no process of job {job_id!r} has reported to this exporter")
+            processes.sort(key=lambda each: each[0] != caller.share)
+            document = {"job_id": job_id, "processes": [process for _, process in processes], "more": more}
+            return json_response(
+                await renderer.render(
+                    lambda: encoded({**document, "profiles": _job_profiles(profiles_of(caller), job_id)})
+                )
+            )
+
+    return router
+
+
+def _job_profiles(profiles: Iterable[ProfileFacts], job_id: str) -> list[JobProfileDocument]:
+    return [
+        {"id": each.id, "unix_seconds": each.time_unix_seconds, "pid": each.pid, "rank": each.rank}
+        for each in profiles
+        if each.cause == OUT_OF_MEMORY and job_id in (each.slurm_job_id, each.ray_job_id)
+    ]
+
+
+async def _ended_processes(log: EventLog, query: Query) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
+    """Return the ended processes of a job with their owners, and whether there are more."""
+    processes: list[tuple[str, dict[str, Any]]] = []
+    for _ in range(_MAX_JOB_PAGES):
+        page = await log.page(query)
+        processes += [(event.owner, _job_process(event)) for event in page.events]
+        if not page.more:
+            return processes, False
+        query = replace(query, skip=len(processes))
+    return processes, True
+
+
+def _job_process(event: Event) -> dict[str, Any]:
+    names = tuple(JobDeviceDocument.__annotations__)
+    return {
+        "pid": event.pid,
+        "uid": event.detail.get("uid"),
+        "workload": event.workload,
+        "rank": event.rank,
+        "first_report_unix_seconds": event.detail.get("first_report_unix_seconds"),
+        "end_unix_seconds": event.time_unix_seconds,
+        "devices": [{name: row.get(name) for name in names} for row in event.detail.get("devices", ())],
+    }

@@ -1,0 +1,418 @@
+"""The SQLite database of events: a file in the folder of `--storage.path`, or memory.
+
+Committed events survive SIGKILL, and power loss if the disk honors syncs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gpumem_client.wire.errors import StorageError
+from gpumem_exporter.core.event import AUDIT_TYPES, Event, Page, Query, detail_json
+from gpumem_exporter.core.naming import json_pid
+
+T = TypeVar("T")
+
+FILE_NAME = "events.db"
+MEMORY_BYTES = 8 << 20
+"""The largest size of the database without a folder."""
+
+_VERSION = 1
+_PAGE_BYTES = 4096
+_WAL_PAGES = 256
+# The largest size of the write-ahead log between checkpoints, which is subtracted from the limit of the file.
+_WAL_BYTES = 2 << 20
+# WAL mode with `synchronous=FULL` writes and syncs a commit before any reader sees it. The file is locked while it is
+# open, so that a second exporter on the same folder gets an error.
+_SETTINGS = (
+    f"page_size = {_PAGE_BYTES}",
+    "locking_mode = EXCLUSIVE",
+    "journal_mode = WAL",
+    "synchronous = FULL",
+    f"wal_autocheckpoint = {_WAL_PAGES}",
+    f"journal_size_limit = {_WAL_BYTES // 2}",
+)
+# The maximum number of characters of detail in one page, so that a reply does not block the event loop for long.
+_PAGE_TEXT = 1 << 20
+
+_SCHEMA = """
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY,
+    type TEXT NOT NULL,
+    time REAL NOT NULL,
+    gpu TEXT, uuid TEXT, pid TEXT, workload TEXT, rank TEXT,
+    detail TEXT NOT NULL,
+    subject TEXT
+);
+CREATE INDEX events_time ON events (time);
+CREATE INDEX events_subject ON events (subject, id) WHERE subject IS NOT NULL;
+"""
+_COLUMNS_OF_LATER_VERSIONS = {"owner": "TEXT", "stored": "REAL", "job": "TEXT"}
+# Added to a file of an earlier exporter, which can still use the file: the format stays 1.
+_LATER_SCHEMA = """
+CREATE TABLE IF NOT EXISTS running_time (seconds REAL NOT NULL, monotonic_seconds REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS events_owner ON events (owner);
+CREATE INDEX IF NOT EXISTS events_stored ON events (stored);
+CREATE INDEX IF NOT EXISTS events_job ON events (job) WHERE job != '';
+CREATE INDEX IF NOT EXISTS events_slurm_job ON events (json_extract(detail, '$.slurm_job_id'))
+    WHERE type = 'process_ended';
+CREATE INDEX IF NOT EXISTS events_ray_job ON events (json_extract(detail, '$.ray_job_id'))
+    WHERE type = 'process_ended';
+"""
+# The running time is written this often; so much may be lost if the machine loses power.
+_RUNNING_TIME_STEP_SECONDS = 60.0
+_COLUMNS = (
+    *("id", "type", "time", "gpu", "uuid", "pid", "workload", "rank"),
+    *("detail", "subject", "owner", "stored", "job"),
+)
+_INSERT = f"INSERT INTO events ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"  # noqa: S608
+_IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
+# Selects the bytes of each owner's events, of the audit trail and of the others. 256 bytes are the other columns.
+_SIZES = f"SELECT {_IS_AUDIT}, owner, sum(length(detail) + 256) FROM events GROUP BY 1, 2"  # noqa: S608 - constant names
+_OLDEST_OF_OWNER = f"""SELECT id, length(detail) + 256 FROM events
+    WHERE owner = ? AND ({_IS_AUDIT}) = ? ORDER BY id"""  # noqa: S608 - constant names
+_EXPIRED = f"SELECT id, {_IS_AUDIT}, owner, length(detail) + 256 FROM events WHERE stored < ?"  # noqa: S608
+# Selects the events with a value in a column, and the actions with a result that has it.
+_ABOUT = """({0} = :{0} OR (type = 'action' AND EXISTS (
+    SELECT 1 FROM json_each(detail, '$.results') WHERE CAST(json_extract(value, '$.{0}') AS TEXT) = :{0})))"""
+_OF_DEVICE = f"""({_ABOUT.format("uuid")} OR (type IN ('process_started', 'process_ended') AND EXISTS (
+    SELECT 1 FROM json_each(detail, '$.devices') WHERE json_extract(value, '$.uuid') = :uuid)))"""  # noqa: S608 - constant names
+_PIDS_OF_JOB = "(SELECT pid FROM events WHERE job = :job AND job != '')"
+_OF_JOB = f"""(job = :job OR workload = :job OR (type IN ('action', 'policy_stopped') AND (
+    pid IN {_PIDS_OF_JOB} OR EXISTS (
+        SELECT 1 FROM json_each(detail, '$.results') WHERE json_extract(value, '$.workload') = :job
+        OR CAST(json_extract(value, '$.pid') AS TEXT) IN {_PIDS_OF_JOB}))))"""  # noqa: S608 - constant names
+_LAST_OF_SUBJECT = """NOT EXISTS (
+    SELECT 1 FROM events AS later WHERE later.subject = events.subject AND later.id > events.id)"""
+_OF_JOB_ID = """id IN (
+    SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.slurm_job_id') = :job_id
+    UNION SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.ray_job_id') = :job_id)"""
+
+
+class Storage:
+    """Stores events for a limited time in limited space, in memory without a `folder`. Not thread-safe.
+
+    The retention time does not count while the machine is off. It uses no wall clock, which may be wrong after a start.
+    `max_bytes` limits the file with its write-ahead log. The audit trail and the other events have half of it each, and
+    may use what the other half does not need. In each half, the owner with the most bytes loses its oldest events.
+    An error closes the file, and the next call opens it again. `clock` has the seconds since the machine's start.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        retention_seconds: float,
+        max_bytes: int,
+        wall_clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = None if folder is None else folder / FILE_NAME
+        self._retention_seconds = retention_seconds
+        self._bytes = min(max_bytes, MEMORY_BYTES) if folder is None else max(max_bytes - _WAL_BYTES, max_bytes // 2)
+        self._wall_clock = wall_clock
+        self._clock = clock
+        # On the clock, the start of the running time: the time in which exporters have had this file open.
+        self._running_since_seconds = 0.0
+        self._written_running_seconds = 0.0
+        # The bytes of the audit trail and of the other events of each owner; None if they have to be read.
+        self._sizes: Counter[tuple[bool, str]] | None = None
+        self._connection: sqlite3.Connection | None = None
+        self._inode = 0
+        self.damaged_file = ""
+        """The path to which the last damaged file was moved; empty if there was none."""
+
+    def __str__(self) -> str:
+        return "memory" if self._path is None else str(self._path)
+
+    def maintain(self) -> None:
+        """Open the file if necessary, and delete expired events. Raises StorageError."""
+        self._attempt(lambda connection: self._transaction(connection, ()))
+
+    def append(self, events: Sequence[Event]) -> list[Event]:
+        """Store the events that are not duplicates in one commit, and return them, or raise StorageError."""
+        rows = [(event, _row(event)) for event in events]
+        return self._attempt(lambda connection: self._transaction(connection, rows))
+
+    def read(self, query: Query) -> Page:
+        """Return the events that match a query. Raises StorageError."""
+        return self._attempt(lambda connection: _read(connection, query))
+
+    def close(self) -> None:
+        """Close the file. Without a folder, all events are lost."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
+
+    def _attempt(self, operation: Callable[[sqlite3.Connection], T]) -> T:
+        """Run an operation on the open file. A damaged file is moved, and the operation runs on a new file."""
+        try:
+            try:
+                return operation(self._open())
+            except sqlite3.DatabaseError as error:
+                # Python raises the base class only for SQLITE_CORRUPT and SQLITE_NOTADB, a subclass for other errors.
+                if type(error) is not sqlite3.DatabaseError or self._path is None:
+                    raise
+                self._move_damaged_file(self._path)
+                return operation(self._open())
+        except (sqlite3.Error, OSError) as error:
+            if self._path is not None:
+                self.close()
+            raise StorageError(self._error_text(error)) from error
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is not None and not self._was_replaced():
+            return self._connection
+        self.close()
+        if self._path is not None:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.touch(mode=0o600)  # the mode of SQLite's other files too
+            with contextlib.suppress(PermissionError):
+                self._path.chmod(0o600)  # an older exporter created it
+        # No timeout: another exporter keeps its lock for as long as it runs.
+        connection = sqlite3.connect(":memory:" if self._path is None else self._path, timeout=0, isolation_level=None)
+        connection.row_factory = sqlite3.Row
+        try:
+            for setting in _SETTINGS:
+                connection.execute(f"PRAGMA {setting}")
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self._inode = 0 if self._path is None else self._path.stat().st_ino
+        self._connection = connection
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            raise StorageError(f"{self._path} was written by another version (its format is {version}, not {_VERSION})")
+        (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        if version == 0:
+            connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+        known = {row[1] for row in connection.execute("PRAGMA table_info(events)")}
+        added = [
+            f"ALTER TABLE events ADD COLUMN {name} {type_};"
+            for name, type_ in _COLUMNS_OF_LATER_VERSIONS.items()
+            if name not in known
+        ]
+        connection.executescript(f"BEGIN IMMEDIATE; {''.join(added)} {_LATER_SCHEMA} COMMIT;")
+        self._start_running_time(connection)
+        self._sizes = None
+
+    def _start_running_time(self, connection: sqlite3.Connection) -> None:
+        """Continue the running time of the file."""
+        # While the machine stays on, its clock shows how long the file was closed. If the clock shows less than when
+        # the file was last used, the machine has been restarted, and the file was closed for at least what the clock
+        # shows.
+        now = self._clock()
+        row = connection.execute("SELECT seconds, monotonic_seconds FROM running_time").fetchone()
+        if row is None:
+            row = (0.0, now)
+            connection.execute("INSERT INTO running_time VALUES (?, ?)", row)
+        seconds, last_seconds = row
+        running_seconds = seconds + (now - last_seconds if now >= last_seconds else now)
+        self._running_since_seconds = now - running_seconds
+        self._written_running_seconds = seconds
+        # Events of an earlier exporter count from now on.
+        connection.execute(
+            "UPDATE events SET owner = coalesce(owner, json_extract(detail, '$.caller'), ''), stored = ? "
+            "WHERE stored IS NULL",
+            (running_seconds,),
+        )
+
+    def _was_replaced(self) -> bool:
+        """Return whether the file was removed or replaced."""
+        # SQLite would go on with the file that it has open, and the events would be lost with it.
+        if self._path is None:
+            return False
+        try:
+            return self._path.stat().st_ino != self._inode
+        except FileNotFoundError:
+            return True
+
+    def _move_damaged_file(self, path: Path) -> None:
+        self.close()
+        damaged = path.with_name(path.name + ".damaged")
+        for suffix in ("-wal", "-shm", ""):
+            with contextlib.suppress(FileNotFoundError):
+                path.with_name(path.name + suffix).replace(damaged.with_name(damaged.name + suffix))
+        self.damaged_file = str(damaged)
+
+    def _transaction(self, connection: sqlite3.Connection, rows: Sequence[tuple[Event, dict[str, Any]]]) -> list[Event]:
+        stored: list[Event] = []
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            running_seconds = self._clock() - self._running_since_seconds
+            if self._sizes is None:
+                self._sizes = Counter({(bool(audit), owner): size for audit, owner, size in connection.execute(_SIZES)})
+            sizes = self._sizes
+            self._delete_expired(connection, sizes, running_seconds)
+            self._make_room(connection, sizes, sum(_PAGE_BYTES + 2 * len(row["detail"]) for _, row in rows))
+            if running_seconds - self._written_running_seconds >= _RUNNING_TIME_STEP_SECONDS:
+                self._written_running_seconds = running_seconds
+                times = (running_seconds, self._clock())
+                connection.execute("UPDATE running_time SET seconds = ?, monotonic_seconds = ?", times)
+            (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
+            for event, row in rows:
+                if _is_new(connection, event):
+                    # Ids are based on the clock, so that they increase after a restart also without a folder.
+                    last = row["id"] = max(last + 1, int(self._wall_clock() * 1000))
+                    row["stored"] = running_seconds
+                    sizes[event.type in AUDIT_TYPES, row["owner"]] += len(row["detail"]) + 256
+                    connection.execute(_INSERT, row)
+                    stored.append(event)
+            connection.execute("COMMIT")
+        except BaseException:
+            self._sizes = None
+            with contextlib.suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
+            raise
+        return stored
+
+    def _delete_expired(
+        self, connection: sqlite3.Connection, sizes: Counter[tuple[bool, str]], running_seconds: float
+    ) -> None:
+        """Delete the events that were stored longer ago than the retention time."""
+        expired = connection.execute(_EXPIRED, (running_seconds - self._retention_seconds,)).fetchall()
+        for _, audit, owner, size in expired:
+            _subtract(sizes, (bool(audit), owner), size)
+        connection.executemany("DELETE FROM events WHERE id = ?", [(row["id"],) for row in expired])
+
+    def _make_room(self, connection: sqlite3.Connection, sizes: Counter[tuple[bool, str]], needed_bytes: int) -> None:
+        """Delete old events of the kind that uses more space, each of the owner that uses most of it.
+
+        So no user can push out the events of others. SQLite reuses the space; the file never shrinks.
+        """
+        while True:
+            (pages,) = connection.execute("PRAGMA page_count").fetchone()
+            (unused,) = connection.execute("PRAGMA freelist_count").fetchone()
+            if (pages - unused) * _PAGE_BYTES + needed_bytes <= self._bytes or not sizes:
+                return
+            audit = sum(size for (is_audit, _), size in sizes.items() if is_audit) * 2 > sizes.total()
+            largest = max((each for each in sizes if each[0] == audit), key=sizes.__getitem__)
+            freed, ids = 0, []
+            for id_, size in connection.execute(_OLDEST_OF_OWNER, (largest[1], audit)):
+                ids.append((id_,))
+                freed += size
+                if freed * 32 >= sizes[largest]:
+                    break
+            connection.executemany("DELETE FROM events WHERE id = ?", ids)
+            _subtract(sizes, largest, freed)
+
+    def _error_text(self, error: Exception) -> str:
+        if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+            return f"{self}: another exporter uses it"
+        reason = error.strerror if isinstance(error, OSError) else ""
+        return f"{self}: {reason or error}"
+
+
+def _subtract(sizes: Counter[tuple[bool, str]], of: tuple[bool, str], size: int) -> None:
+    sizes[of] -= size
+    if sizes[of] <= 0:
+        del sizes[of]
+
+
+def _is_new(connection: sqlite3.Connection, event: Event) -> bool:
+    """Return whether an event is not a duplicate, by its `subject` and `only_after`."""
+    if not event.subject:
+        return True
+    row = connection.execute(
+        "SELECT type FROM events WHERE subject = ? ORDER BY id DESC LIMIT 1", (_text(event.subject),)
+    ).fetchone()
+    before = row[0] if row is not None else ""
+    return before != event.type and event.only_after in ("", before)
+
+
+def _row(event: Event) -> dict[str, Any]:
+    return {
+        "type": event.type,
+        "time": event.time_unix_seconds,
+        "pid": None if event.pid is None else str(event.pid),
+        "detail": detail_json(event.detail),
+        "subject": _text(event.subject or None),
+        **{name: _text(getattr(event, name)) for name in ("gpu", "uuid", "workload", "rank", "owner", "job")},
+    }
+
+
+def _event(row: sqlite3.Row) -> Event:
+    columns: dict[str, Any] = {name: row[name] for name in ("id", "type", "gpu", "uuid", "workload", "rank")}
+    columns |= {name: row[name] or "" for name in ("subject", "owner", "job")}
+    pid = None if row["pid"] is None else json_pid(row["pid"])
+    return Event(time_unix_seconds=row["time"], pid=pid, detail=json.loads(row["detail"]), **columns)
+
+
+def _text(value: str | None) -> str | None:
+    """Return a string that SQLite accepts: a name from the system may not be valid UTF-8."""
+    return None if value is None else value.encode("utf-8", "replace").decode()
+
+
+def _read(connection: sqlite3.Connection, query: Query) -> Page:
+    (newest,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
+    latest = query.after is None and query.since_unix_seconds is None
+    after = query.after or 0
+    optional = {
+        "time >= :since_unix_seconds": query.since_unix_seconds,
+        _ABOUT.format("pid"): query.pid,
+        _OF_JOB: query.job,
+        _OF_DEVICE: query.device,
+        _OF_JOB_ID: query.job_id,
+        "subject = :subject": query.subject,
+        "json_extract(detail, '$.uid') = :uid": query.uid,
+        "owner = :owner": query.owner,
+    }
+    conditions = [f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})"]
+    conditions += [condition for condition, value in optional.items() if value is not None]
+    if query.newest_of_each:
+        earlier = " AND ".join(conditions)
+        conditions.append(f"id IN (SELECT max(id) FROM events WHERE {earlier} GROUP BY uuid, pid)")  # noqa: S608
+    if query.last_of_subject:
+        conditions.append(_LAST_OF_SUBJECT)
+    conditions.append("id > :after")
+    if query.before is not None:
+        conditions.append("id < :before")
+    order = "DESC" if latest else "ASC"
+    select = f"SELECT {', '.join(_COLUMNS)} FROM events"  # noqa: S608
+    selected = f"WHERE {' AND '.join(conditions)}"
+    statement = f"{select} {selected} ORDER BY id {order} LIMIT :limit"
+    if query.first_owner is not None:
+        # The details are read one by one: sorted with them, thousands of ends would take as many times their size.
+        statement = (
+            "SELECT id FROM (SELECT id, owner IS NOT :first_owner AS other, "  # noqa: S608 - constant names
+            f"row_number() OVER (PARTITION BY owner ORDER BY id) AS turn FROM events {selected}) "
+            "ORDER BY other, other * turn, id LIMIT :limit OFFSET :skip"
+        )
+    rows: Iterable[sqlite3.Row] = connection.execute(
+        statement,
+        {
+            **{field.name: getattr(query, field.name) for field in fields(query)},
+            **{f"type{i}": type_ for i, type_ in enumerate(query.types)},
+            "uuid": query.device,
+            "after": after,
+            "limit": query.limit + 1,
+        },
+    )
+    if query.first_owner is not None:
+        rows = (connection.execute(f"{select} WHERE id = ?", (row["id"],)).fetchone() for row in rows)
+    found: list[Event] = []
+    size, more = 0, False
+    for row in rows:
+        size += len(row["detail"])
+        more = len(found) == query.limit or (bool(found) and size > _PAGE_TEXT)
+        if more:
+            break
+        found.append(_event(row))
+    if latest:
+        return Page(tuple(reversed(found)), max(newest, after), more=False)
+    return Page(tuple(found), found[-1].id if more else max(newest, after), more)

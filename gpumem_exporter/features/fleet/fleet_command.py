@@ -1,0 +1,144 @@
+"""`fleet`: show many nodes, and act on the processes that a PromQL query selects there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gpumem_exporter.actions.declarations import DEVICE_ACTIONS
+from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
+from gpumem_exporter.cli.options import (
+    action_options,
+    interval_option,
+    option_group,
+    pop_view,
+    view_options,
+    wide_option,
+    yes_to_terminate,
+)
+from gpumem_exporter.cli.program import FAILED
+from gpumem_exporter.cli.render.node_tables import node_tables
+from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
+from gpumem_exporter.cli.usage import CommandGroup
+from gpumem_exporter.features.fleet.fleet_action import act
+from gpumem_exporter.features.fleet.fleet_options import (
+    FleetOptions,
+    fleet_options,
+    overview_options,
+    selection_options,
+)
+from gpumem_exporter.features.fleet.overview import FleetSource, overview_document
+
+_EXAMPLES = """\b
+Examples:
+  gpumem-exporter fleet info --prometheus http://prometheus:9090
+  gpumem-exporter fleet clear --prometheus http://prometheus:9090 \\
+    --query 'gpumem_torch_idle_cache_bytes > 8e9' --dry-run
+  gpumem-exporter fleet gc --query 'sum by (instance, pid) (gpumem_torch_fragmented_bytes) > 4e9'
+
+\b
+The labels of a series:
+  instance                          select its exporter: http://INSTANCE, or --instance-url
+  pid, workload, rank, gpu, uuid    select processes there; labels narrow each other
+
+\b
+The command acts only on processes that the query selects, and on at most --max-processes. A clear of one
+rank at the end of a step is a clear of all ranks of its job on that node. The command compares each
+exporter's answer with the request. Exporters on other machines require a token. The command sends the
+token with actions to the addresses in the series, if they use https or with --insecure.
+
+\b
+Exit codes: 0 all done; 1 an exporter is down or refuses, or a process exited; 2 wrong usage or query.
+"""
+
+_ACTION_EXAMPLES = """\b
+Examples:
+  export GPUMEM_PROMETHEUS_URL=http://prometheus:9090
+  gpumem-exporter fleet {name} --dry-run \\
+    --query '{query}'
+  gpumem-exporter fleet {name} --reason '{reason}' \\
+    --query '{query}'
+
+\b
+See `gpumem-exporter fleet --help` for the labels of a series.
+"""
+# For each action, the query and the reason in the examples of its help.
+_QUERIES = {
+    "clear": ("gpumem_torch_idle_cache_bytes > 8e9", "room for the release run"),
+    "gc": ('gpumem_torch_allocated_bytes{workload="notebook"} > 16e9', "tensors in reference cycles"),
+    "reset-peak": ('gpumem_reporter_up{workload="llm-pretrain"}', "after the warm-up"),
+    "snapshot": ("gpumem_torch_fragmented_bytes > 4e9", "what fragments the cache"),
+    "fraction": ('gpumem_reporter_up{workload="notebook"}', "half of each device for notebooks"),
+    "sleep": ('gpumem_reporter_up{workload="chat"}', "room for the release run"),
+    "wake": ('gpumem_reporter_up{workload="chat"}', "the release run has ended"),
+    "terminate": ('gpumem_reporter_up{workload="old-run",rank="0"}', "left behind by job 17"),
+}
+
+
+@click.group(cls=CommandGroup, epilog=_EXAMPLES, no_args_is_help=False)
+def fleet() -> None:
+    """Show many nodes, and act on them by a query."""
+
+
+@fleet.command
+@view_options
+@wide_option
+@overview_options
+@fleet_options
+def info(options: FleetOptions, query: str, wide: bool, **values: Any) -> int:
+    """Show findings, jobs and devices of many nodes.
+
+    Prometheus lists the exporters. Each exporter then reports its current values.
+    """
+    view = pop_view(values)
+    source = FleetSource(options.connect(), query, options)
+    nodes = source.read()
+    if options.as_json:
+        print_json(overview_document(source, nodes))
+    else:
+        console = open_console(wide=wide)
+        show(console, node_tables(nodes, view, console.width, wide=wide, warnings=source.warnings))
+    return FAILED if any(node.error for node in nodes) else 0
+
+
+@fleet.command
+@view_options
+@interval_option(5.0)
+@overview_options
+@fleet_options
+def top(options: FleetOptions, interval_seconds: float, query: str, **values: Any) -> int:
+    """Show findings, jobs and devices of many nodes, live: `top` with a column for the node.
+
+    The last values of a node that does not answer stay, dimmed.
+    """
+    from gpumem_exporter.cli.top.app import Top
+
+    require_terminal("fleet info")
+    view = pop_view(values)
+    source = FleetSource(options.connect(), query, options)
+    nodes = source.read()
+    return Top(source, nodes, view, interval_seconds=interval_seconds, open_api=options.api).run_to_end()
+
+
+def _add_action(command: ActionCommand) -> None:
+    devices = " If a series names a device, only on that device." if command.action in DEVICE_ACTIONS else ""
+    argument = " 0.5" if command.name == "fraction" else ""
+    query, reason = _QUERIES[command.name]
+    acts = f"Acts as `{command.name}` on each process that the query selects."
+
+    @fleet.command(
+        command.name,
+        help=f"{command.summary}\n\n{acts}{devices}",
+        epilog=_ACTION_EXAMPLES.format(name=f"{command.name}{argument}", query=query, reason=reason),
+    )
+    @(yes_to_terminate if command.action == "terminate" else option_group())
+    @action_options(command.action, without=("group",))
+    @selection_options
+    @fleet_options
+    def run(options: FleetOptions, query: str, max_processes: int, **values: Any) -> int:
+        return act(command.action, query, max_processes, values, options)
+
+
+for _command in ACTION_COMMANDS:
+    _add_action(_command)

@@ -1,0 +1,172 @@
+"""The options of `fleet` besides the options of the commands for one node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
+from typing import Any
+
+import click
+
+from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
+from gpumem_client.wire.trust import Trust
+from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.kube import SCHEME, Forwards
+from gpumem_exporter.cli.options import access_options, action_token, option_group, read_token
+from gpumem_exporter.features.fleet.node_requests import Fleet
+from gpumem_exporter.features.fleet.node_selection import Exporter
+from gpumem_exporter.features.fleet.prometheus import Prometheus
+
+_EVERY_EXPORTER = 'up{job="gpumem"}'
+_HEADER_NAME_PUNCTUATION = "!#$%&'*+-.^_`|~"
+
+
+_connections = option_group(
+    click.option(
+        "--prometheus",
+        metavar="URL",
+        help="The API of Prometheus, Thanos, Mimir or Cortex: the part of its http or https URL before /api/v1. "
+        "user:password@ is basic auth. Default: GPUMEM_PROMETHEUS_URL.",
+    ),
+    click.option(
+        "--prometheus-token-file",
+        metavar="PATH",
+        help="File with a bearer token for the API. Default: GPUMEM_PROMETHEUS_TOKEN_FILE.",
+    ),
+    click.option(
+        "--prometheus-header",
+        "prometheus_headers",
+        multiple=True,
+        metavar="'NAME: VALUE'",
+        help="A header for the API, such as 'X-Scope-OrgID: gpu' (repeatable).",
+    ),
+    click.option(
+        "--instance-url",
+        metavar="TEMPLATE",
+        default="http://{instance}",
+        show_default=True,
+        help="URL of a series' exporter, such as https://{instance}; {label} is the value of that label. "
+        "kube://{instance} forwards a port to the exporter of a node of Kubernetes.",
+    ),
+    click.option(
+        "--parallel",
+        type=click.IntRange(1, 256),
+        metavar="N",
+        default=16,
+        show_default=True,
+        help="Exporters that are queried at a time.",
+    ),
+    click.option(
+        "--insecure",
+        is_flag=True,
+        help="Send the token also to other machines without https. Default: GPUMEM_EXPORTER_INSECURE=1.",
+    ),
+    access_options,
+)
+overview_options = option_group(
+    click.option(
+        "--query",
+        metavar="PROMQL",
+        default=_EVERY_EXPORTER,
+        show_default=True,
+        help="Show the exporters of this query's series.",
+    )
+)
+selection_options = option_group(
+    click.option(
+        "--query",
+        metavar="PROMQL",
+        required=True,
+        help="Select the processes of this query's series: the exporter by `instance`, its processes by `pid`, "
+        "`workload`, `rank`, `gpu` and `uuid`, where a series has these labels.",
+    ),
+    click.option(
+        "--max-processes",
+        type=click.IntRange(1),
+        metavar="N",
+        default=100,
+        show_default=True,
+        help="Do nothing if the query selects more processes.",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions:
+    """How to query Prometheus, and how to find the exporter of a series."""
+
+    prometheus: str | None = None
+    prometheus_token_file: str | None = None
+    prometheus_headers: Sequence[str] = ()
+    instance_url: str = "http://{instance}"
+    parallel: int = 16
+    insecure: bool = False
+    token_file: str | None = None
+    as_json: bool = False
+    forwards: Forwards = field(default_factory=Forwards, init=False)
+
+    def __post_init__(self) -> None:
+        if (context := click.get_current_context(silent=True)) is not None:
+            context.call_on_close(self.forwards.close)
+
+    def fleet(self, exporters: Iterable[Exporter]) -> Fleet:
+        """Return the APIs of exporters."""
+        exporters = list(exporters)
+        if self.instance_url.startswith(SCHEME):
+            self.forwards.open(exporter.url.removeprefix(SCHEME) for exporter in exporters)
+        return Fleet(exporters, self.api, parallel=self.parallel)
+
+    def api(self, url: str) -> ExporterApi:
+        """Return the API of one exporter."""
+        urls: tuple[str, ...] = (url,)
+        advice = ""
+        if url.startswith(SCHEME):
+            try:
+                urls = (self.forwards.url(url.removeprefix(SCHEME)),)
+            except ExporterUnreachableError as error:
+                urls, advice = (), str(error)  # each request to this exporter fails with it
+        return ExporterApi(
+            urls,
+            token=action_token(self.token_file),
+            token_for_reads=False,
+            trust=self.trust(),
+            advice=advice,
+        )
+
+    def trust(self, environ: Mapping[str, str] = os.environ) -> Trust:
+        """Return the servers that receive the token."""
+        trust = Trust.from_environment(environ)
+        tunnel = self.instance_url.startswith(SCHEME)
+        return replace(trust, insecure=trust.insecure or self.insecure, own_tunnel=tunnel)
+
+    def connect(self, environ: Mapping[str, str] = os.environ) -> Prometheus:
+        """Return the API to query."""
+        action_token(self.token_file)  # wrong usage is an error before anything is sent
+        url = self.prometheus or environ.get("GPUMEM_PROMETHEUS_URL", "").strip()
+        if not url:
+            raise ConfigurationError("no Prometheus; give --prometheus URL, or set GPUMEM_PROMETHEUS_URL")
+        path = self.prometheus_token_file or environ.get("GPUMEM_PROMETHEUS_TOKEN_FILE", "").strip()
+        headers = dict(_header(text) for text in self.prometheus_headers)
+        return Prometheus(url, token=read_token(path) if path else "", headers=headers)
+
+
+def fleet_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add the options of every command of a fleet to a command, which receives them as `options`."""
+
+    @_connections
+    @wraps(command)
+    def run(**values: Any) -> int:
+        given = {item.name: values.pop(item.name) for item in fields(FleetOptions) if item.init}
+        return command(options=FleetOptions(**given), **values)
+
+    return run
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = (part.strip() for part in text.partition(":"))
+    valid_name = bool(name) and all(c.isascii() and (c.isalnum() or c in _HEADER_NAME_PUNCTUATION) for c in name)
+    if not (colon and valid_name and value.isascii() and value.isprintable()):
+        raise ConfigurationError(f"--prometheus-header {name or text!r}: expected 'NAME: VALUE' in printable ASCII")
+    return name, value

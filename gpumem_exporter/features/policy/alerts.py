@@ -1,0 +1,340 @@
+"""`POST /api/v1/alerts`: the webhook receiver of Alertmanager (version 4). The request guard has authorized the caller.
+
+An alert names a rule of the policy file with the label or annotation `gpumem_rule`. Its other labels narrow the rule to
+the processes of the alert. The reply has an outcome for each alert, and the exporter counts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from fastapi import APIRouter, Request, Response
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict
+
+from gpumem_exporter.actions.declarations import OUTSIDE_ACTIONS, SELECTORS, ActionRequest, Target
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.model import Action, is_done
+from gpumem_exporter.actions.selection import (
+    OutsideTarget,
+    SelectedProcess,
+    nothing_matches,
+    select_listed,
+    select_reporting,
+)
+from gpumem_exporter.core.caller import Caller
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.edge.problems import ProblemError, field_errors, problems, retry_after
+from gpumem_exporter.edge.replies import iso_time, json_reply, json_response
+from gpumem_exporter.edge.request_guard import ALERTS_PATH, OwnNames
+from gpumem_exporter.errors import ActionRefusedError, TargetNotFoundError, TooManyActionsError
+from gpumem_exporter.features.policy.alert_actions import PREFIX, AlertRequestError, requested_action
+
+if TYPE_CHECKING:
+    from gpumem_exporter.features.policy.policy_runner import PolicyRunner
+
+MAX_ALERTS = 1000
+MAX_REMEMBERED = 4096
+RULE = "gpumem_rule"
+DEPRECATED = f"gpumem_action is deprecated, and goes in 0.5: name a rule of the policy file with {RULE}"
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+_log = logging.getLogger(__name__)
+
+_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/AlertsBody"}}},
+    }
+}
+
+
+class _Lenient(BaseModel):
+    """No string is accepted as a number; unknown fields are ignored."""
+
+    # A later Alertmanager may add fields.
+    # Built with the first message, because few exporters receive one.
+    model_config = ConfigDict(strict=True, extra="ignore", defer_build=True)
+
+
+class AlertBody(_Lenient):
+    """One alert of a message."""
+
+    status: Literal["firing", "resolved"]
+    labels: dict[str, str]
+    annotations: dict[str, str] = Field(default_factory=dict)
+    starts_at: Annotated[AwareDatetime, Field(alias="startsAt", description="the start of the firing")]
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]{1,64}$", description="of its labels")]
+
+    @property
+    def name(self) -> str:
+        """The alert's name for people."""
+        return self.labels.get("alertname", self.fingerprint)
+
+    @property
+    def reason(self) -> str:
+        """The reason of its actions."""
+        return f"alert {self.name[:128]} ({self.fingerprint})"
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The labels and annotations for the exporter, without the prefix.
+
+        Raises AlertRequestError if a label and an annotation have different values.
+        """
+        texts: dict[str, str] = {}
+        for source in (self.labels, self.annotations):
+            for key, text in source.items():
+                name = key.removeprefix(PREFIX)
+                # A template without a value produces an empty string.
+                if name == key or not text.strip():
+                    continue
+                if texts.setdefault(name, text.strip()) != text.strip():
+                    raise AlertRequestError(f"{key}: the label and the annotation differ")
+        return texts
+
+
+class AlertsBody(_Lenient):
+    """A message of Alertmanager's webhook."""
+
+    version: Literal["4"]
+    alerts: Annotated[list[AlertBody], Field(max_length=MAX_ALERTS)]
+
+
+def read_alerts(body: bytes) -> AlertsBody:
+    """Read a message. Raises ProblemError (422) with each invalid field."""
+    try:
+        return AlertsBody.model_validate_json(body)
+    except ValidationError as error:
+        raise ProblemError.invalid(field_errors(error.errors(include_url=False, include_input=False))) from None
+
+
+class AlertOutcome(TypedDict):
+    """The outcome of one alert: acted, repeated, waiting, cooling, refused, resolved or ignored."""
+
+    fingerprint: str
+    outcome: str
+    reason: str
+    action_id: Annotated[str | None, Field(description="the first action")]
+    warning: Annotated[str, Field(description="what is deprecated; empty if nothing is")]
+
+
+class AlertsDocument(TypedDict):
+    """The outcomes in the order of the alerts."""
+
+    alerts: list[AlertOutcome]
+
+
+def alerts_router(receiver: AlertReceiver, *, own_names: OwnNames, count_alert: Callable[[str], None]) -> APIRouter:
+    """Return the route of the receiver."""
+    router = APIRouter(tags=["alerts"])
+
+    @router.post(
+        ALERTS_PATH,
+        responses={200: json_reply(AlertsDocument), **problems(401, 403, 413, 415, 422, 503)},
+        openapi_extra=_BODY,
+    )
+    async def receive(request: Request) -> Response:
+        """Act once on each firing alert that names a rule; does not wait for the actions.
+
+        503 if an alert was refused for a reason that passes: Alertmanager then repeats the message. The other alerts of
+        the message have had their effect, and are not acted on again.
+        """
+        try:
+            message = read_alerts(await request.body())
+        except ProblemError:
+            count_alert("invalid")
+            raise
+        address = (request.scope.get("server") or ("",))[0].removeprefix("::ffff:")
+        taken = []
+        for alert in message.alerts:
+            here = own_names.name_this_node(alert.labels.get("instance", ""), address)
+            # Without an await in it, so that a second message with the same alert finds its actions.
+            taken.append(receiver.take(alert, request.state.caller, of_this_node=here))
+            count_alert(taken[-1][0]["outcome"])
+            await asyncio.sleep(0)  # each alert takes about a millisecond where many processes report
+        passing = [(outcome["reason"], seconds) for outcome, seconds in taken if seconds is not None]
+        if passing:
+            reason, seconds = passing[0]
+            detail = f"{len(passing)} of {len(taken)} alerts were refused for a reason that passes: {reason}"
+            raise ProblemError(503, detail, headers={"Retry-After": retry_after(seconds)})
+        return json_response({"alerts": [outcome for outcome, _ in taken]})
+
+    return router
+
+
+class _Firing(NamedTuple):
+    """A firing that became actions."""
+
+    starts_at: datetime
+    seconds: float
+    cooldown_seconds: float
+    action_ids: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class AlertReceiver:
+    """Acts on alerts until an action of each firing is done."""
+
+    dispatcher: Dispatcher
+    policies: PolicyRunner | None
+    snapshot: Callable[[], Snapshot]
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    complete_seconds: float = 0.0
+    """Before this time, a target that is not known may not have reported yet."""
+    firings: OrderedDict[str, _Firing] = field(default_factory=OrderedDict)
+    """The last firing of each alert that became actions, by fingerprint, the least recently seen first."""
+
+    def take(self, alert: AlertBody, caller: Caller, *, of_this_node: bool) -> tuple[AlertOutcome, float | None]:
+        """Take one alert, whose `instance` may name this node.
+
+        Return its outcome, and for a refusal whose reason passes the seconds until then.
+        """
+        fields = {"alert": alert.name, "fingerprint": alert.fingerprint, "requested_by": str(caller)}
+        reason, action_id, warning, retry_seconds = "", None, "", None
+        try:
+            if alert.status == "resolved":
+                outcome = "resolved"
+                if alert.fingerprint in self.firings:
+                    _log.info("alert resolved", extra={"fields": fields})
+            else:
+                warning = DEPRECATED if "action" in alert.texts else ""
+                outcome, reason, action_id = self._fire(alert, caller, of_this_node)
+        except ActionRefusedError as error:
+            # An invalid alert does not fail the whole message: Alertmanager would drop the other alerts with it.
+            outcome, reason = "refused", str(error)
+            _log.warning("alert refused", extra={"fields": {**fields, "error": reason}})
+            if isinstance(error, TooManyActionsError):
+                retry_seconds = error.retry_seconds
+            elif isinstance(error, TargetNotFoundError) and self.clock() < self.complete_seconds:
+                retry_seconds = self.complete_seconds - self.clock()
+        shown: AlertOutcome = {
+            "fingerprint": alert.fingerprint,
+            "outcome": outcome,
+            "reason": reason,
+            "action_id": action_id,
+            "warning": warning,
+        }
+        return shown, retry_seconds
+
+    def _fire(self, alert: AlertBody, caller: Caller, of_this_node: bool) -> tuple[str, str, str | None]:
+        """Return the outcome of a firing alert, its reason, and the id of its first action."""
+        texts, now = alert.texts, self.clock()
+        if "rule" not in texts and "action" not in texts:
+            return "ignored", f"the alert has no label or annotation {RULE}", None
+        requested = None if "rule" in texts else requested_action(texts, alert.reason)
+        # Alertmanager sends a firing alert repeatedly. An alert that fires again after it was resolved has another
+        # start.
+        known = self.firings.get(alert.fingerprint)
+        if known is not None:
+            self.firings.move_to_end(alert.fingerprint)
+            if known.starts_at == alert.starts_at:
+                if any(map(self._acted, known.action_ids)):
+                    return "repeated", "", None
+            elif now - known.seconds < known.cooldown_seconds:
+                return "cooling", "", None
+        requested_by = Caller.alert(alert.name, caller)
+        if requested is None:
+            actions, why = self._act_by_rule(alert, texts, requested_by, of_this_node)
+            if not actions:
+                return "waiting", why, None
+        else:
+            actions = [self._act_by_request(alert, requested.request, requested_by, of_this_node)]
+        self.firings[alert.fingerprint] = _Firing(
+            alert.starts_at,
+            now,
+            requested.cooldown_seconds if requested is not None else 0.0,
+            tuple(action.id for action in actions),
+        )
+        self.firings.move_to_end(alert.fingerprint)
+        while len(self.firings) > MAX_REMEMBERED:
+            self.firings.popitem(last=False)
+        return "acted", "", actions[0].id
+
+    def _acted(self, action_id: str) -> bool:
+        """Return whether an action is done or may still be, or is too old to be known."""
+        action = self.dispatcher.get(action_id)
+        return action is None or not action.finished or any(is_done(result.outcome) for result in action.results)
+
+    def _act_by_rule(
+        self, alert: AlertBody, texts: dict[str, str], requested_by: Caller, of_this_node: bool
+    ) -> tuple[list[Action], str]:
+        """Return the actions of the alert's rule, and if there is none, why the rule does not act now."""
+        rule, others = texts["rule"], sorted(texts.keys() - {"rule"})
+        if others:  # ignored, they could let a rule do more than the author of the alert expects
+            raise AlertRequestError(f"{PREFIX}{others[0][:64]} has no effect beside {RULE}: the rule says what is done")
+        if self.policies is None:
+            raise AlertRequestError(f"{RULE}: the exporter was started without --policy.file")
+        names = [each.name for each in self.policies.evaluator.rules]
+        if rule not in names:
+            raise AlertRequestError(f"{RULE}: no rule {rule[:64]!r}; the rules are {', '.join(names) or 'none'}")
+        snapshot = self.snapshot()
+        target = _narrowed(alert, Target(all=True), of_this_node=of_this_node)
+        selected = _required(select_reporting(target, snapshot), target, snapshot)
+        older = [one for one in selected if not self._younger(one, alert)]
+        if not older:
+            raise AlertRequestError(self._younger(selected[0], alert))
+        admitted = {(one.process.key, sample.uuid) for one in older for sample in one.samples}
+        return self.policies.act_on_alert(
+            rule,
+            lambda seen: (seen.process.key, seen.sample.uuid) in admitted,
+            requested_by=requested_by,
+            reason=alert.reason,
+        )
+
+    def _act_by_request(
+        self, alert: AlertBody, request: ActionRequest, requested_by: Caller, of_this_node: bool
+    ) -> Action:
+        _log.warning("an alert with gpumem_action is deprecated", extra={"fields": {"alert": alert.name}})
+        snapshot = self.snapshot()
+        target = _narrowed(alert, request.target, of_this_node=of_this_node)
+        listed = select_listed(target, snapshot) if request.action in OUTSIDE_ACTIONS else ()
+        for one in _required((*select_reporting(target, snapshot), *listed), target, snapshot):
+            if why := self._younger(one, alert):
+                raise AlertRequestError(why)
+        return self.dispatcher.submit(replace(request, target=target), requested_by=requested_by)
+
+    def _younger(self, one: SelectedProcess | OutsideTarget, alert: AlertBody) -> str:
+        """Return that a process is not known to be older than the firing; empty if it is older."""
+        # The alert is about an earlier process with the same pid.
+        ticks = one.start_time_ticks if isinstance(one, OutsideTarget) else one.process.start_time_ticks
+        age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / _TICKS_PER_SECOND
+        started, starts_at = self.wall_clock() - age_seconds, alert.starts_at.timestamp()
+        if ticks and started <= starts_at:
+            return ""
+        return (
+            f"{one} started at {iso_time(started) if ticks else 'an unknown time'}, the alert at {iso_time(starts_at)}"
+        )
+
+
+def _narrowed(alert: AlertBody, target: Target, *, of_this_node: bool) -> Target:
+    """Return a target narrowed by the alert's labels. Raises AlertRequestError if a label contradicts the target.
+
+    The uuid of a device names its node, too; a pid and an index do not.
+    """
+    labels = {name: label for name in SELECTORS if (label := alert.labels.get(name))}
+    for name, label in labels.items():
+        if not target.admits(name, label):
+            raise AlertRequestError(f"{PREFIX}target_{name} contradicts the alert's label {name}={label[:64]!r}")
+    given = {**target.given, **labels}
+    if "uuid" not in given and not of_this_node:
+        instance = alert.labels.get("instance", "")[:64]
+        raise AlertRequestError(
+            f"the alert may be of another node: it has no label uuid, and its instance {instance!r} is not this node"
+        )
+    return Target(**given, orphans=target.orphans, all=not given and target.all)
+
+
+def _required(selected: Sequence[SelectedProcess | OutsideTarget], target: Target, snapshot: Snapshot) -> Sequence[Any]:
+    if not selected:
+        raise TargetNotFoundError(nothing_matches(target, snapshot.names.reporting))
+    return selected

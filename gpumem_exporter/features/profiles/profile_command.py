@@ -1,0 +1,295 @@
+"""`profile`: which lines and which objects hold the memory of a process, now or over a recording."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlencode
+
+import click
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.units import human_bytes, human_seconds
+from gpumem_exporter.actions.model import is_done
+from gpumem_exporter.cli.api_client import Document, ExporterApi
+from gpumem_exporter.cli.clear import act
+from gpumem_exporter.cli.completion import JOBS, PROFILE_IDS, SELECTORS
+from gpumem_exporter.cli.options import (
+    action_options,
+    action_request,
+    api_options,
+    option_group,
+    pop_action_target,
+    target_options,
+)
+from gpumem_exporter.cli.program import FAILED
+from gpumem_exporter.cli.render.action_tables import reasons
+from gpumem_exporter.cli.render.columns import local_time
+from gpumem_exporter.cli.render.terminal import open_console, plain, print_result, show, table
+from gpumem_exporter.cli.usage import CommandGroup, note
+from gpumem_exporter.errors import ProfileInvalidError
+from gpumem_exporter.features.profiles.profile_diff import difference
+from gpumem_exporter.features.profiles.profile_formats import SUFFIXES, render
+from gpumem_exporter.features.profiles.saved_profiles import read_saved
+from gpumem_exporter.features.profiles.stored_profile import Format, SavedProfile
+from gpumem_exporter.features.profiles.terminal_tables import profile_tables
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_EXAMPLES = """\b
+Examples:
+  gpumem-exporter profile 4711                        # what is allocated now, by owner
+  gpumem-exporter profile 4711 --search 5s            # also what refers to other tensors
+  gpumem-exporter profile 4711 --duration 30s -o profile.html
+  gpumem-exporter profile --workload llm-pretrain --rank 0 --format pprof
+  gpumem-exporter profile list --job llm-pretrain
+  gpumem-exporter profile show 3f2a --format html
+  gpumem-exporter profile diff 3f2a 9bc1              # what grew
+
+\b
+`profile 4711` is short for `profile take 4711`; `profile take --help` has its options. An ID may be shortened, as in
+the list.
+"""
+_PATH = "/api/v1/profiles"
+_SHOWN_ID = 8
+# The formats that a terminal does not show: without -o, they become a file in the current folder.
+_BINARY: tuple[Format, ...] = ("html", "pprof")
+_COLUMNS = (
+    *(("id", "left"), ("taken", "left"), ("cause", "left"), ("of", "cut"), ("recorded", "right")),
+    *(("allocated", "right"), ("highest", "right")),
+)
+
+
+class _ProfileGroup(CommandGroup):
+    """A group whose command `take` needs no name."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Add `take` before a process or an option of it."""
+        named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named or ctx.resilient_parsing else ["take", *args])
+
+
+_output_options = option_group(
+    click.option(
+        "--format",
+        "form",
+        type=click.Choice(["text", *SUFFIXES]),
+        metavar="FORMAT",
+        help=f"text, {', '.join(SUFFIXES)}. Default: from the name of the -o file, otherwise text.",
+    ),
+    click.option(
+        "--moment",
+        type=click.Choice(["live", "peak"]),
+        metavar="MOMENT",
+        default="live",
+        show_default=True,
+        help="live: at the end. peak: at the highest moment of the recording. A page has both.",
+    ),
+    click.option(
+        "-o",
+        "output",
+        metavar="FILE",
+        help="Write to this file. Default: standard output; for html and pprof on a terminal, a file in this folder.",
+    ),
+)
+
+
+@click.group(cls=_ProfileGroup, epilog=_EXAMPLES, no_args_is_help=False)
+def profile() -> None:
+    """Show which lines and objects hold the memory of a process."""
+
+
+@profile.command("take")
+@click.argument("pids", nargs=-1, metavar="[PID]...", shell_complete=SELECTORS["pid"])
+@option_group(_output_options, target_options, action_options("profile"), api_options)
+def take(api: ExporterApi, pids: Sequence[str], **values: Any) -> int:
+    """Take profiles of processes.
+
+    Without --duration: the allocated memory now, by owner: parameters, gradients, optimizer state, tensors in global
+    and local variables. With --duration, the process records its allocations meanwhile. The profile then also has the
+    lines of code that allocated, and the highest moment. With --search, it also names what refers to other tensors.
+    """
+    values["pid"] = (*values["pid"], *pids)
+    file, target = _Output.pop(values), pop_action_target(values)
+    body = {**action_request("profile", values, on_terminal=False), "target": target}
+    # First: the cost of a profile is printed before the profile starts, and -o is for one process.
+    expected = api.submit({**body, "dry_run": True})
+    processes = {result["pid"] for result in expected["results"] if is_done(result["outcome"])}
+    if file.path is not None and len(processes) > 1:
+        raise ConfigurationError(
+            f"-o {file.path}: the target has {len(processes)} processes; without -o, each has a file"
+        )
+    if body["dry_run"] or not processes:
+        document = expected
+    else:
+        note(_cost(body["duration_seconds"], body["search_seconds"], len(processes)))
+        document = act(api, body)
+    taken = dict.fromkeys(result["profile"] for result in document["results"] if result.get("profile"))
+    for profile_id in taken:
+        file.write(api, f"{_PATH}/{profile_id}", one=len(taken) == 1)
+    if taken and file.form == "text":
+        ids = ", ".join(each[:_SHOWN_ID] for each in taken)
+        note(f"kept as {ids}; a page with a flame graph: gpumem-exporter profile show ID -o profile.html")
+    for reason in reasons(document["results"]):
+        print(reason, file=sys.stderr)
+    if body["dry_run"] or not document["results"]:
+        print(document["sentence"])
+    complete = bool(document["results"]) and all(is_done(result["outcome"]) for result in document["results"])
+    return 0 if complete and (taken or body["dry_run"]) else FAILED
+
+
+def _cost(duration_seconds: float, search_seconds: float, processes: int) -> str:
+    """Return what a profile costs, from the measurements in docs/profiles.md."""
+    each = "Each process" if processes > 1 else "The process"
+    costs = [f"{each} stands still for about as long as a full garbage collection takes."]
+    if duration_seconds:
+        costs = [
+            f"{each} records for {human_seconds(duration_seconds)}, which costs about 2 µs for each allocation. At the "
+            "end it stands still for about 4 ms per 1,000 blocks."
+        ]
+    if search_seconds:
+        costs.append(
+            f"Then it searches its objects for up to {human_seconds(search_seconds)}, in slices between which it runs "
+            "for as long: it may take twice as long for its work meanwhile, sends no report, and uses 50 MiB of host "
+            "memory per million objects."
+        )
+    return " ".join(costs)
+
+
+@profile.command("list")
+@click.option("--pid", metavar="PID", shell_complete=SELECTORS["pid"], help="Only profiles of this process.")
+@click.option("--workload", metavar="NAME", shell_complete=SELECTORS["workload"], help="Only of this workload.")
+@click.option("--job", metavar="JOB", shell_complete=JOBS, help="Only of this job: its workload or its id.")
+@api_options
+def list_profiles(api: ExporterApi, as_json: bool, **filters: str | None) -> int:
+    """List the profiles that the exporter keeps.
+
+    The newest is first. Without serve --storage.path, it keeps the last eight. You see the profiles of the processes
+    that you may act on.
+    """
+    query = {name: value for name, value in filters.items() if value}
+    document = api.get(f"{_PATH}?{urlencode(query)}")
+    print_result(document, _list(document["profiles"]), as_json=as_json)
+    return 0
+
+
+def _list(profiles: Sequence[Document]) -> Iterator[RenderableType]:
+    yield table("", _COLUMNS, map(_row, profiles)) if profiles else plain("No profiles.")
+
+
+def _row(kept: Document) -> Sequence[Any]:
+    peaks = [device["peak_bytes"] for device in kept["devices"] if device["peak_bytes"] is not None]
+    name = f"{kept['workload']}{' rank ' + kept['rank'] if kept['rank'] else ''}" if kept["workload"] else ""
+    return (
+        kept["id"][:_SHOWN_ID],
+        local_time(kept["unix_seconds"], time.time()),
+        kept["cause"].replace("_", " "),
+        f"{name} pid {kept['pid']}".strip(),
+        human_seconds(kept["recorded_seconds"]) if kept["recorded_seconds"] else "no",
+        human_bytes(sum(device["allocated_bytes"] for device in kept["devices"])),
+        human_bytes(sum(peaks) if peaks else None),
+    )
+
+
+@profile.command("show")
+@click.argument("profile_id", metavar="ID", shell_complete=PROFILE_IDS)
+@option_group(_output_options, api_options)
+def show_profile(api: ExporterApi, profile_id: str, **values: Any) -> int:
+    """Show a profile that the exporter keeps."""
+    file = _Output.pop(values)
+    file.write(api, f"{_PATH}/{api.full_id('profile', profile_id)}")
+    return 0
+
+
+@profile.command("diff")
+@click.argument("before", metavar="A", shell_complete=PROFILE_IDS)
+@click.argument("after", metavar="B", shell_complete=PROFILE_IDS)
+@option_group(_output_options, api_options)
+def diff_profiles(api: ExporterApi, before: str, after: str, **values: Any) -> int:
+    """Show what grew from profile A to profile B.
+
+    A and B are ids, or files that --format json wrote. Stacks and owners are compared by what they show. In two
+    processes, a stack that only one of them has is compared with the stack of the same functions and files, because
+    lines may have moved.
+    """
+    file = _Output.pop(values)
+    given = (before, after)
+    if not any(Path(each).is_file() for each in given):
+        old, new = (api.full_id("profile", each) for each in given)
+        file.write(api, f"{_PATH}/{old}/diff/{new}")
+    else:
+        old_profile, new_profile = (_read(api, each, file.moment) for each in given)
+        change = difference(old_profile, new_profile)
+        wanted: Format = "json" if file.form == "text" else cast(Format, file.form)
+        file.put(render(change, wanted)[0], f"{old_profile.id[:_SHOWN_ID]}-{new_profile.id[:_SHOWN_ID]}")
+    return 0
+
+
+def _read(api: ExporterApi, given: str, moment: str) -> SavedProfile:
+    """Return the profile in a file, or the profile with an id."""
+    if not Path(given).is_file():
+        return read_saved(json.loads(api.get_bytes(f"{_PATH}/{api.full_id('profile', given)}?moment={moment}")))
+    try:
+        return read_saved(json.loads(Path(given).read_bytes()))
+    except OSError as error:
+        raise ConfigurationError(f"{given}: {error.strerror}") from error
+    except (ValueError, ProfileInvalidError) as error:
+        raise ConfigurationError(f"{given}: {error}; give a file that --format json wrote") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Where profiles are written, and in which format."""
+
+    form: str
+    moment: str
+    path: str | None
+
+    @classmethod
+    def pop(cls, values: dict[str, Any]) -> _Output:
+        """Remove the values of `_output_options` and --json from `values`, and return where they write."""
+        form, path, as_json = values.pop("form"), values.pop("output"), values.pop("as_json")
+        if as_json and form not in (None, "json"):
+            raise ConfigurationError(f"--json and --format {form}: give one of them")
+        # Before a recording that would be lost.
+        if path is not None and not os.access(Path(path).parent, os.W_OK):
+            raise ConfigurationError(f"-o {path}: cannot write to this folder")
+        ends = {f".{suffix}": name for name, suffix in SUFFIXES.items()} | {".pprof": "pprof"}
+        by_name = next((name for end, name in ends.items() if (path or "").endswith(end)), "text")
+        return cls(form or ("json" if as_json else by_name), values.pop("moment"), path)
+
+    def write(self, api: ExporterApi, path: str, *, one: bool = True) -> None:
+        """Write the profile of a path of the API; if it is not the only one, to a file of its own."""
+        query = urlencode({"format": "json" if self.form == "text" else self.form, "moment": self.moment})
+        ids = path.removeprefix(f"{_PATH}/").split("/diff/")
+        self.put(api.get_bytes(f"{path}?{query}"), "-".join(each[:_SHOWN_ID] for each in ids), one=one)
+
+    def put(self, body: bytes, name: str, *, one: bool = True) -> None:
+        """Write a profile, or a difference."""
+        path = self.path
+        in_folder = self.form != "text" and (not one or (self.form in _BINARY and sys.stdout.isatty()))
+        if path is None and in_folder:
+            path = f"profile-{name}.{SUFFIXES[cast(Format, self.form)]}"
+        if self.form == "text":
+            tables = profile_tables(json.loads(body))
+            if path is None:
+                show(open_console(), tables)
+                if not one:
+                    print()
+                return
+            with Path(path).open("w", encoding="utf-8") as file:
+                show(open_console(file), tables)
+        elif path is None:
+            sys.stdout.flush()
+            sys.stdout.buffer.write(body if body.endswith(b"\n") or self.form in _BINARY else body + b"\n")
+        else:
+            Path(path).write_bytes(body)
+        if path is not None:
+            print(path)

@@ -1,0 +1,220 @@
+"""`POST /api/v1/profiles`: takes the memory profiles that reporters send.
+
+The request guard has admitted the sender as it admits the sender of a report. A profile is kept only if the exporter
+knows why it was taken: for a command that the process has, or for an out-of-memory error that the process reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, TypeAlias
+from uuid import uuid4
+
+from fastapi import Request, Response
+
+from gpumem_client.wire.protocol import ProcessIdentity
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.rate_limits import RateLimits
+from gpumem_exporter.core.naming import json_pid
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.edge.fair_queue import Turns
+from gpumem_exporter.edge.problems import ProblemError, retry_after
+from gpumem_exporter.edge.replies import json_response
+from gpumem_exporter.errors import ForeignProcessError, ProfileInvalidError, TooManyActionsError
+from gpumem_exporter.features.events.event_recorder import Recorder
+from gpumem_exporter.features.profiles.profile_document import read_profile
+from gpumem_exporter.features.profiles.profile_store import Profiles
+from gpumem_exporter.features.profiles.stored_profile import ACTION, OUT_OF_MEMORY, KeptDevice, Profile, ProfileFacts
+from gpumem_exporter.page.jobs import job_of_process
+from gpumem_exporter.reports.report_sender import ReportSenders
+
+MAX_OF_PROCESS = 12
+"""The maximum number of profiles of a process that are kept in a minute."""
+MAX_OF_OWNER = 60
+"""The same for all processes of a user or container."""
+_MAX_AGE_SECONDS = 86400.0
+# The time in which a report names the out-of-memory error of a profile.
+_CONFIRM_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+ScrapedProfiles: TypeAlias = dict[str, tuple[ProfileFacts, bytes] | None]
+"""The profiles of requests for a new one, by action: for the request alone, and not kept. None has not arrived yet."""
+
+
+class _Unconfirmed(NamedTuple):
+    """The profile of an error that no report has named."""
+
+    process: ReportingProcess
+    number: int
+    until_seconds: float
+
+
+class ProfileIntake:
+    """Takes profiles. Used on the event loop only."""
+
+    def __init__(
+        self,
+        profiles: Profiles,
+        scraped: ScrapedProfiles,
+        store: Store,
+        senders: ReportSenders,
+        dispatcher: Dispatcher,
+        events: Recorder,
+        *,
+        snapshot: Callable[[], Snapshot],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        requests_per_minute: int,
+    ) -> None:
+        self._profiles = profiles
+        self._scraped = scraped
+        self._store = store
+        self._senders = senders
+        self._dispatcher = dispatcher
+        self._events = events
+        self._snapshot = snapshot
+        self._clock = clock
+        self._wall_clock = wall_clock
+        # By owner of the connection: reading a profile takes time, whether it is valid or not.
+        self._requests = RateLimits(per_caller=requests_per_minute, per_process=1, clock=clock, what="profiles")
+        self._kept = RateLimits(per_caller=MAX_OF_OWNER, per_process=MAX_OF_PROCESS, clock=clock, what="profiles")
+        self._reading = Turns(1)
+        # Of the disk, which may hang.
+        self._writing = Turns(1)
+        # The profiles of out-of-memory errors that no report has named yet, by id.
+        self._unconfirmed: dict[str, _Unconfirmed] = {}
+        self._deletions: set[asyncio.Future[None]] = set()
+
+    async def receive(self, request: Request) -> Response:
+        """Take a memory profile of a process, as JSON compressed with gzip. Used by the client.
+
+        The process must report, and must have taken the profile for a command of this exporter or for an
+        out-of-memory error that it has reported. A profile that is sent again keeps its id.
+        """
+        state = request.scope["state"]
+        owner = request.state.owner
+        body = await request.body()
+        try:
+            self._requests.take(owner, ())
+            identity, profile = await self._reading.run(owner, partial(read_profile, body))
+            reported = await self._senders.identify(identity, state["peer"])
+            key = ProcessKey(identity.pid_namespace, identity.pid, reported.owner_uid, reported.place)
+            process = self._reporting(key, identity)
+            profile_id = await self._take(process, profile, body, owner)
+        except ProfileInvalidError as error:
+            raise ProblemError(422, f"the profile is invalid: {error}") from None
+        except ForeignProcessError as error:
+            raise ProblemError(403, str(error)) from None
+        except TooManyActionsError as error:
+            raise ProblemError(429, str(error), {"Retry-After": retry_after(error.retry_seconds)}) from None
+        finally:
+            state.get("end_body_turn", lambda: None)()
+        return json_response({"id": profile_id}, 201)
+
+    def _reporting(self, key: ProcessKey, identity: ProcessIdentity) -> ReportingProcess:
+        """Return the process that sends a profile. Raises ProblemError (409) if its reporter does not report."""
+        process = self._store.find(key)
+        if process is None:  # no report is sent during a search, so that the process may be silent by now
+            late = self._events.late_process(identity.session, key.owner_uid)
+            process = late if late is not None and late.key == key else None
+        known = process.report.process if process is not None else None
+        same = (identity.start_time_ticks, identity.session)
+        if process is None or known is None or (known.start_time_ticks, known.session) != same:
+            detail = f"pid {identity.pid} does not report to this exporter; send a report first"
+            raise ProblemError(409, detail, {"Retry-After": "1"})
+        return process
+
+    async def _take(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
+        """Keep a profile, or give it to the request that waits for it; return its id.
+
+        Raises ProblemError (409) if the exporter does not know why it was taken, and TooManyActionsError.
+        """
+        if profile.cause == OUT_OF_MEMORY:
+            return await self._take_of_error(process, profile, body, owner)
+        found = self._dispatcher.running_profile(process, profile.id)
+        if found is None:
+            raise ProblemError(409, f"the process has no command {profile.id[:64]!r} to take a profile")
+        running, part = found
+        if not part.profile:
+            if running.action.unlisted:
+                facts = self._facts(process, profile, len(body))
+                if running.action.id in self._scraped:  # otherwise the client has disconnected
+                    self._scraped[running.action.id] = facts, body
+                part.profile = facts.id
+            else:
+                part.profile = await self._keep(process, replace(profile, cause=ACTION), body, owner)
+        return part.profile
+
+    async def _take_of_error(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
+        number = profile.oom_number or 0  # it has one: it was checked
+        earlier = self._profiles.of_error(process.key.share, process.report.process.session, number)
+        if earlier is not None:
+            return earlier.id
+        profile_id = await self._keep(process, profile, body, owner)
+        # The process may end right after the error, so its profile is on the way before the report of the error.
+        if not await self._events.knows_error(process, number):
+            self._unconfirmed[profile_id] = _Unconfirmed(process, number, self._clock() + _CONFIRM_SECONDS)
+        return profile_id
+
+    def expire(self) -> None:
+        """Delete the profiles of errors that no report has named in time; called once a second."""
+        now = self._clock()
+        for profile_id, waiting in list(self._unconfirmed.items()):
+            known = self._events.has_error(waiting.process, waiting.number)
+            if known or now >= waiting.until_seconds:
+                del self._unconfirmed[profile_id]
+            if not known and now >= waiting.until_seconds:
+                _log.warning("a profile of an unknown out-of-memory error is deleted: %s", profile_id)
+                task = asyncio.ensure_future(self._writing.run("", partial(self._profiles.forget, profile_id)))
+                self._deletions.add(task)
+                task.add_done_callback(self._deletions.discard)
+
+    async def _keep(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
+        self._kept.take(process.key.share, [(process.key, f"pid {process.name}")])
+        facts = self._facts(process, profile, len(body))
+        await self._writing.run(owner, partial(self._profiles.put, facts, body))
+        fields = {"id": facts.id, "cause": facts.cause, "pid": facts.pid, "workload": facts.workload}
+        _log.info("memory profile", extra={"fields": {**fields, "bytes": facts.size_bytes}})
+        return facts.id
+
+    def _facts(self, process: ReportingProcess, profile: Profile, size_bytes: int) -> ProfileFacts:
+        identity = process.report.process
+        gpus = self._snapshot().gpus
+        known = {*gpus, *(sample.uuid for sample in process.report.devices)}
+        for index, device in enumerate(profile.devices):
+            if device.uuid not in known:
+                raise ProfileInvalidError(f"devices.{index}: this node has no device {device.uuid[:64]!r}")
+        return ProfileFacts(
+            id=uuid4().hex,
+            time_unix_seconds=self._wall_clock() - min(profile.age_seconds, _MAX_AGE_SECONDS),
+            cause=profile.cause,
+            pid=json_pid(process.name),
+            workload=identity.workload,
+            rank=identity.rank,
+            command=identity.command,
+            job=job_of_process(process),
+            slurm_job_id=identity.slurm_job_id,
+            ray_job_id=identity.ray_job_id,
+            devices=tuple(
+                KeptDevice(each.uuid, gpus.get(each.uuid, ""), each.allocated_bytes, each.peak_bytes)
+                for each in profile.devices
+            ),
+            recorded_seconds=profile.recorded_seconds,
+            step=profile.step,
+            oom_number=profile.oom_number if profile.cause == OUT_OF_MEMORY else None,
+            pid_namespace=identity.pid_namespace,
+            reported_pid=identity.pid,
+            start_time_ticks=identity.start_time_ticks,
+            session=identity.session,
+            sent_id=profile.id,
+            owner_uid=process.owner_uid,
+            place=process.key.place,
+            size_bytes=size_bytes,
+        )

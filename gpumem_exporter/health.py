@@ -1,0 +1,190 @@
+"""`/health`, and the `/-/healthy` and `/-/ready` of Prometheus' own exporters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+from typing_extensions import TypedDict
+
+from gpumem_client.wire.procfs import nvml_interceptor
+from gpumem_client.wire.units import counted
+from gpumem_exporter.core.samples import NodeReading, Snapshot
+from gpumem_exporter.edge.listeners import SocketFile
+from gpumem_exporter.edge.replies import json_reply, json_response
+from gpumem_exporter.features.events.event_log import EventLog, EventLogStatus
+from gpumem_exporter.node.pid_namespaces import DriverPids
+from gpumem_exporter.node.poller import Poller, PollerStatus
+
+Status = Literal["ok", "degraded", "failing"]
+Mode = Literal["node", "sidecar"]
+_RANKS: tuple[Status, ...] = ("ok", "degraded", "failing")
+
+
+class Check(TypedDict):
+    """The state of one part of the exporter."""
+
+    status: Status
+    detail: str
+
+
+class NvmlState(TypedDict):
+    """Whether the driver answers; otherwise why not. `released`: `release-nvml` is in force."""
+
+    up: bool
+    error: str
+    released: bool
+
+
+class HealthDocument(TypedDict):
+    """The reply of `GET /health`; `status` is the status of the worst check.
+
+    `mode` is `sidecar` while the driver's pids cannot be matched, because the exporter is not in the host's PID
+    namespace. Then other processes and non-torch memory are unknown.
+    """
+
+    status: Status
+    version: str
+    source: str
+    mode: Mode
+    nvml: NvmlState
+    devices: int
+    processes: int
+    checks: dict[str, Check]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Computes the health of the exporter from its parts."""
+
+    poller: Poller
+    log: EventLog
+    source: str
+    version: str
+    driver_pids: DriverPids | None = None
+    socket_file: SocketFile | None = None
+    files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
+    """The errors of files that the exporter reads again, by check: `tokens`, `certificate`; empty texts are fine."""
+
+    def document(self, snapshot: Snapshot) -> HealthDocument:
+        """Return the state of the exporter. A restart may fix `failing`; `degraded` is a fault of the node."""
+        node, poller = snapshot.node, self.poller.status(snapshot.taken_seconds)
+        checks = {
+            "poller": _poller_check(poller),
+            "nvml": _nvml_check(node, poller),
+            "devices": _devices_check(node),
+            "reports": _reports_check(snapshot),
+            "events": _events_check(self.log.status()),
+        }
+        if self.socket_file is not None:
+            error = self.socket_file.error()
+            checks["socket"] = _check("degraded", error) if error else _check("ok", self.socket_file.path)
+        for name, error_of in self.files.items():
+            error = error_of()
+            checks[name] = _check("degraded", error) if error else _check("ok", "")
+        up = bool(node and node.up)
+        return {
+            "status": max((check["status"] for check in checks.values()), key=_RANKS.index),
+            "version": self.version,
+            "source": self.source,
+            "mode": "node" if self.driver_pids is None or self.driver_pids.matched else "sidecar",
+            "nvml": {
+                "up": up,
+                "error": "" if up else checks["nvml"]["detail"],
+                "released": not up and poller.release is not None,
+            },
+            "devices": len(node.devices) if node else 0,
+            "processes": len(snapshot.processes),
+            "checks": checks,
+        }
+
+
+def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRouter:
+    """Return the routes that report the exporter's health."""
+    router = APIRouter(tags=["health"])
+
+    @router.get(
+        "/health",
+        responses={
+            200: json_reply(
+                HealthDocument,
+                "`ok`, or `degraded`: no driver, a lost device, events not stored, a replaced socket, an invalid file",
+            ),
+            503: json_reply(HealthDocument, "`failing`: the exporter cannot do its work"),
+        },
+    )
+    async def show() -> Response:
+        """The health of the exporter and the driver, with one check for each part."""
+        document = health.document(snapshot())
+        return json_response(document, 503 if document["status"] == "failing" else 200)
+
+    @router.get("/-/healthy", response_class=PlainTextResponse)
+    async def healthy() -> PlainTextResponse:
+        """The exporter runs."""
+        return PlainTextResponse("gpumem-exporter is healthy.\n")
+
+    @router.get(
+        "/-/ready", response_class=PlainTextResponse, responses={503: {"description": "the first poll is not complete"}}
+    )
+    async def ready() -> PlainTextResponse:
+        """The first poll is complete, whether or not it found a driver."""
+        if health.poller.status(snapshot().taken_seconds).polls == 0:
+            return PlainTextResponse("gpumem-exporter is not ready: the first poll is not complete.\n", 503)
+        return PlainTextResponse("gpumem-exporter is ready.\n")
+
+    return router
+
+
+def _poller_check(poller: PollerStatus) -> Check:
+    if not poller.alive:
+        return _check("failing", f"the poller has stopped{': ' + poller.error if poller.error else ''}")
+    if poller.stuck:
+        busy = f" for {poller.busy_seconds:.0f} s" if poller.busy_seconds is not None else ""
+        return _check("failing", f"the driver has not answered a poll{busy}")
+    return _check("ok", f"{poller.polls} polls" if poller.polls else "the first poll is running")
+
+
+def _nvml_check(node: NodeReading | None, poller: PollerStatus) -> Check:
+    interceptor = nvml_interceptor()
+    if interceptor:
+        return _check("degraded", f"{interceptor} answers for NVML here: it shows a container's share as the device")
+    if node is None:
+        return _check("degraded", poller.error or "the driver has not answered recently")
+    if not node.up:
+        return _check("degraded", node.error or "the driver does not answer")
+    return _check("ok", f"driver {node.driver_version}" if node.driver_version else "")
+
+
+def _devices_check(node: NodeReading | None) -> Check:
+    if node is None or not node.up:
+        return _check("ok", "unknown")
+    lost = [f"{device.gpu or device.uuid}: {device.error}" for device in node.devices if not device.up]
+    if lost:
+        return _check("degraded", f"{len(lost)} of {len(node.devices)} do not answer ({'; '.join(lost)})")
+    if not node.devices:
+        return _check("degraded", "the driver lists no device")
+    return _check("ok", f"{len(node.devices)} answer")
+
+
+def _reports_check(snapshot: Snapshot) -> Check:
+    silent = f", {len(snapshot.silent)} silent" if snapshot.silent else ""
+    return _check("ok", counted(len(snapshot.processes), "process reports", "processes report") + silent)
+
+
+def _events_check(events: EventLogStatus) -> Check:
+    lost = f"; {events.waiting} waiting, {events.dropped} dropped" if events.waiting or events.dropped else ""
+    if events.error:
+        return _check("degraded", events.error + lost)
+    if not events.alive:
+        return _check("degraded", f"the event log has stopped{lost}")
+    if not events.prompt:
+        return _check("degraded", f"{events.where} has not answered for {events.busy_seconds or 0:.0f} s{lost}")
+    damaged = f"; a damaged file was renamed to {events.damaged_file}" if events.damaged_file else ""
+    return _check("ok", f"stored in {events.where}{damaged}{lost}")
+
+
+def _check(status: Status, detail: str) -> Check:
+    return {"status": status, "detail": detail}

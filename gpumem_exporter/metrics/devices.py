@@ -1,0 +1,86 @@
+"""Samples of the last poll, of the devices and of their ledgers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumem_exporter.core.ledger import device_ledger, shares_on
+from gpumem_exporter.core.samples import DeviceReading
+from gpumem_exporter.metrics import catalog
+from gpumem_exporter.metrics.subjects import Collector, Samples, Series, Subject, View, one_of_each
+
+_POLL_FAMILIES = (catalog.NVML_UP, catalog.POLL_DURATION, catalog.POLL_TIMESTAMP)
+_DEVICE_FAMILIES = (
+    catalog.DEVICE_INFO,
+    catalog.DEVICE_UP,
+    catalog.DEVICE_TOTAL,
+    catalog.DEVICE_USED,
+    catalog.DEVICE_FREE,
+    catalog.DEVICE_RESERVED,
+    catalog.DEVICE_HOST_MEMORY,
+    catalog.DEVICE_UTILIZATION,
+)
+_poll_series = one_of_each(_POLL_FAMILIES)
+_NO_MEMORY = (None, None, None, None, None)
+
+
+def _polls(view: View) -> Iterator[Subject]:
+    """Yield whether the driver answers, and the duration and time of the last poll unless it has expired."""
+    last = view.snapshot.node
+    times = (last.duration_seconds, last.taken_unix_seconds) if last is not None else (None, None)
+    yield Subject("poll", Samples, ((), _poll_series, (0 if view.node is None else 1, *times)))
+
+
+def _devices(view: View) -> Iterator[Subject]:
+    """Yield the devices. A device that cannot be read has only its info and `up` 0."""
+    driver_version = view.node.driver_version if view.node is not None else ""
+    for device in view.devices:
+        yield Subject((device.gpu, device.uuid), _device_samples, (device, driver_version))
+
+
+def _device_samples(device: DeviceReading, driver_version: str) -> Samples:
+    info = (device.name, driver_version, device.pci_bus_id, device.mig_profile, device.parent_uuid)
+    memory = device.memory
+    of_memory: tuple[int | None, ...] = _NO_MEMORY
+    if memory is not None:
+        of_host = 1 if memory.of_host else None
+        of_memory = (memory.total_bytes, memory.used_bytes, memory.free_bytes, memory.reserved_bytes, of_host)
+    values = (1, 1 if device.up else 0, *of_memory, device.utilization_ratio)
+    return Samples(((device.gpu, device.uuid), info), _device_series, values)
+
+
+def _device_series(device: tuple[str, str], info: tuple[str, ...]) -> Iterator[Series]:
+    yield catalog.DEVICE_INFO, (*device, *info)
+    for metric in _DEVICE_FAMILIES[1:]:
+        yield metric, device
+
+
+def _ledgers(view: View) -> Iterator[Subject]:
+    """Yield the ledger of each device, with the non-torch memory of the processes on it."""
+    identities = [(pid, process.report.process) for pid, process in view.names.reporting]
+    labels = {pid: (pid, identity.workload, identity.rank) for pid, identity in identities}
+    for device, shares in shares_on(view.devices, view.snapshot):
+        key = (device.gpu, device.uuid)
+        ledger = device_ledger(device, shares)
+        categories = ledger.categories if ledger is not None else {}
+        processes, values = [], [ledger.allocatable_bytes if ledger is not None else None, *categories.values()]
+        for pid, _, _, _, non_torch_bytes in shares:
+            if non_torch_bytes is not None:
+                processes.append(labels[pid])
+                values.append(non_torch_bytes)
+        yield Subject(key, Samples, ((key, tuple(categories), tuple(processes)), _ledger_series, tuple(values)))
+
+
+def _ledger_series(
+    device: tuple[str, str], categories: tuple[str, ...], processes: tuple[tuple[str, str, str], ...]
+) -> Iterator[Series]:
+    yield catalog.DEVICE_ALLOCATABLE, device
+    for category in categories:
+        yield catalog.LEDGER, (*device, category)
+    for labels in processes:
+        yield catalog.TORCH_NON_TORCH, (*device, *labels)
+
+
+POLL = Collector("poll", _POLL_FAMILIES, _polls)
+DEVICE = Collector("device", _DEVICE_FAMILIES, _devices)
+LEDGER = Collector("ledger", (catalog.DEVICE_ALLOCATABLE, catalog.LEDGER, catalog.TORCH_NON_TORCH), _ledgers)

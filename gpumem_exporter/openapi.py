@@ -1,0 +1,119 @@
+"""`/openapi.json`: FastAPI describes its routes. This module adds the plain ASGI routes, schemas and credentials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import PlainTextResponse
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+
+from gpumem_client.wire.protocol import REPORTS_PATH, Reply
+from gpumem_exporter.edge.problems import Problem, problems
+from gpumem_exporter.edge.replies import REPLY_MODELS
+from gpumem_exporter.edge.request_guard import is_report, is_restricted
+from gpumem_exporter.features.policy.alerts import AlertsBody
+from gpumem_exporter.reports.report_schema import report_core_schema
+
+_REF = "#/components/schemas/{model}"
+_SCHEMES = {
+    **{
+        f"{of}Token": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": f"The token of `--{of}.token-file`. Without that file, the kernel identifies the caller "
+            "over loopback and the unix socket, and other callers are refused.",
+        }
+        for of in ("action", "report")
+    },
+    "password": {
+        "type": "http",
+        "scheme": "basic",
+        "description": "A user of `--web.config.file`. Clients of the unix socket need no password.",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The credentials that an exporter requires: whether it has token files, and users with passwords."""
+
+    action_token: bool
+    report_token: bool
+    users: bool
+
+    def schemes(self) -> dict[str, Any]:
+        """Return the security schemes; basic authentication only if there are users."""
+        return {name: scheme for name, scheme in _SCHEMES.items() if name != "password" or self.users}
+
+    def of_route(self, method: str, path: str) -> list[dict[str, list[str]]]:
+        """Return the alternatives for a request, which has at most one credential."""
+        reports = is_report(method.upper(), path)
+        if reports and self.report_token:
+            names = ["reportToken"]
+        elif not reports and is_restricted(path) and self.action_token:
+            names = ["actionToken"]
+        elif self.users:
+            names = ["password", "actionToken"] if self.action_token else ["password"]
+        elif reports:
+            names = ["", "reportToken"]
+        else:
+            names = ["", "actionToken"] if is_restricted(path) else []
+        return [{name: []} if name else {} for name in names]
+
+
+def describe(app: FastAPI, *, telemetry_path: str, credentials: Credentials) -> dict[str, Any]:
+    """Return the OpenAPI document of the whole API."""
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=[*app.routes, *_plain_routes(telemetry_path).routes],
+        separate_input_output_schemas=False,
+    )
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            # FastAPI's summary is the name of the function.
+            operation["summary"] = operation["description"].partition("\n")[0].rstrip(".")
+            operation["security"] = credentials.of_route(method, path)
+    document.setdefault("components", {})["securitySchemes"] = credentials.schemes()
+    schemas = document["components"].setdefault("schemas", {})
+    _, bodies = models_json_schema([(AlertsBody, "validation")], ref_template=_REF)
+    report = GenerateJsonSchema(ref_template=_REF).generate(report_core_schema())
+    _, replies = TypeAdapter.json_schemas(
+        [(model, "validation", TypeAdapter(model)) for model in (Problem, *REPLY_MODELS.values())], ref_template=_REF
+    )
+    for schema in (bodies, report, replies):
+        schemas.update(schema.pop("$defs", {}))
+    schemas["Report"] = report
+    return document
+
+
+def _plain_routes(telemetry_path: str) -> APIRouter:
+    """Return descriptions of the plain ASGI routes; these functions are never called."""
+    router = APIRouter()
+    text = {"schema": {"type": "string"}}
+    page = {"text/plain; version=0.0.4": text, "application/openmetrics-text; version=1.0.0": text}
+    report = {"application/json": {"schema": {"$ref": _REF.format(model="Report")}}}
+
+    @router.get(telemetry_path, tags=["metrics"], response_class=PlainTextResponse, responses={200: {"content": page}})
+    def metrics() -> None:
+        """Prometheus text 0.0.4 or OpenMetrics 1.0, by `Accept`; gzip by `Accept-Encoding`."""
+
+    @router.post(
+        REPORTS_PATH,
+        tags=["reports"],
+        response_model=Reply,
+        responses=problems(401, 403, 409, 413, 415, 422, 503),
+        openapi_extra={"requestBody": {"required": True, "content": report}},
+    )
+    def report_() -> None:
+        """Receive the samples of a process and reply with its commands.
+
+        The reply waits for a command for up to `hold_seconds`, at most for the report interval.
+        """
+
+    return router

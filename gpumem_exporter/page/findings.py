@@ -1,0 +1,505 @@
+"""Findings: what on the node needs attention, with one definition of severity for page, terminal and commands.
+
+Findings and alert rules have the same severities. A full device is no finding: it is what it was bought for.
+`critical`: work is lost, or nothing is known of the devices. `warning`: a person should look at it today. `info`: worth
+knowing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from gpumem_client.wire.units import counted, human_bytes, human_seconds
+from gpumem_exporter.core.last_ooms import LastOom
+from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, sum_of_known
+from gpumem_exporter.core.samples import DeviceReading, Snapshot
+from gpumem_exporter.page.documents import Part
+from gpumem_exporter.page.engines import ENOUGH_SECONDS, smaller_cache
+from gpumem_exporter.page.growth import GrowingPart
+from gpumem_exporter.page.jobs import Job, job_uuids, jobs_by_device
+from gpumem_exporter.page.orphans import left_behind
+
+SEVERITIES = ("critical", "warning", "info")
+# Of one severity, these kinds come first: what failed, what will fail, and what a termination or a clear helps. By age
+# alone, readers missed an error behind three older warnings: the page shows a few findings at first.
+_URGENT = ("driver", "device_lost", "oom", "growth", "check", "orphan", "idle_cache", "inactive")
+SEVERITY = {
+    "oom_ended_process": "critical",
+    "oom_caught": "warning",
+    "growth": "warning",  # also within the hour: a forecast is for the owner of the process, who can act on it
+    "device_lost": "critical",
+    "driver": "critical",
+    "check_failing": "critical",
+    "check_degraded": "warning",
+    "idle_cache_lacked": "warning",
+    "idle_cache": "info",
+    "inactive_lacked": "warning",
+    "inactive": "info",
+    "orphan": "warning",
+    "orphan_small": "info",
+    "fragmented": "warning",
+    "unattributed": "warning",
+    "silent": "warning",
+    "starting": "info",
+    "kv_cache": "info",
+    "starting_together": "warning",
+}
+"""The severity of each state. A test compares it with the alert rules."""
+_MOST = 50
+# How long an error is shown whose process continues.
+_CAUGHT_SECONDS = 600.0
+# From this share in use on, other processes may lack the idle cache of a job.
+_FULL = 0.95
+_IDLE_BESIDE_FULL = 0.05
+_LITTLE_FREE, _OTHER_FAILED = ", where little memory is free", ", where another job ran out of memory"
+# Shares of the device's memory from which these are findings.
+_MUCH_IDLE = 0.2
+_FRAGMENTED = 0.1
+_UNATTRIBUTED = 0.02
+
+# A job that holds less without any activity is no finding.
+_MUCH_INACTIVE_BYTES = 1 << 30
+_FAILS_SOON_SECONDS = 3600.0
+# Fragmented and unattributed memory change with each step, so they must last for this time. A process that starts uses
+# memory before its first report.
+_LASTING_SECONDS = 10.0
+_LASTING = ("fragmented", "unattributed", "unreported")
+INJECTION_LABEL = 'gpumem.io/inject: "true"'
+"""The label of pods, or of their namespace, into which the webhook injects the client."""
+# A finding that was absent for this time starts again.
+_FORGOTTEN_SECONDS = 5.0
+# A finding has a lower severity only after this time: the free memory of a device changes with each step.
+_CALMER_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that needs attention."""
+
+    id: str
+    """The same while the finding lasts, and for every viewer."""
+    kind: str
+    severity: str
+    title: str
+    sentence: str
+    """Without times, which each surface shows in the viewer's time zone."""
+    job: Job | None = None
+    gpu: str | None = None
+    uuid: str | None = None
+    since_seconds: float | None = None
+    """On the monotonic clock; None: since the finding was first seen."""
+    idle_cache_bytes: int | None = None
+    """The idle cache that would help."""
+    clears: Job | None = None
+    """The job whose clear would help."""
+
+
+def find(
+    snapshot: Snapshot,
+    jobs: Sequence[Job],
+    ledgers: Mapping[str, DeviceLedger],
+    *,
+    failed_checks: Iterable[Mapping[str, str]] = (),
+    growing: Mapping[str, Sequence[GrowingPart]] | None = None,
+    client_directory: str | None = None,
+    enough_seconds: float = ENOUGH_SECONDS,
+) -> list[Finding]:
+    """Return the findings of a node in no order.
+
+    `growing` has the processes of each job that grow, by the job's id, the fastest first. `client_directory` is the
+    folder from which jobs can import the client; empty if there is none, and None without an exporter, to which
+    processes could report. `enough_seconds` is how long the use of a key-value cache must be known before a smaller one
+    is proposed.
+    """
+    devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
+    there, jobs_of_errors = jobs_by_device(jobs), _JobsOfErrors(jobs)
+    found = [
+        *_checks(failed_checks, has_devices=bool(devices)),
+        *(_lost(device) for device in devices if not device.up),
+        *_ooms(snapshot, jobs_of_errors),
+        *_growing(jobs, growing or {}),
+        *_idle_caches(snapshot, devices, ledgers, there, jobs_of_errors),
+        *_inactive(snapshot, jobs, jobs_of_errors),
+        *_orphans(jobs, snapshot.gpus, ledgers),
+        *_silent(jobs),
+        *(_unreported(jobs, client_directory) if client_directory is not None else ()),
+        *_starting(snapshot, jobs),
+        *_unused_kv_caches(snapshot, jobs, devices, enough_seconds),
+    ]
+    for device in devices:
+        if device.uuid in ledgers:
+            found += _in_ledger(device, ledgers[device.uuid], there.get(device.uuid, ()))
+    return found
+
+
+class _Seen(NamedTuple):
+    """When a finding was seen, and with which severity."""
+
+    first_seconds: float
+    last_seconds: float
+    severity: str
+    severe_seconds: float
+    """When it was last found with this severity."""
+
+
+def _seen_again(before: _Seen | None, severity: str, now: float) -> _Seen:
+    if before is None:
+        return _Seen(now, now, severity, now)
+    calmer = SEVERITIES.index(severity) > SEVERITIES.index(before.severity)
+    if calmer and now - before.severe_seconds < _CALMER_SECONDS:
+        return before._replace(last_seconds=now)
+    return _Seen(before.first_seconds, now, severity, now)
+
+
+class Since:
+    """Remembers since when each finding lasts. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        # By the id of the finding.
+        self._seen: dict[str, _Seen] = {}
+
+    def lasting(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Return the findings that have lasted long enough, with their start, the most severe, urgent and old first."""
+        now = self._clock()
+        with self._lock:
+            known = {key: seen for key, seen in self._seen.items() if now - seen.last_seconds < _FORGOTTEN_SECONDS}
+            lasting = []
+            for finding in findings:
+                seen = known[finding.id] = _seen_again(known.get(finding.id), finding.severity, now)
+                if finding.kind not in _LASTING or now - seen.first_seconds >= _LASTING_SECONDS:
+                    since = seen.first_seconds if finding.since_seconds is None else finding.since_seconds
+                    lasting.append(replace(finding, severity=seen.severity, since_seconds=since))
+            self._seen = known
+        lasting.sort(key=_rank)
+        return lasting[:_MOST]
+
+
+def _rank(finding: Finding) -> tuple[int, int, float, str]:
+    kind = _URGENT.index(finding.kind) if finding.kind in _URGENT else len(_URGENT)
+    return SEVERITIES.index(finding.severity), kind, finding.since_seconds or 0.0, finding.id
+
+
+def called(job: Job) -> str:
+    """Return the name of a job with its user or namespace, as sentences have it: `notebook (carol)`."""
+    owner = job.owner()
+    who = owner["user"] or owner["k8s_namespace"]
+    return f"{job.name} ({who})" if who else job.name
+
+
+def _finding(kind: str, subject: str, title: str, sentence: str, *, severity: str = "", **more: Any) -> Finding:
+    """Return a finding about a subject, which is a part of its id; `severity` is for kinds with several."""
+    return Finding(f"{kind} {subject}".strip(), kind, severity or SEVERITY[kind], title, sentence, **more)
+
+
+def _checks(failed: Iterable[Mapping[str, str]], *, has_devices: bool) -> Iterator[Finding]:
+    for check in failed:
+        part, detail = check["part"], check["detail"]
+        if part == "devices" and has_devices:
+            continue  # each lost device is a finding
+        if part == "nvml":
+            yield _finding("driver", "", "No driver", f"The driver does not answer: {detail}.")
+        else:
+            severity = SEVERITY["check_failing" if check["status"] == "failing" else "check_degraded"]
+            yield _finding("check", part, "Exporter", f"{part}: {detail}.", severity=severity)
+
+
+def _lost(device: DeviceReading) -> Finding:
+    name = f"GPU {device.gpu}" if device.gpu else device.uuid
+    sentence, subject = f"{name} does not answer: {device.error}.", device.uuid or device.gpu
+    return _finding("device_lost", subject, "Lost device", sentence, gpu=device.gpu, uuid=device.uuid)
+
+
+def _ooms(snapshot: Snapshot, jobs_of_errors: _JobsOfErrors) -> Iterator[Finding]:
+    """Yield one finding for the errors of a job on a device: the last of the most severe."""
+    by_job: defaultdict[tuple[str, str, str], list[LastOom]] = defaultdict(list)
+    for oom in snapshot.ooms:
+        if oom.ended_process or snapshot.taken_seconds - oom.happened_seconds <= _CAUGHT_SECONDS:
+            by_job[oom.owner, oom.workload or oom.pid, oom.uuid].append(oom)
+    for ooms in by_job.values():
+        oom = max(ooms, key=lambda each: (each.ended_process, each.happened_seconds))
+        job = jobs_of_errors.of(oom)
+        name = called(job) if job is not None else oom.workload or f"pid {oom.pid}"
+        rank = f" rank {oom.rank}" if oom.rank else ""
+        continues = jobs_of_errors.has_process_of(oom)
+        fate = "; the process ended" if oom.ended_process else "; the process continues" if continues else ""
+        severity = SEVERITY["oom_ended_process" if oom.ended_process else "oom_caught"]
+        sentence = f"{name}{rank} {_request(oom)}{fate}."
+        if len(ooms) > 1:
+            sentence += f" {len(ooms)} of its processes failed there."
+        yield _finding(
+            *("oom", f"{oom.uuid} {oom.session} {oom.number}", "Out of memory", sentence),
+            severity=severity,
+            job=job,
+            gpu=oom.gpu or None,
+            uuid=oom.uuid,
+            since_seconds=oom.happened_seconds,
+        )
+
+
+class _JobsOfErrors:
+    """Finds the jobs of out-of-memory errors."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        # A session is a claim of its reporter, so it counts for the errors of the same user and container only.
+        self._by_session: dict[tuple[str, str], Job] = {}
+        # The shares that claim each session. Errors that version 0.2 stored have no owner.
+        self._shares: defaultdict[str, set[str]] = defaultdict(set)
+        self._by_workload: dict[tuple[str, str], Job] = {}
+        for job in jobs:
+            for process in job.processes:
+                if process.reporter is not None:
+                    share = process.reporter.key.share
+                    session = process.reporter.report.process.session
+                    self._by_session[session, share] = job
+                    self._shares[session].add(share)
+                    if job.workload:
+                        self._by_workload[job.workload, share] = job
+
+    def of(self, oom: LastOom) -> Job | None:
+        """Return the job whose process failed; None if the job has ended."""
+        owner = self._owner(oom)
+        return self._by_session.get((oom.session, owner)) or self._by_workload.get((oom.workload, owner))
+
+    def has_process_of(self, oom: LastOom) -> bool:
+        """Return whether the process that failed still reports."""
+        return (oom.session, self._owner(oom)) in self._by_session
+
+    def _owner(self, oom: LastOom) -> str:
+        shares = self._shares.get(oom.session, ())
+        return next(iter(shares)) if not oom.owner and len(shares) == 1 else oom.owner
+
+
+def _request(oom: LastOom) -> str:
+    requested = "more than was available" if oom.requested_bytes is None else human_bytes(oom.requested_bytes)
+    place = f" on GPU {oom.gpu}" if oom.gpu else ""
+    free, limit, reserved = oom.device_free_bytes, oom.limit_bytes, oom.reserved_bytes
+    if free is None:
+        return f"requested {requested}{place}"
+    within_limit = oom.requested_bytes is not None and free >= oom.requested_bytes
+    if within_limit and limit is not None and reserved is not None:
+        had = f"{human_bytes(reserved)} of its limit of {human_bytes(limit)} was reserved"
+    else:
+        had = f"{human_bytes(free)} was free"
+        had += f", it had reserved {human_bytes(reserved)}" if reserved else ""
+    fragmented = ""
+    if oom.fragmented_bytes and reserved is not None and oom.fragmented_bytes >= _FRAGMENTED * reserved:
+        fragmented = f", {human_bytes(oom.fragmented_bytes)} fragmented"
+    return f"requested {requested}{place}; {had}{fragmented}"
+
+
+def _growing(jobs: Sequence[Job], growing: Mapping[str, Sequence[GrowingPart]]) -> Iterator[Finding]:
+    for job in jobs:
+        parts = growing.get(job.id, ())
+        if not parts:
+            continue
+        pids = {each.part.process.pid: each.part.process for each in parts}
+        who, most, where = called(job), "", ""
+        if len(pids) > 1:
+            most, where = "up to ", f" in {len(pids)} of {len(job.processes)} processes"
+        elif len(job.processes) > 1:
+            (process,) = pids.values()
+            who += f" rank {process.rank}" if process.rank else f" pid {process.pid}"
+        left = min((each.full_in_seconds for each in parts if each.full_in_seconds is not None), default=None)
+        fate = ""
+        if left is not None and left < _FAILS_SOON_SECONDS:
+            fate = f"; it will be out of memory in {human_seconds(left)}" if left >= 1 else "; it has no memory left"
+        sentence = f"{who} grows by {most}{human_bytes(parts[0].growth.bytes_per_hour)} an hour{where}{fate}."
+        since_seconds = min(each.growth.since_seconds for each in parts)
+        yield _finding("growth", job.id, "Growing", sentence, job=job, since_seconds=since_seconds)
+
+
+def _idle_caches(
+    snapshot: Snapshot,
+    devices: Iterable[DeviceReading],
+    ledgers: Mapping[str, DeviceLedger],
+    jobs: Mapping[str, Sequence[tuple[Job, Sequence[Part]]]],
+    jobs_of_errors: _JobsOfErrors,
+) -> Iterator[Finding]:
+    """Yield the jobs whose idle cache others lack, and the jobs with much idle cache. `jobs` are by device."""
+    found: dict[str, tuple[Job, list[tuple[DeviceReading, int, str]]]] = {}
+    """Each job by id, with its idle cache on each device, and why others lack it."""
+    for device in devices:
+        ledger = ledgers.get(device.uuid)
+        if ledger is None:
+            continue
+        there = jobs.get(device.uuid, ())
+        full = ledger.categories["free"] < (1 - _FULL) * ledger.total_bytes
+        failed = [
+            jobs_of_errors.of(oom)
+            for oom in snapshot.ooms
+            if oom.uuid == device.uuid and snapshot.taken_seconds - oom.happened_seconds < _CAUGHT_SECONDS
+        ]
+        for job, parts in there:
+            size = sum(
+                part.sample.idle_cache_bytes or 0
+                for part in parts
+                if part.process.reporter is not None and part.process.reporter.clears and part.sample is not None
+            )
+            beside = any(each is not job for each in failed)
+            lacking = (_LITTLE_FREE if full else _OTHER_FAILED if beside else "") if len(there) > 1 else ""
+            if size and size >= (_IDLE_BESIDE_FULL if lacking else _MUCH_IDLE) * ledger.total_bytes:
+                found.setdefault(job.id, (job, []))[1].append((device, size, lacking))
+    for job, places in found.values():
+        lacked = [device for device, _, lacking in places if lacking]
+        size = sum(size for _, size, lacking in places if lacking or not lacked)
+        where = gpus_in_words([device.gpu for device in lacked or [device for device, _, _ in places]])
+        why = next((lacking for _, _, lacking in places if lacking), "")
+        sentence = f"{called(job)} holds {human_bytes(size)} of idle cache on {where}{why}."
+        device = (lacked or [places[0][0]])[0]
+        yield _finding(
+            *("idle_cache", job.id, "Idle cache", sentence),
+            severity=SEVERITY["idle_cache_lacked" if lacked else "idle_cache"],
+            job=job,
+            gpu=device.gpu,
+            uuid=device.uuid,
+            idle_cache_bytes=size,
+            clears=job,
+        )
+
+
+def _inactive(snapshot: Snapshot, jobs: Sequence[Job], jobs_of_errors: _JobsOfErrors) -> Iterator[Finding]:
+    for job in jobs:
+        idle_since = job.idle_since_seconds(snapshot)
+        size = job.sums["used_bytes"] or 0
+        # An orphan has a finding of its own.
+        if idle_since is None or size < _MUCH_INACTIVE_BYTES or any(each.orphan is not None for each in job.processes):
+            continue
+        uuids = {part.uuid for part in job.parts}
+        lacked = any(
+            oom.uuid in uuids and oom.happened_seconds > idle_since and jobs_of_errors.of(oom) is not job
+            for oom in snapshot.ooms
+        )
+        lasting = human_seconds(snapshot.taken_seconds - idle_since)
+        sentence = f"{called(job)} has held {human_bytes(size)} for {lasting} without any activity"
+        sentence += f"{_OTHER_FAILED}." if lacked else "."
+        severity = SEVERITY["inactive_lacked" if lacked else "inactive"]
+        yield _finding("inactive", job.id, "Inactive", sentence, severity=severity, job=job, since_seconds=idle_since)
+
+
+def gpus_in_words(gpus: Sequence[str]) -> str:
+    """Return `GPU 3`, or `GPUs 0, 1 and 5`."""
+    if len(gpus) == 1:
+        return f"GPU {gpus[0]}"
+    return f"GPUs {', '.join(gpus[:-1])} and {gpus[-1]}"
+
+
+def _orphans(jobs: Sequence[Job], gpus: Mapping[str, str], ledgers: Mapping[str, DeviceLedger]) -> Iterator[Finding]:
+    for left in left_behind(jobs):
+        name = called(left.job)
+        if len(left.processes) > 1:
+            name = f"{len(left.processes)} processes of {name}"
+        elif left.job.workload and left.processes[0].command:
+            name = f"{left.processes[0].command} of {name}"
+        size = sum_of_known(list(left.sizes.values()) or [None])
+        amount = "memory" if size is None else human_bytes(size)
+        where = gpus_in_words([gpus.get(uuid) or uuid for uuid in left.sizes] or ["?"])
+        sentence = f"{name} {'holds' if len(left.processes) == 1 else 'hold'} {amount} on {where}; {left.fate}."
+        severity = SEVERITY["orphan" if left.may_be_needed(ledgers) else "orphan_small"]
+        # A job that was started again and again may have left processes behind each time.
+        subject = f"{left.job.id} {left.lost.pid or ''}".strip()
+        since = left.lost.ended_seconds
+        yield _finding("orphan", subject, "Orphan", sentence, severity=severity, job=left.job, since_seconds=since)
+
+
+def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
+    for job in jobs:
+        silent = [process for process in job.processes if process.silent is not None]
+        if silent:
+            many = f" ({len(silent)} of {len(job.processes)} processes)" if len(job.processes) > 1 else ""
+            sentence = f"No recent report from {called(job)}{many}: its allocated memory is unknown."
+            yield _finding("silent", job.id, "Silent", sentence, job=job)
+
+
+def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]:
+    unreported = {process.pid: process for job in jobs for process in job.processes if process.state == "unreported"}
+    if not unreported:
+        return
+    sizes = [share.used_bytes for process in unreported.values() for share in process.shares.values()]
+    known = sum_of_known(sizes or [None])
+    least = "at least " if None in sizes else ""
+    size = f" ({least}{human_bytes(known)})" if known is not None else ""
+    every = counted(sum(len(job.processes) for job in jobs), "process", "processes")
+    # Short: the page shows a finding in one line.
+    if not client_directory:
+        how = "Start PyTorch jobs below gpumem-run, or set --client.directory"
+    elif any(process.identity("k8s_pod") for process in unreported.values()):
+        how = f"The chart's webhook lets pods with the label {INJECTION_LABEL} report"
+    else:
+        how = f"Start PyTorch jobs with PYTHONPATH={client_directory}"
+    do = "does" if len(unreported) == 1 else "do"
+    sentence = f"{len(unreported)} of {every} {do} not report{size}. {how}."
+    yield _finding("unreported", "", "Not reporting", sentence, severity="info")
+
+
+def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
+    by_pid = {process.host_pid: job for job in jobs for process in job.processes if process.host_pid is not None}
+    by_job: dict[str, tuple[Job, list[str]]] = {}
+    by_gpu: dict[str, dict[str, Job]] = {}
+    for engine in snapshot.starting:
+        job = by_pid.get(engine.host_pid) if engine.host_pid is not None else None
+        if job is not None:
+            gpus = by_job.setdefault(job.id, (job, []))[1]
+            gpus += [engine.gpu] if engine.gpu not in gpus else []
+            by_gpu.setdefault(engine.gpu, {})[job.id] = job
+    for job, gpus in by_job.values():
+        sentence = (
+            f"{called(job)} starts on {gpus_in_words(gpus)}. Clears there wait until it has started: memory that is "
+            "released meanwhile can end its start."
+        )
+        yield _finding("starting", job.id, "Engine starts", sentence, job=job)
+    for gpu, together in by_gpu.items():
+        if len(together) > 1:
+            first, *others = map(called, together.values())
+            sentence = (
+                f"{first} and {', '.join(others)} start on GPU {gpu} at the same time. Each measures what the other "
+                "takes, so their caches get wrong sizes. Start them one after another."
+            )
+            yield _finding("starting_together", gpu, "Engines start", sentence, gpu=gpu)
+
+
+def _unused_kv_caches(
+    snapshot: Snapshot, jobs: Iterable[Job], devices: Iterable[DeviceReading], enough_seconds: float
+) -> Iterator[Finding]:
+    memory = {device.uuid: device.memory for device in devices if device.memory is not None}
+    for job in jobs:
+        smaller = smaller_cache(job, snapshot, memory, enough_seconds)
+        if smaller is None:
+            continue
+        uuids = [uuid for uuid in job_uuids(job, snapshot.gpus) if uuid in smaller.uuids]
+        who = [job.owner()["user"], smaller.engine, gpus_in_words([snapshot.gpus[uuid] for uuid in uuids])]
+        sentence = f"{job.name} ({', '.join(filter(None, who))}): {smaller.sentence}"
+        gpu, uuid = snapshot.gpus[uuids[0]], uuids[0]
+        yield _finding("kv_cache", job.id, "Unused KV cache", sentence, job=job, gpu=gpu, uuid=uuid)
+
+
+def _in_ledger(
+    device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[tuple[Job, Sequence[Part]]]
+) -> Iterator[Finding]:
+    place: dict[str, Any] = {"gpu": device.gpu, "uuid": device.uuid}
+    # Not from the ledger: if the reclaimable part of a cache is unknown, it counts the whole cache as fragmented.
+    sizes = [sum(fragmented_bytes(part.sample) or 0 for part in parts if part.sample is not None) for _, parts in jobs]
+    if 0 < sum(sizes) >= _FRAGMENTED * ledger.total_bytes:
+        size = max(sizes)
+        worst, _ = jobs[sizes.index(size)]
+        sentence = (
+            f"{called(worst)} holds {human_bytes(size)} of fragmented cache on GPU {device.gpu}. "
+            "A clear cannot free it."
+        )
+        yield _finding("fragmented", device.uuid, "Fragmented", sentence, job=worst, **place)
+    # Not if the memory of a process may be unattributed, or if the memory is the host's.
+    known = "other_processes" in ledger.categories and not (device.memory is not None and device.memory.of_host)
+    hidden = any(_used_is_unknown(part) for _, parts in jobs for part in parts)
+    size = ledger.categories["unattributed"]
+    if known and not hidden and size >= _UNATTRIBUTED * ledger.total_bytes:
+        sentence = f"{human_bytes(size)} on GPU {device.gpu} is used by no process that the driver lists."
+        yield _finding("unattributed", device.uuid, "Unattributed", sentence, **place)
+
+
+def _used_is_unknown(part: Part) -> bool:
+    return part.share is None or (part.share.non_torch_bytes if part.sample else part.share.used_bytes) is None

@@ -1,0 +1,252 @@
+"""Jobs: the processes of one workload, one owner and one Slurm job. One without a workload is a job of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+from gpumem_client.wire.protocol import DeviceSample
+from gpumem_exporter.core.caller import Caller
+from gpumem_exporter.core.ledger import fragmented_bytes, sum_of_known
+from gpumem_exporter.core.samples import (
+    IDLE_SECONDS,
+    JobKey,
+    NodeReading,
+    ReportingProcess,
+    Snapshot,
+    once_per_snapshot,
+)
+from gpumem_exporter.core.starting_engines import ENGINE_TITLES
+from gpumem_exporter.page.documents import JOB_NUMBERS, Part, SeenProcess, parts_of, seen_processes
+
+# What a URL would have to escape.
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+_ID_CHARACTERS = 64
+ACTIVE_SECONDS = 60.0
+"""A job whose memory and steps have not changed for this time is idle."""
+
+STATES_OF_ENGINES = {"starting": "starting", "serving": "serving", "idle": "idle", "asleep": "sleeping"}
+"""The state of a job by the states of its engines; the first one counts."""
+
+
+def _reserved(value: Callable[[DeviceSample], int | None]) -> Callable[[Part], int | None]:
+    """Return a function of a part: a value of what the allocator reserves, 0 where it reserves nothing."""
+
+    def of_part(part: Part) -> int | None:
+        if part.sample is None:
+            # A report has every device on which torch has a context, or no device at all. On another device the process
+            # has only the context of another library.
+            reporter = part.process.reporter
+            return 0 if reporter is not None and reporter.report.devices else None
+        return 0 if part.sample.reserved_bytes == 0 else value(part.sample)
+
+    return of_part
+
+
+VALUES: Mapping[str, Callable[[Part], int | None]] = {
+    "used_bytes": lambda part: part.share.used_bytes if part.share else None,
+    "allocated_bytes": _reserved(lambda sample: sample.allocated_bytes),
+    "reserved_bytes": _reserved(lambda sample: sample.reserved_bytes),
+    "idle_cache_bytes": _reserved(lambda sample: sample.idle_cache_bytes),
+    "reclaimable_bytes": _reserved(lambda sample: sample.reclaimable_bytes),
+    "fragmented_bytes": _reserved(fragmented_bytes),
+    "non_torch_bytes": lambda part: part.share.non_torch_bytes if part.share else None,
+    "unmapped_bytes": lambda part: part.sample.unmapped_bytes if part.sample else None,
+}
+"""The values of a part that a job sums up; None where a value is unknown."""
+# Values that only some processes have; one without the value lacks nothing.
+_PARTIAL = ("unmapped_bytes",)
+
+
+@dataclass
+class Job:
+    """The processes of a job, from one snapshot."""
+
+    id: str
+    """See `job_id`."""
+    workload: str | None
+    processes: list[SeenProcess] = field(default_factory=list)
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The processes on each of their devices."""
+        return [part for process in self.processes for part in parts_of(process)]
+
+    @cached_property
+    def reporters(self) -> list[ReportingProcess]:
+        """The processes that report."""
+        return [process.reporter for process in self.processes if process.reporter is not None]
+
+    @property
+    def name(self) -> str:
+        """The workload, otherwise the command, otherwise the pid."""
+        return self.workload or self.command or f"pid {self.processes[0].pid}"
+
+    @property
+    def command(self) -> str | None:
+        """The command, if all processes have the same one."""
+        return self._common(lambda process: process.command)
+
+    @cached_property
+    def sums(self) -> Mapping[str, int | None]:
+        """The sum of each value over all parts; see `sums_of`."""
+        return sums_of(self.parts, VALUES)
+
+    @property
+    def incomplete(self) -> list[str]:
+        """The names of the sums that lack a process or a device."""
+        return [
+            name
+            for name, value in VALUES.items()
+            if name not in _PARTIAL and self.sums[name] is not None and any(value(part) is None for part in self.parts)
+        ]
+
+    def state(self, now_seconds: float, starting: Iterable[int | None]) -> str:
+        """Return what the job does now, on the monotonic clock; `starting` are the host pids of starting engines."""
+        if all(process.orphan is not None for process in self.processes):
+            return "orphan"
+        reporters = self.reporters
+        titles = any((process.command or "").startswith(ENGINE_TITLES) for process in self.processes)
+        if any(process.host_pid in starting and process.host_pid is not None for process in self.processes):
+            return "starting"
+        if not reporters:
+            return "not reporting"
+        engines = {each.report.engine.state for each in reporters if each.report.engine is not None}
+        for state, word in STATES_OF_ENGINES.items():
+            if state in engines:
+                return word
+        if any(sample.unmapped_bytes for each in reporters for sample in each.report.devices):
+            return "sleeping"
+        # A reporter whose process ends no more steps reports no duration of a step.
+        if any(each.report.step is not None and each.report.step_seconds for each in reporters):
+            return "training"
+        if titles or any(each.report.engine_starting is not None for each in reporters):
+            return "serving"
+        active = any(now_seconds - each.active_seconds < ACTIVE_SECONDS for each in reporters)
+        return "running" if active else "idle"
+
+    def idle_since_seconds(self, snapshot: Snapshot) -> float | None:
+        """Return since when no process has been active, if it is an hour or more; None if one's activity is unknown."""
+        last = [snapshot.last_active_seconds(process.reporter, process.host_pid) for process in self.processes]
+        known = [seconds for seconds in last if seconds is not None]
+        if len(known) < len(last) or snapshot.taken_seconds - max(known) < IDLE_SECONDS:
+            return None
+        return max(known)
+
+    def owner(self) -> dict[str, Any]:
+        """Return who runs the job: what all processes have in common."""
+        known = {name: self._identity(name) for name in ("user", "k8s_namespace", "k8s_pod")}
+        uids = {process.reporter.owner_uid for process in self.processes if process.reporter and not process.hidden}
+        jobs = {name: self._common(methodcaller("job_number", name)) for name in JOB_NUMBERS}
+        words = [
+            known["user"] or "",
+            f"pod {known['k8s_namespace']}/{known['k8s_pod']}" if known["k8s_pod"] else "",
+            f"Slurm {jobs['slurm_job_id']}" if jobs["slurm_job_id"] else "",
+            f"Ray {jobs['ray_job_id']}" if jobs["ray_job_id"] else "",
+        ]
+        uid = uids.pop() if len(uids) == 1 else None
+        return {**known, "uid": uid, **jobs, "owner": ", ".join(word for word in words if word)}
+
+    def started_unix_seconds(self, node: NodeReading | None) -> float | None:
+        """Return when the oldest process started; None if /proc shows none of them."""
+        starts = [process.started_unix_seconds(node) for process in self.processes]
+        return min((start for start in starts if start is not None), default=None)
+
+    def steps(self, snapshot: Snapshot, now_unix_seconds: float) -> dict[str, Any]:
+        """Return the last step of the process that is furthest, its duration, and when its end was first seen."""
+        stepping = [each for each in self.reporters if each.report.step is not None]
+        if not stepping:
+            return {"step": None, "step_seconds": None, "last_step_unix_seconds": None}
+        last = max(stepping, key=lambda each: (each.report.step or 0, -each.stepped_seconds))
+        ago_seconds = snapshot.taken_seconds - last.stepped_seconds
+        return {
+            "step": last.report.step,
+            "step_seconds": last.report.step_seconds,
+            "last_step_unix_seconds": round(now_unix_seconds - ago_seconds, 1),
+        }
+
+    def _identity(self, name: str) -> str | None:
+        return self._common(lambda process: process.identity(name))
+
+    def _common(self, value: Callable[[SeenProcess], str | None]) -> str | None:
+        values = {value(process) or None for process in self.processes}
+        return values.pop() if len(values) == 1 else None
+
+
+def jobs_of(snapshot: Snapshot, viewer: Caller | None = None) -> Sequence[Job]:
+    """Return the jobs of a node, the largest use first; see `documents.seen_processes`."""
+    return _all_jobs(snapshot) if viewer is None else _jobs(snapshot, viewer)
+
+
+@once_per_snapshot
+def _all_jobs(snapshot: Snapshot) -> Sequence[Job]:
+    return _jobs(snapshot, None)
+
+
+def _jobs(snapshot: Snapshot, viewer: Caller | None) -> Sequence[Job]:
+    jobs: dict[str, Job] = {}
+    for process in seen_processes(snapshot, viewer):
+        known = process.reporter or process.silent
+        of = known.job if known is not None else None
+        id_ = job_id(of) if of is not None else f"pid~{process.pid}"
+        jobs.setdefault(id_, Job(id_, of.workload if of is not None else None)).processes.append(process)
+    return sorted(jobs.values(), key=lambda job: (-(job.sums["used_bytes"] or job.sums["reserved_bytes"] or 0), job.id))
+
+
+def job_id(job: JobKey) -> str:
+    """Return the id of a job with a workload: the same after a restart of the job or of the exporter.
+
+    It fits into a URL, and shows nothing about the owner.
+    """
+    workload, slurm_job_id, uid, place = job
+    text = f"{uid} {place!r} {workload}" + (f"\0{slurm_job_id}" if slurm_job_id else "")
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=6, key=_key())
+    return f"{_UNSAFE.sub('-', workload)[:_ID_CHARACTERS]}~{digest.hexdigest()}"
+
+
+def job_of_process(process: ReportingProcess) -> str:
+    """Return the id of the job of a process that reports."""
+    return job_id(process.job) if process.job is not None else f"pid~{process.name}"
+
+
+@cache
+def _key() -> bytes:
+    # Without a key, any client could find the uid by hashing all of them. Each boot has another id, which is the same
+    # in all containers of the node and is never sent.
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return os.urandom(16)
+
+
+def jobs_by_device(jobs: Iterable[Job]) -> dict[str, list[tuple[Job, list[Part]]]]:
+    """Return the jobs on each device, each with its processes there, by uuid, in the order of the jobs."""
+    found: dict[str, list[tuple[Job, list[Part]]]] = {}
+    for job in jobs:
+        there: dict[str, list[Part]] = {}
+        for part in job.parts:
+            there.setdefault(part.uuid, []).append(part)
+        for uuid, parts in there.items():
+            found.setdefault(uuid, []).append((job, parts))
+    return found
+
+
+def sums_of(parts: Sequence[Part], names: Iterable[str]) -> dict[str, int | None]:
+    """Return the sum of each value over the processes and devices where it is known; None where none is."""
+    return {name: sum_of_known([VALUES[name](part) for part in parts] or [None]) for name in names}
+
+
+def job_uuids(job: Job, gpus: Mapping[str, str]) -> Sequence[str]:
+    """Return the devices of a job, in the order of their indexes."""
+    return sorted(dict.fromkeys(part.uuid for part in job.parts), key=lambda uuid: _index(gpus.get(uuid, "")))
+
+
+def _index(gpu: str) -> tuple[tuple[int, str], ...]:
+    return tuple((int(part), "") if part.isdecimal() else (1 << 30, part) for part in gpu.split(":"))

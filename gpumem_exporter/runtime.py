@@ -1,0 +1,304 @@
+"""The composition root: builds the parts of the exporter and connects them."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpumem_exporter import __version__
+from gpumem_exporter.actions.audit import Audit
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.engines import Engines
+from gpumem_exporter.actions.rate_limits import RateLimits
+from gpumem_exporter.actions.terminate import Terminator
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.edge.fair_queue import HeldRequests
+from gpumem_exporter.edge.listeners import SocketFile, parse_listen_address
+from gpumem_exporter.edge.peer import PeerPlaces
+from gpumem_exporter.edge.replies import Renderer
+from gpumem_exporter.edge.request_guard import Callers, OwnNames, Rule
+from gpumem_exporter.edge.tokens import TokenFile
+from gpumem_exporter.features.engines.cache_use import CacheUse
+from gpumem_exporter.features.events.event_log import EventLog
+from gpumem_exporter.features.events.event_recorder import Recorder
+from gpumem_exporter.features.events.event_storage import Storage
+from gpumem_exporter.features.history.history import History
+from gpumem_exporter.features.history.history_recorder import HistoryRecorder
+from gpumem_exporter.features.oom.oom_events import last_ooms
+from gpumem_exporter.features.profiles.profile_intake import ProfileIntake, ScrapedProfiles
+from gpumem_exporter.features.profiles.profile_store import SHARE_OF_STORAGE, Profiles
+from gpumem_exporter.health import Health
+from gpumem_exporter.metrics.exposition import Exposition
+from gpumem_exporter.metrics.instruments import Instruments
+from gpumem_exporter.node.host import Host
+from gpumem_exporter.node.pid_namespaces import DriverPids
+from gpumem_exporter.node.pod_resources import PodResources
+from gpumem_exporter.node.poller import Poller
+from gpumem_exporter.node.provider import Provider
+from gpumem_exporter.page.engines import DEMO_SECONDS, ENOUGH_SECONDS
+from gpumem_exporter.page.jobs import job_of_process
+from gpumem_exporter.page.live import NodeView
+from gpumem_exporter.page.live_route import LiveNode
+from gpumem_exporter.readings import Readings
+from gpumem_exporter.reports.process_liveness import Presence
+from gpumem_exporter.reports.report_route import ReportsRoute
+from gpumem_exporter.reports.report_sender import ReportSenders
+from gpumem_exporter.settings import Settings
+
+if TYPE_CHECKING:
+    from gpumem_exporter.edge.web_access import WebAccess
+    from gpumem_exporter.features.policy.policy_runner import PolicyRunner
+
+
+class Runtime:
+    """The exporter's parts. Only the event loop uses them; the poller's thread also writes to `store` and `events`.
+
+    The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
+    if every pid of the driver is of this PID namespace, `socket_file` without a unix socket, and `engines` where the
+    processes are not real. The constructor starts nothing.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        provider: Provider,
+        host: Host,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        pods: PodResources | None = None,
+        driver_pids: DriverPids | None = None,
+        socket_file: SocketFile | None = None,
+        engines: Engines | None = None,
+    ) -> None:
+        # A long function, where each part has its line, in the order in which they depend on each other.
+        self.settings = settings
+        self.source = provider.source
+        self.host = host
+        self.clock = clock
+        self.wall_clock = wall_clock
+        self.pods = pods
+        self.socket_file = socket_file
+        self.instruments = Instruments()
+        self.held_requests = HeldRequests()
+        self.instruments.show_held_requests(self.held_requests.__len__)
+        self.store = Store(
+            report_expiry_seconds=settings.report_expiry,
+            # Each poll replaces the reading. After three missed polls it no longer describes the node.
+            reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
+            max_processes=settings.report_max_processes,
+        )
+        self.events = self._recorder()
+        self.poller = Poller(
+            provider,
+            host,
+            Readings(self.store, self.events, driver_pids, pods).take,
+            interval_seconds=settings.collect_interval,
+            clock=clock,
+            wall_clock=wall_clock,
+        )
+        self.audit = Audit(
+            self.events,
+            durable=bool(settings.storage_path),
+            wall_clock=wall_clock,
+            count=self.instruments.observe_action,
+            # So that the reading of the driver is as new as the reports.
+            poll_soon=self.poller.poll_soon,
+        )
+        self.dispatcher = Dispatcher(
+            self.store,
+            allowed=frozenset(settings.action_allow),
+            clock=clock,
+            wall_clock=wall_clock,
+            on_finished=self.audit.finished,
+            terminator=Terminator(host),
+            limits=RateLimits(
+                per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=clock
+            ),
+            # Without a disk, no later run of the exporter reads the record.
+            record=self.audit.record if self.audit.durable else None,
+            wake=self.held_requests.wake,
+            hide_identities=settings.web_hide_identities,
+            engines=engines,
+            poll_soon=self.poller.poll_soon,
+        )
+        self.presence = Presence(
+            self.store,
+            self.dispatcher,
+            host,
+            clock=clock,
+            report_interval_seconds=settings.report_interval,
+            on_ended=self.events.processes_ended,
+        )
+        self.exposition = Exposition(
+            self.instruments,
+            version=__version__,
+            source=provider.source,
+            hide_identities=settings.web_hide_identities,
+        )
+        peer_places = PeerPlaces()
+        senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)
+        self.cache_use = CacheUse(engines, self.snapshot, clock=clock)
+        self.reports = ReportsRoute(
+            self.store,
+            senders,
+            self.cache_use,
+            self.presence,
+            self.events,
+            self.dispatcher,
+            self.held_requests,
+            self.instruments,
+            clock=clock,
+            wall_clock=wall_clock,
+            report_interval_seconds=settings.report_interval,
+        )
+        self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
+        self.profiles = Profiles(_storage_folder(settings), max_bytes=settings.storage_max_bytes)
+        self.scraped_profiles: ScrapedProfiles = {}
+        self.profile_intake = ProfileIntake(
+            self.profiles,
+            self.scraped_profiles,
+            self.store,
+            senders,
+            self.dispatcher,
+            self.events,
+            snapshot=self.snapshot,
+            clock=clock,
+            wall_clock=wall_clock,
+            requests_per_minute=settings.action_caller_limit,
+        )
+        self.renderer = Renderer()
+        self.own_names = OwnNames(_own_names(settings))
+        self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
+        self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)
+        self.web = _web_access(settings)
+        """None without `--web.config.file`."""
+        self.health = Health(
+            self.poller,
+            self.events.log,
+            source=self.source,
+            version=__version__,
+            driver_pids=driver_pids,
+            socket_file=socket_file,
+            files=self._checked_files(),
+        )
+        self.view = NodeView(
+            clock=clock,
+            wall_clock=wall_clock,
+            minima_of=self.history.minima,
+            enough_seconds=DEMO_SECONDS if provider.source == "demo" else ENOUGH_SECONDS,
+        )
+        self.live = LiveNode(
+            self.view,
+            self.renderer,
+            snapshot=self.snapshot,
+            health=self.health.document,
+            facts={
+                "host": socket.gethostname(),
+                "allowed_actions": settings.action_allow,
+                "client_directory": settings.client_directory,
+            },
+            clock=clock,
+            wall_clock=wall_clock,
+        )
+        self.history_recorder = HistoryRecorder(
+            self.history,
+            self.snapshot,
+            _storage_folder(settings),
+            {
+                "kv_cache_peaks": lambda _: self.store.put_kv_cache_peaks(self.history.kv_cache_peaks),
+                "health": self._note_health,
+            },
+        )
+        self.policies = self._policies()
+        """None without `--policy.file`."""
+
+    def snapshot(self) -> Snapshot:
+        """Return the current snapshot."""
+        return self.store.snapshot(self.clock())
+
+    def _note_health(self, snapshot: Snapshot) -> None:
+        """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""
+        health = self.health.document(snapshot)
+        # First, so that the metric does not keep an old value if the findings fail.
+        self.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
+        self.live.notice(snapshot, health)
+
+    def _recorder(self) -> Recorder:
+        settings, store, clock, wall_clock = self.settings, self.store, self.clock, self.wall_clock
+        storage = Storage(
+            _storage_folder(settings),
+            retention_seconds=settings.storage_retention,
+            # Without the share of the profiles.
+            max_bytes=settings.storage_max_bytes - settings.storage_max_bytes // SHARE_OF_STORAGE,
+            wall_clock=wall_clock,
+        )
+        log = EventLog(
+            storage,
+            clock=time.monotonic,  # its thread waits in real time, whatever clock the other parts use
+            on_dropped=self.instruments.count_events_dropped,
+            on_committed=self.instruments.count_events,
+        )
+        return Recorder(
+            log,
+            report_expiry_seconds=settings.report_expiry,
+            reading_expiry_seconds=store.reading_expiry_seconds,
+            wall_clock=wall_clock,
+            on_ooms=lambda ooms: store.put_ooms(last_ooms(ooms, clock(), wall_clock())),
+            job_of=job_of_process,
+            device_of=lambda uuid, pid: self.view.device_at_error(uuid, pid),
+            on_left_out=self.instruments.count_events_dropped,
+        )
+
+    def _checked_files(self) -> dict[str, Callable[[], str]]:
+        files: dict[str, Callable[[], str]] = {}
+        tokens = [rule.token for rule in (self.reports_rule, self.callers.rule) if rule.token is not None]
+        if tokens:
+            files["tokens"] = lambda: "; ".join(token.error for token in tokens if token.error)
+        if self.web is not None:
+            files["certificate"] = self.web.error
+        return files
+
+    def _policies(self) -> PolicyRunner | None:
+        settings = self.settings
+        if not settings.policy_file:
+            return None
+        from gpumem_exporter.features.policy.policy_runner import PolicyRunner  # loaded only if there is a policy
+
+        return PolicyRunner(
+            Path(settings.policy_file),
+            allowed=frozenset(settings.action_allow),
+            dispatcher=self.dispatcher,
+            snapshot=self.snapshot,
+            # A sample that two reports in a row did not contain no longer describes the process.
+            stale_seconds=max(3 * settings.report_interval, 5.0),
+            instruments=self.instruments,
+            log=self.events.log,
+            wall_clock=self.wall_clock,
+        )
+
+
+def _storage_folder(settings: Settings) -> Path | None:
+    return Path(settings.storage_path) if settings.storage_path else None
+
+
+def _web_access(settings: Settings) -> WebAccess | None:
+    if not settings.web_config_file:
+        return None
+    from gpumem_exporter.edge.web_access import WebAccess  # loaded only if there is a web configuration
+
+    return WebAccess(Path(settings.web_config_file))
+
+
+def _rule(what: str, flag: str, token_file: str) -> Rule:
+    return Rule(what, flag, TokenFile(Path(token_file)) if token_file else None)
+
+
+def _own_names(settings: Settings) -> list[str]:
+    machine = socket.gethostname()
+    listening = [parse_listen_address(address).host for address in settings.web_listen_address]
+    return [machine, machine.partition(".")[0], *listening]

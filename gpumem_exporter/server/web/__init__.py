@@ -1,4 +1,0 @@
-"""The live page: its files, its content, and the history that it shows.
-
-Other folders import: `page`, `runbooks`.
-"""

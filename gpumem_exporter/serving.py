@@ -1,0 +1,206 @@
+"""Runs the exporter: sockets, server, signals, exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpumem_exporter.app import create_app
+from gpumem_exporter.client_directory import ClientDirectoryError, put_client
+from gpumem_exporter.edge.connections import Limits
+from gpumem_exporter.edge.listeners import BindError, Listeners, bind, take_systemd_sockets
+from gpumem_exporter.edge.tokens import TokenFile
+from gpumem_exporter.edge.uvicorn_server import LimitedServer
+from gpumem_exporter.housekeeping import take_over_hangup
+from gpumem_exporter.logs import configure_logging
+from gpumem_exporter.node.linux import LinuxHost
+from gpumem_exporter.node.pid_namespaces import DriverPids
+from gpumem_exporter.node.pod_resources import PodResources
+from gpumem_exporter.runtime import Runtime
+from gpumem_exporter.settings import Settings
+
+if TYPE_CHECKING:
+    from gpumem_exporter.edge.web_access import WebAccess
+
+# The time for running requests when the exporter stops. Requests that wait for a command end at once.
+_STOP_SECONDS = 1
+
+# The number of file descriptors for everything except open connections: closing ones, /proc, the driver.
+_SPARE_FILES = 128
+
+# The limit of open files that is set where the hard limit allows more: connections are counted, so more is no use.
+_MAX_FILES = 8192
+
+_HEADERS = [
+    ("X-Content-Type-Options", "nosniff"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Frame-Options", "DENY"),
+]
+
+_log = logging.getLogger(__name__)
+
+
+def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = None) -> int:
+    """Run the exporter until SIGTERM or SIGINT. Return 0 after a signal, 1 if it cannot start.
+
+    `demo` simulates a node, with `demo_processes` processes, or with its own number for None.
+
+    Configures the logging and the signals of the process: call it from the main thread.
+    """
+    configure_logging(settings.log_level, settings.log_format)
+    if settings.action_allow and "empty_cache" not in settings.action_allow:
+        allowed = ", ".join(settings.action_allow)
+        _log.warning("action.allow turns empty_cache off", extra={"fields": {"allowed": allowed, "fix": "add default"}})
+    if settings.policy_file or settings.web_config_file:
+        take_over_hangup()
+    try:
+        listeners, settings = _listen(settings)
+    except BindError as error:
+        sys.stderr.write(f"gpumem-exporter: {error}\n")
+        return 1
+    with listeners:
+        if settings.client_directory:
+            # After the socket, whose folder it may be in, and before jobs can connect.
+            try:
+                put_client(Path(settings.client_directory))
+            except ClientDirectoryError as error:
+                sys.stderr.write(f"gpumem-exporter: {error}\n")
+                return 1
+        if demo:
+            return _run_demo(settings, listeners, demo_processes)
+        from gpumem_exporter.features.engines.engine_control import EngineControl
+        from gpumem_exporter.node.pynvml_provider import PynvmlProvider
+
+        runtime = Runtime(
+            settings,
+            provider=PynvmlProvider(),
+            host=LinuxHost(),
+            pods=PodResources.of_this_node(),
+            driver_pids=DriverPids.of_this_exporter(),
+            socket_file=listeners.socket_file,
+            engines=EngineControl(),
+        )
+        return serve(runtime, listeners)
+
+
+def _listen(settings: Settings) -> tuple[Listeners, Settings]:
+    """Return the sockets, and the settings with their addresses."""
+    if not settings.web_systemd_socket:
+        return bind(settings.web_listen_address, settings.web_listen_socket), settings
+    listeners = take_systemd_sockets()
+    found = {"web_listen_address": listeners.addresses, "web_listen_socket": listeners.unix_path}
+    return listeners, settings.model_copy(update=found)
+
+
+def _run_demo(settings: Settings, listeners: Listeners, processes: int | None) -> int:
+    from gpumem_exporter.demo import DemoNode, workloads_of
+
+    node = DemoNode() if processes is None else DemoNode(workloads=workloads_of(processes))
+    token = TokenFile(Path(settings.report_token_file)).read().decode() if settings.report_token_file else None
+    with demo_url(listeners) as url:
+        try:
+            runtime = Runtime(settings, provider=node.provider, host=node.host, socket_file=listeners.socket_file)
+            return serve(runtime, listeners, on_started=lambda: node.start(url, report_token=token))
+        finally:
+            node.stop(0.5)
+
+
+@contextlib.contextmanager
+def demo_url(listeners: Listeners) -> Iterator[str]:
+    """Yield the URL of a unix socket, where the simulated processes can report without a certificate and a password."""
+    if listeners.unix_path:
+        yield f"unix://{listeners.unix_path}"
+    else:
+        with tempfile.TemporaryDirectory(prefix="gpumem-demo-") as folder:
+            listeners.add_unix(f"{folder}/exporter.sock")
+            yield f"unix://{listeners.unix_path}"
+
+
+def serve(runtime: Runtime, listeners: Listeners, *, on_started: Callable[[], None] = lambda: None) -> int:
+    """Serve on bound sockets until a signal, and return the exit code. In a thread, it handles no signals.
+
+    `on_started` is called once, when requests are answered.
+    """
+    server = build_server(runtime, listeners, on_started=on_started)
+    _limit_heaps()
+    # The objects of imports stay for ever. Without them, a full collection takes milliseconds and not 90 on the event
+    # loop. A collection before would find about 1,000 small objects, and take 40 ms of the start.
+    gc.freeze()
+    gc.enable()
+    # The longest time that another thread, such as the renderer of replies, keeps the event loop waiting for
+    # Python's lock. The default is 5 ms, for each of the ten callbacks of a request.
+    sys.setswitchinterval(0.001)
+    return server.run_until_signal(listeners.sockets)
+
+
+def build_server(
+    runtime: Runtime,
+    listeners: Listeners,
+    *,
+    on_started: Callable[[], None] = lambda: None,
+    limits: Limits | None = None,
+) -> LimitedServer:
+    """Return the server of an exporter.
+
+    By default, the limits of clients are derived from `--report.max-processes` and the open files.
+    """
+    app, settings = create_app(runtime), runtime.settings
+    web: WebAccess | None = runtime.web
+    tls = web.context if web is not None else None
+    configured = web.headers if web is not None else {}
+
+    def started() -> None:
+        names = ",".join(listeners.names(tls=tls is not None))
+        _log.info("listening", extra={"fields": {"addresses": names, "version": app.version}})
+        on_started()
+
+    return LimitedServer(
+        web.with_headers(app) if web is not None else app,
+        limits=limits or Limits(max_connections=_max_connections(2 * settings.report_max_processes + 256)),
+        tls=tls,
+        on_started=started,
+        on_stopping=runtime.held_requests.stop,
+        headers=[(name, value) for name, value in _HEADERS if name not in configured],
+        # A reporter sends its next request after one interval, a scraper usually within a minute.
+        timeout_keep_alive=max(75, int(2 * settings.report_interval) + 1),
+        timeout_graceful_shutdown=_STOP_SECONDS,
+    )
+
+
+def _max_connections(wanted: int) -> int:
+    """Raise the limit of open files as far as allowed; return the number of connections that it permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    most = max(_MAX_FILES, wanted + _SPARE_FILES)
+    allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft < allowed:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            soft = allowed
+    return max(8, min(wanted, soft - _SPARE_FILES))
+
+
+def _limit_heaps() -> None:
+    """Keep the free memory of the heaps small. glibc only."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)  # imports left a quarter of the process' memory free
+        # Long bodies stay out of the heap, so that their memory is returned when they are freed. By default, glibc puts
+        # blocks of up to 32 MiB into the heap, once a block of that size has been freed.
+        m_mmap_threshold, m_trim_threshold, m_arena_max = -3, -1, -8
+        libc.mallopt(m_mmap_threshold, 256 << 10)
+        # Threads, none of which runs yet, share two heaps: Python's lock lets one of them run, and each further heap
+        # would keep free memory.
+        libc.mallopt(m_arena_max, 2)
+        # Each heap keeps the memory of a usual page of metrics for the next one. `release_free_memory` returns it.
+        libc.mallopt(m_trim_threshold, 4 << 20)

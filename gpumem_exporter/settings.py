@@ -1,0 +1,262 @@
+"""The settings of `serve`: each is a flag, an environment variable and a key of the configuration file.
+
+One rule derives the three names from a field of `Settings`: `report_max_processes` is the flag
+`--report.max-processes`, the variable `GPUMEM_REPORT_MAX_PROCESSES` and the key `report.max-processes`.
+A flag takes precedence over the environment, the environment over the file, the file over the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.actions.declarations import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.core.yaml_file import YamlFile, expected, shown
+from gpumem_exporter.edge.listeners import parse_listen_address
+from gpumem_exporter.edge.tokens import TokenFile
+
+ENVIRONMENT_PREFIX = "GPUMEM_"
+
+MAX_SOCKET_PATH_BYTES = 107
+"""`sun_path` of unix(7), without its terminating zero byte."""
+
+_ROUTES = ("/", "/docs", "/health", "/openapi.json")
+_LEVEL_WORDS = {"warn": "warning"}
+
+
+def setting_key(field: str) -> str:
+    """Return the dotted name of a field: `web.listen-address` for `web_listen_address`."""
+    if field == "web_config_file":
+        return "web.config.file"  # as Prometheus' exporters name it
+    section, _, name = field.partition("_")
+    return f"{section}.{name.replace('_', '-')}"
+
+
+def environment_name(key: str) -> str:
+    """Return the variable of a dotted name: `GPUMEM_WEB_LISTEN_ADDRESS` for `web.listen-address`."""
+    return ENVIRONMENT_PREFIX + key.replace(".", "_").replace("-", "_").upper()
+
+
+def _split(value: Any) -> Any:
+    """Return the values of a string, separated by commas, or of a list of such strings."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+        return tuple(part for item in value for part in _split(item))
+    raise ValueError("expected a string or a list of strings")
+
+
+def _addresses(values: tuple[str, ...]) -> tuple[str, ...]:
+    if not values:
+        raise ValueError("expected at least one address, such as :9844")
+    for value in values:
+        try:
+            parse_listen_address(value)
+        except ValueError as error:
+            raise ValueError(f"{value!r}: {error}") from None
+    if len(set(values)) < len(values):
+        raise ValueError("an address is repeated")
+    return values
+
+
+def _actions(values: tuple[str, ...]) -> tuple[str, ...]:
+    if values == ("none",):
+        return ()
+    for value in values:
+        if value not in (*ACTIONS, "default"):
+            raise ValueError(f"{value!r} is not an action; expected default or actions of {', '.join(ACTIONS)}")
+    return tuple(
+        dict.fromkeys(each for value in values for each in (DEFAULT_ACTIONS if value == "default" else (value,)))
+    )
+
+
+def _socket_path(value: str) -> str:
+    if value and not value.startswith("/"):
+        raise ValueError("expected an absolute path")
+    if len(os.fsencode(value)) > MAX_SOCKET_PATH_BYTES or "\0" in value:
+        raise ValueError(f"expected a path of at most {MAX_SOCKET_PATH_BYTES} bytes, the maximum of a unix socket")
+    return value
+
+
+def _import_path(value: str) -> str:
+    if value and (not value.startswith("/") or os.pathsep in value or "\0" in value):
+        raise ValueError(f"expected an absolute path without {os.pathsep!r}, which separates the entries of PYTHONPATH")
+    return value
+
+
+def _telemetry_path(value: str) -> str:
+    if not value.startswith("/") or any(c in value for c in "{}?#% \\") or not value.isprintable():
+        raise ValueError("expected a path such as /metrics")
+    if value in _ROUTES or value.startswith(("/api/", "/-/")):
+        raise ValueError("expected a path that no other route uses")
+    return value
+
+
+class Settings(BaseModel):
+    """The settings of `serve`. Each value is validated; no file is opened."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=setting_key, populate_by_name=True)
+
+    web_listen_address: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_addresses)] = Field(
+        default=(":9844",), description="TCP addresses to listen on; `:9844` is port 9844 of every address"
+    )
+    web_listen_socket: Annotated[str, AfterValidator(_socket_path)] = Field(
+        default="", description="path of a unix socket to listen on as well"
+    )
+    web_systemd_socket: bool = Field(
+        default=False, description="listen on the sockets that systemd passes, instead of the two options above"
+    )
+    web_telemetry_path: Annotated[str, AfterValidator(_telemetry_path)] = Field(
+        default="/metrics", description="path of the metrics"
+    )
+    web_hide_identities: bool = Field(
+        default=False, description="hide user, command, pod and Slurm job of others' processes"
+    )
+    web_config_file: str = Field(
+        default="",
+        description="file with certificate and users for the TCP addresses, in the format of Prometheus' exporters",
+    )
+    collect_interval: float = Field(
+        default=1.0, ge=0.05, le=3600, description="seconds between two polls of the driver"
+    )
+    report_interval: float = Field(
+        default=1.0, ge=0.01, le=3600, description="seconds between two reports of a process"
+    )
+    report_expiry: float = Field(
+        default=15.0, gt=0, le=86400, description="seconds after which the series of a silent process are removed"
+    )
+    report_max_processes: int = Field(
+        default=512, ge=1, le=100_000, description="maximum number of reporting processes"
+    )
+    action_token_file: str = Field(
+        default="", description="file with the token that actions, the audit log and events require"
+    )
+    report_token_file: str = Field(default="", description="file with the token that reports require")
+    action_allow: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_actions)] = Field(
+        default=DEFAULT_ACTIONS, description="the allowed actions, or `none`; `default,terminate` adds to the default"
+    )
+    policy_file: str = Field(default="", description="file with the rules of automatic actions")
+    action_caller_limit: int = Field(
+        default=600, ge=1, le=1_000_000, description="maximum number of actions per minute that one caller may request"
+    )
+    action_process_limit: int = Field(
+        default=120,
+        ge=1,
+        le=1_000_000,
+        description="maximum number of actions per minute for one process, from all callers",
+    )
+    storage_path: str = Field(
+        default="", description="folder in which events, history and profiles survive a restart; created if missing"
+    )
+    storage_retention: float = Field(
+        default=604800.0, ge=1, le=10 * 365 * 86400, description="seconds after which an event is deleted"
+    )
+    storage_max_bytes: int = Field(
+        default=64 << 20,
+        ge=8 << 20,
+        le=1 << 40,
+        description="maximum size of the stored events and profiles in bytes; the oldest are deleted",
+    )
+    client_directory: Annotated[str, AfterValidator(_import_path)] = Field(
+        default="",
+        description="folder in which the exporter puts its client, for the PYTHONPATH of jobs; created if missing",
+    )
+    history_retention: float = Field(
+        default=86400.0, ge=600, le=7 * 86400, description="seconds of the history of devices and jobs"
+    )
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        BeforeValidator(lambda value: _LEVEL_WORDS.get(str(value).lower(), str(value).lower())),
+    ] = Field(default="info", description="debug, info, warning or error")
+    log_format: Literal["logfmt", "json"] = Field(default="logfmt", description="logfmt or json")
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return the settings from flags, environment, configuration file and defaults.
+
+    The flags are by dotted name, and `config.file` is the path of the configuration file. A flag that is None and an
+    empty variable are absent. Raises ConfigurationError with the source, the key, the value and the expected values.
+    """
+    known = [setting_key(field) for field in Settings.model_fields]
+    given: dict[str, tuple[str, Any]] = {}  # the source and the value, by key
+    flags = dict(flags or {})
+    config_file = flags.pop("config.file", None) or environ.get(environment_name("config.file"), "")
+    if config_file:
+        given.update(_read_config_file(Path(config_file), known))
+    for key in known:
+        if text := environ.get(environment_name(key), ""):
+            given[key] = (environment_name(key), text)
+    for key, value in flags.items():
+        if value is not None:
+            given[key] = (f"--{key}", value)
+    try:
+        settings = Settings.model_validate({key: value for key, (_, value) in given.items()})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        source, value = given[str(first["loc"][0])]
+        raise ConfigurationError(f"{source}: {shown(value)} is invalid: {expected(first)}") from None
+    if settings.report_expiry < 2 * settings.report_interval:
+        source, _ = given.get("report.expiry") or given["report.interval"]
+        raise ConfigurationError(
+            f"{source}: report.expiry {settings.report_expiry:g} is invalid: expected at least twice report.interval "
+            f"({settings.report_interval:g}), because a single report may be late"
+        )
+    _check_files(settings, {key: source for key, (source, _) in given.items()})
+    return settings
+
+
+def _read_config_file(path: Path, known: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """Return the source and the value of each setting of a file with dotted keys, nested keys, or both."""
+    file = YamlFile(path, "configuration file")
+    if not isinstance(file.document, dict | None):
+        raise file.error((), 'expected keys with values, such as `web.listen-address: ":9844"`')
+    found: dict[str, tuple[str, Any]] = {}
+    for location, value in _leaves(file.document or {}, ()):
+        key = ".".join(location)
+        if key not in known:
+            import difflib  # slow to import, and only needed for an error
+
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+            raise file.error(location, f"unknown key {key!r}; {hint}", of=())
+        if key in found:
+            raise file.error(location, f"the key {key!r} appears twice, first at {found[key][0]}", of=())
+        found[key] = (f"{path}:{file.line(location)}: {key}", value)
+    return found
+
+
+def _leaves(value: Any, location: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(value, dict):
+        yield location, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, (*location, key))
+
+
+def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:
+    """Check the files that settings name, so that an error ends the exporter at its start."""
+    for key, path in (
+        ("action.token-file", settings.action_token_file),
+        ("report.token-file", settings.report_token_file),
+    ):
+        try:
+            if path:
+                TokenFile(Path(path)).read()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigurationError(
+                f"{sources[key]}: {path!r} is invalid: {reason}; expected a readable file that contains the token"
+            ) from None
+    if settings.web_config_file:
+        from gpumem_exporter.edge.web_access import WebAccess
+
+        WebAccess(Path(settings.web_config_file))
+    if settings.policy_file:
+        from gpumem_exporter.features.policy.policy_rules import read_policy
+
+        read_policy(Path(settings.policy_file), allowed=settings.action_allow)

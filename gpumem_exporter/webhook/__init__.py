@@ -1,4 +1,0 @@
-"""`webhook`: the admission webhook of Kubernetes that lets pods use the client of their node.
-
-Other folders import: `serve`.
-"""

@@ -1,0 +1,42 @@
+"""Actions before a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.actions.audit import Audit
+from gpumem_exporter.core.event import Event, Query
+from tests.support.builders import UUIDS, report, sample
+from tests.support.running_exporter import ACTIONS, problem, running_exporter
+
+
+async def test_unreadable_earlier_actions_are_logged_and_delay_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def pages(_: Query, max_rows: int) -> list[Event]:
+        raise ValueError("no JSON")
+
+    recorder: Any = SimpleNamespace(log=SimpleNamespace(pages=pages))
+    dispatcher: Any = None
+    audit = Audit(recorder, durable=True, wall_clock=lambda: 1e9, count=lambda _: None, poll_soon=lambda: None)
+    await audit.restore(dispatcher)
+    waiting = asyncio.ensure_future(audit.wait_until_restored())
+    await asyncio.sleep(0)
+    assert waiting.done()
+    assert "no JSON" in caplog.text
+
+
+def test_an_idempotency_key_of_an_earlier_run_is_refused_for_another_request(tmp_path: Path) -> None:
+    request = {"action": "empty_cache", "target": {"pid": 7}, "wait_seconds": 0, "reason": "room"}
+    ids = []
+    for _ in range(2):
+        with running_exporter(storage_path=str(tmp_path / "state")) as exporter:
+            exporter.report(report(7, devices=(sample(UUIDS[0]),)))
+            ids.append(json.loads(exporter.request("POST", ACTIONS, request, Idempotency_Key="k").body)["id"])
+            other = exporter.request("POST", ACTIONS, {**request, "target": {"pid": 8}}, Idempotency_Key="k")
+            assert "'k'" in problem(other, 409)["detail"]
+    assert ids[0] == ids[1]

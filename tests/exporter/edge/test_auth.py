@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.peer import SocketOwner
+from gpumem_exporter.core.caller import Caller, Rights
+from gpumem_exporter.core.container import HERE, UNKNOWN, Place
+from gpumem_exporter.edge.peer import Peer, PeerPlaces
+from gpumem_exporter.edge.problems import ProblemError
+from gpumem_exporter.edge.request_guard import Callers, Rule
+from gpumem_exporter.edge.tokens import FileRefresher, TokenFile
+from gpumem_exporter.node.sockets import SocketHolders
+from tests.support.waiting import patient
+
+OWNER = 1000
+CONTAINER = Place(known=True, container="c" * 64)
+
+
+@dataclass(frozen=True)
+class Holders(SocketHolders):
+    """Sockets that are held in these places."""
+
+    held: set[Place]
+
+    def created_in(self, owner: SocketOwner) -> int | None:
+        return owner.cgroup_id
+
+    def places(self, wanted: Collection[SocketOwner]) -> dict[SocketOwner, set[Place]]:
+        return {owner: set(self.held) for owner in wanted}
+
+
+@dataclass(frozen=True)
+class Caught:
+    """A connection, and where the processes are that hold it."""
+
+    peer: Peer
+    held: frozenset[Place] = frozenset()
+
+    def __str__(self) -> str:
+        """Return the id of a test, which must be the same in each of its processes: a set has no order."""
+        return f"{self.peer} held {sorted(self.held)}"
+
+
+def unix(uid: int, place: Place = HERE) -> Caught:
+    return Caught(Peer(uid=uid, pid=42, place=place))
+
+
+def tcp(uid: int | None, *held: Place, host: str = "127.0.0.1", cgroup_id: int | None = 1) -> Caught:
+    owner = None if uid is None else SocketOwner(uid, 4711, cgroup_id)
+    return Caught(Peer(host, uid=uid, tcp=owner), frozenset(held or (HERE,)))
+
+
+LOCAL = tcp(OWNER)
+REMOTE = Caught(Peer("10.0.0.5"))
+
+
+def rule(token: TokenFile | None = None) -> Rule:
+    return Rule("actions", "--action.token-file", token)
+
+
+def caller(caught: Caught, headers: dict[bytes, bytes] | None = None, token: TokenFile | None = None) -> Caller:
+    scope = {"state": {"peer": caught.peer}, "headers": list((headers or {}).items())}
+    return asyncio.run(Callers(rule(token), OWNER, PeerPlaces(Holders(set(caught.held)))).of(scope))
+
+
+def token_file(path: Path, text: str) -> TokenFile:
+    path.touch(0o600)
+    path.write_text(text)
+    token = TokenFile(path)
+    token.refresh()
+    return token
+
+
+def refusal(of: Rule, caught: Caught, headers: dict[bytes, bytes] | None = None) -> ProblemError:
+    with pytest.raises(ProblemError) as raised:
+        of.admit(caught.peer, headers or {})
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("peer", "rights", "place"),
+    [
+        (unix(0), Rights.ALL, HERE),
+        (unix(OWNER), Rights.ALL, HERE),
+        (tcp(0), Rights.ALL, HERE),
+        (tcp(OWNER, host="::1"), Rights.ALL, HERE),
+        (tcp(0, cgroup_id=None), Rights.OWN, HERE),  # the descriptor may have been passed on
+        (unix(1001), Rights.OWN, HERE),
+        (tcp(1001), Rights.OWN, HERE),
+        (unix(1001, CONTAINER), Rights.OWN, CONTAINER),
+        (unix(0, CONTAINER), Rights.OWN, CONTAINER),
+        (unix(OWNER, CONTAINER), Rights.OWN, CONTAINER),
+        (tcp(OWNER, CONTAINER), Rights.OWN, CONTAINER),
+        (unix(0, UNKNOWN), Rights.NONE, UNKNOWN),
+        (tcp(0, UNKNOWN), Rights.NONE, UNKNOWN),
+        (tcp(0, HERE, CONTAINER), Rights.NONE, UNKNOWN),
+        (tcp(None), Rights.NONE, HERE),
+        *((Caught(Peer(host)), Rights.NONE, HERE) for host in ("10.0.0.5", "::ffff:10.0.0.5", "0.0.0.0", "::", "")),
+    ],
+    ids=str,
+)
+def test_without_a_token_file_the_kernel_decides_the_rights(peer: Caught, rights: Rights, place: Place) -> None:
+    found = caller(peer)
+    assert (found.rights, found.place, found.uid) == (rights, place, peer.peer.uid)
+
+
+@pytest.mark.parametrize("peer", [unix(0, UNKNOWN), tcp(1001, UNKNOWN)], ids=str)
+async def test_a_caller_in_an_unknown_place_is_refused_with_what_to_do(peer: Caught) -> None:
+    scope = {"state": {"peer": peer.peer}, "headers": []}
+    with pytest.raises(ProblemError) as raised:
+        await Callers(rule(), OWNER, PeerPlaces(Holders(set(peer.held)))).admit(scope)
+    assert raised.value.status == 403
+    assert "--action.token-file" in raised.value.detail
+
+
+@pytest.mark.parametrize("peer", [REMOTE, unix(0)], ids=str)
+def test_with_a_token_file_every_caller_needs_the_token(tmp_path: Path, peer: Caught) -> None:
+    token = token_file(tmp_path / "token", "right\n")
+    problem = refusal(rule(token), peer)
+    assert problem.status == 401
+    assert "WWW-Authenticate" in problem.headers
+    assert caller(peer, token=token).rights is Rights.NONE
+    found = caller(peer, {b"authorization": b"bearer right"}, token)
+    assert found.rights is Rights.ALL
+    assert str(found) == f"token:token@{'tcp:10.0.0.5' if peer is REMOTE else 'unix:uid=0:pid=42'}"
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"right", b"Basic right", b"Bearer", b"Bearer ", b"Bearer wrong", b"Bearer right2", b"Bearer \xff"]
+)
+def test_a_wrong_token_is_refused(tmp_path: Path, value: bytes) -> None:
+    token = token_file(tmp_path / "token", "right")
+    assert refusal(rule(token), REMOTE, {b"authorization": value}).status == 401
+    assert caller(LOCAL, {b"authorization": value}, token).rights is Rights.NONE
+
+
+@pytest.mark.parametrize("change", ["none", "removed", "emptied", "readable by every user"])
+def test_only_the_token_that_a_valid_file_has_matches(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "token"
+    token = token_file(path, "old")
+    assert token.matches(b"old")
+    if change == "removed":
+        path.unlink()
+    elif change == "emptied":
+        path.write_text("")
+    elif change == "readable by every user":
+        path.chmod(0o604)
+    token.refresh()
+    assert token.matches(b"old") == (change == "none")
+    assert not token.matches(b"")
+    replacement = tmp_path / "next"
+    replacement.touch(0o640)
+    replacement.write_text("new")
+    replacement.replace(path)
+    token.refresh()
+    assert token.matches(b"new")
+    assert not token.matches(b"old")
+
+
+def test_a_hung_disk_delays_neither_a_request_nor_the_exit(tmp_path: Path) -> None:
+    token = token_file(tmp_path / "token", "right")
+    refreshing, hung = threading.Event(), threading.Event()
+
+    class HungFile(TokenFile):
+        def refresh(self) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                refreshing.set()
+                hung.wait()
+
+    refresher = FileRefresher([HungFile(tmp_path / "other").refresh, token.refresh])
+    refresher.start()
+    try:
+        assert refreshing.wait(patient(10))
+        assert token.matches(b"right")
+        refresher.stop()
+    finally:
+        hung.set()

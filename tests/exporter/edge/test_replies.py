@@ -1,0 +1,256 @@
+"""How replies are chosen, shared, rendered and cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import threading
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.actions import action_routes as module
+from gpumem_exporter.actions.action_routes import INLINE_RESULTS, ActionRoutes, action_document
+from gpumem_exporter.actions.declarations import Target
+from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.core.caller import Caller, CallerKind, Rights
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.edge.connections import PIECE_BYTES
+from gpumem_exporter.edge.replies import Renderer, accepts_gzip, encoded, prefers_openmetrics
+from gpumem_exporter.metrics.metrics_route import Page, SharedPages
+from gpumem_exporter.page.live_route import LiveNode, Rendering
+
+PROMETHEUS_2 = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,application/openmetrics-text;version=0.0.1;"
+    "q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "openmetrics"),
+    [
+        ("", False),
+        (PROMETHEUS_2, True),
+        (PROMETHEUS_3, True),
+        ("Application/OpenMetrics-Text; Version=1.0.0; charset=utf-8", True),
+        ("application/openmetrics-text;version=2.0.0", False),
+        ("application/openmetrics-text;version=0.0.1,text/plain;q=0.5", False),
+        ("application/openmetrics-text;q=0.4,text/plain;q=0.5", False),
+        ("application/openmetrics-text;q=0.5,text/plain;q=0.5", True),
+        ("application/openmetrics-text;q=0.5,text/plain;q=0.1,*/*;q=0.9", True),
+        ("application/openmetrics-text;q=zero,text/plain", False),
+        (",;,=;q,", False),
+    ],
+)
+def test_the_format_is_the_one_with_the_highest_quality(accept: str, openmetrics: bool) -> None:
+    assert prefers_openmetrics(accept) is openmetrics
+
+
+@pytest.mark.parametrize(
+    ("encodings", "gzip"),
+    [
+        ("", False),
+        ("deflate, GZIP;q=0.5", True),
+        ("gzip;q=0.0, *", False),
+        ("*", True),
+        ("br, *;q=0", False),
+        ("x-gzip", True),
+    ],
+)
+def test_gzip_is_used_only_if_the_client_accepts_it(encodings: str, gzip: bool) -> None:
+    assert accepts_gzip(encodings) is gzip
+
+
+async def test_waiting_calls_share_a_result_and_later_ones_get_a_new_one() -> None:
+    renderer, release = Renderer(), threading.Event()
+    built: list[int] = []
+
+    def build() -> bytes:
+        built.append(len(built))
+        if built == [0]:
+            release.wait()
+        return str(built[-1]).encode()
+
+    first = asyncio.ensure_future(renderer.render_shared("a", build))
+    while not built:
+        await asyncio.sleep(0.001)
+    second, third = (asyncio.ensure_future(renderer.render_shared("a", build)) for _ in range(2))
+    other = asyncio.ensure_future(renderer.render_shared("b", build))
+    await asyncio.sleep(0)
+    second.cancel()
+    release.set()
+    assert [await first, await third, await other] == [b"0", b"1", b"2"]
+    assert await renderer.render_shared("a", build) == b"3"
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            await renderer.render_shared("a", lambda: b"%d" % (1 // 0))
+    renderer.close()
+
+
+@pytest.mark.parametrize("separators", [(", ", ": "), (",", ":")])
+def test_a_document_is_encoded_as_in_one_piece(separators: tuple[str, str]) -> None:
+    document = {"a": [1, {"b": None}], "c": "é\n", "d": (), "e": {"x": [1.5, True]}, "f": []}
+    whole = json.dumps(document, ensure_ascii=False, separators=separators).encode()
+    assert encoded(document, separators=separators) == whole
+    with pytest.raises(ValueError, match="JSON compliant"):
+        encoded({"a": [float("nan")]})
+
+
+async def test_readers_that_wait_share_a_page() -> None:
+    rendered: list[bool] = []
+    milliseconds = itertools.count()
+
+    def render(*, openmetrics: bool) -> Iterator[bytes]:
+        rendered.append(openmetrics)
+        yield from [b""] * 10
+        yield b"page %d" % len(rendered)
+
+    pages = SharedPages(render, clock=lambda: next(milliseconds) / 1000)  # the event loop goes on after each line
+    first = asyncio.ensure_future(pages.next(openmetrics=False))
+    while not rendered:
+        await asyncio.sleep(0)
+    later = [asyncio.ensure_future(pages.next(openmetrics=openmetrics)) for openmetrics in (False, True) * 10]
+    assert (await first).pieces == (b"page 1",)
+    found = await asyncio.gather(*later)
+    assert len({id(page) for page in found}) == 2
+    assert rendered == [False, False, True]
+    assert (await pages.next(openmetrics=True)).pieces == (b"page 4",)
+
+
+async def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> None:
+    failing = [True]
+
+    rendered = [b"", b"short", b"long" * PIECE_BYTES, b"end"]
+
+    def render(*, openmetrics: bool) -> list[bytes]:
+        if failing[0]:
+            raise ValueError
+        return rendered
+
+    pages = SharedPages(render)
+    (found,) = await asyncio.gather(pages.next(openmetrics=False), return_exceptions=True)
+    assert isinstance(found, ValueError)
+    failing[0] = False
+    pieces = (await pages.next(openmetrics=False)).pieces
+    assert b"".join(pieces) == b"".join(rendered)
+    assert all(0 < len(piece) <= PIECE_BYTES for piece in pieces)
+
+
+async def test_a_page_is_compressed_once() -> None:
+    for pieces in ((b"short",), (b"long" * 100_000, b"end")):
+        page = Page(pieces)
+        first, second = await asyncio.gather(page.compressed(), page.compressed())
+        assert first is second
+        assert zlib.decompress(b"".join(first), 16 + zlib.MAX_WBITS) == b"".join(pieces)
+
+
+ROOT, STRANGER = Caller(CallerKind.LOOPBACK, Rights.ALL, uid=0), Caller(CallerKind.TCP, host="10.0.0.9")
+ADA, EVE = (Caller(CallerKind.LOOPBACK, Rights.OWN, uid=uid) for uid in (1000, 1001))
+HEALTH = {
+    "version": "1",
+    "source": "nvml",
+    "mode": "node",
+    "status": "ok",
+    "checks": {},
+    "nvml": {"up": True, "error": "", "released": False},
+}
+
+
+class View:
+    """A view that counts how often it is rendered, and shows for whom."""
+
+    def __init__(self) -> None:
+        self.count = self.value = 0
+
+    def document(self, *_: object, viewer: Caller | None, details: str) -> dict[str, Any]:
+        self.count += 1
+        return {"value": self.value, "viewer": viewer and viewer.uid, "details": details}
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.view, self.renderer, self.now = View(), Renderer(), 100.0
+        view, health = self.view, HEALTH
+        any_view: Any = view
+        any_health: Any = health
+        self.node = LiveNode(
+            any_view,
+            self.renderer,
+            snapshot=lambda: Snapshot(self.now, None),
+            health=lambda _: any_health,
+            facts={"host": "node-7", "allowed_actions": (), "client_directory": ""},
+            clock=lambda: self.now,
+            wall_clock=lambda: self.now + 5.0,
+        )
+
+    def read(self, *viewers: Caller | None, details: str = "") -> list[Rendering]:
+        async def run() -> list[Rendering]:
+            return [await self.node.of(viewer, details) for viewer in viewers]
+
+        return asyncio.run(run())
+
+
+def test_pages_share_a_recent_rendering() -> None:
+    bench = Bench()
+    with contextlib.closing(bench.renderer):
+        first, second = bench.read(None, ROOT)
+        bench.now += 0.4
+        assert first is second is bench.read(None)[0]
+        assert json.loads(first.time) == {"clock_seconds": 100.0, "unix_seconds": 105.0}
+        bench.now += 0.2
+        (later,) = bench.read(None)
+        assert bench.view.count == 2
+        assert (later.digest, later.time) == (first.digest, b'{"clock_seconds": 100.6, "unix_seconds": 105.6}')
+        bench.now, bench.view.value = 102.0, 1
+        assert bench.read(None)[0].digest != first.digest
+
+
+def test_viewers_with_other_rights_never_share_a_rendering() -> None:
+    bench = Bench()
+    with contextlib.closing(bench.renderer):
+        viewers = (ROOT, STRANGER, ADA, EVE, ADA, STRANGER, ROOT)
+
+        async def read_at_once() -> list[Rendering]:
+            return await asyncio.gather(*(bench.node.of(viewer, "") for viewer in viewers))
+
+        for seen in (bench.read(*viewers), asyncio.run(read_at_once())):
+            assert [json.loads(each.document)["viewer"] for each in seen] == [0, None, 1000, 1001, 1000, None, 0]
+
+
+class NoAudit:
+    async def wait_until_stored(self, _: Action) -> None:
+        return
+
+
+async def test_requests_for_one_action_that_wait_build_its_document_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+
+    def counted(action: Action) -> dict[str, Any]:
+        built.append(action.id)
+        return action_document(action)
+
+    monkeypatch.setattr(module, "action_document", counted)
+    result = ActionResult(1, "llm", "0", "0", "GPU-1", "done")
+    results = (result,) * (INLINE_RESULTS + 1)
+    action = Action("1", "empty_cache", "done", "root", 0.0, Target(all=True), results=results)
+
+    renderer, release = Renderer(), threading.Event()
+    before = asyncio.ensure_future(renderer.render(lambda: b"%d" % release.wait()))
+    routes: Any = ActionRoutes
+    replies = [routes(None, NoAudit(), None, renderer, None)._recorded(action) for _ in range(100)]
+    waiting = [asyncio.ensure_future(reply) for reply in replies]
+    await asyncio.sleep(0)
+    assert not built, "nothing is kept for a request that waits"
+    release.set()
+    assert len({id((await reply).body) for reply in waiting}) == 1
+    await before
+    renderer.close()
+    assert built == ["1"]

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from gpumem_client.wire.errors import StorageError
+from gpumem_exporter.core.event import Event, Page, Query
+from gpumem_exporter.features.events.event_log import EventLog
+from gpumem_exporter.features.events.event_storage import Storage
+from tests.support.waiting import patient, wait_for
+
+WAIT = patient(30.0)
+
+
+class ScriptedDisk(Storage):
+    """Stores events in memory, and fails, hangs or raises as the test requires."""
+
+    def __init__(self) -> None:
+        super().__init__(None, retention_seconds=1e10, max_bytes=64 << 20, wall_clock=time.time)
+        self.error = ""
+        self.poison = ""
+        self.hanging = False
+        self.stuck = threading.Event()
+        self.released = threading.Event()
+        self.attempts = 0
+        self.closed_in = ""
+
+    def _trouble(self) -> None:
+        self.attempts += 1
+        if self.hanging:
+            self.stuck.set()
+            assert self.released.wait(WAIT)
+        if self.error:
+            raise StorageError(self.error)
+
+    def maintain(self) -> None:
+        self._trouble()
+        super().maintain()
+
+    def append(self, events: Sequence[Event]) -> list[Event]:
+        self._trouble()
+        if any(event.workload == self.poison for event in events if self.poison):
+            raise ValueError("cannot be written")
+        return super().append(events)
+
+    def read(self, query: Query) -> Page:
+        self._trouble()
+        return super().read(query)
+
+    def close(self) -> None:
+        self.closed_in = threading.current_thread().name
+        super().close()
+
+
+class Bench:
+    def __init__(self, max_waiting: int = 100) -> None:
+        self.disk = ScriptedDisk()
+        self.dropped: list[int] = []
+        self.counted: list[str | None] = []
+        self.log = EventLog(
+            self.disk,
+            clock=time.monotonic,
+            on_dropped=self.dropped.append,
+            on_committed=lambda events: self.counted.extend(event.workload for event in events),
+            retry_seconds=0.01,
+            max_waiting=max_waiting,
+        )
+
+    def put(self, *names: str) -> Future[bool]:
+        return self.log.put([Event("oom", 1.0, workload=name) for name in names])
+
+    def stored(self) -> list[str | None]:
+        return [event.workload for event in self.log.read(Query(after=0, limit=1000)).result(WAIT).events]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        wait_for(condition, f"a change of {self.log.status()}")
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.disk.released.set()
+    assert bench.log.stop(WAIT)
+
+
+def test_each_new_event_is_counted_once_after_the_commit(bench: Bench) -> None:
+    bench.disk.error = "no"
+    bench.log.start()
+    first = [Event("oom", 1.0, workload="a", subject="s"), Event("oom", 1.0, workload="b")]
+    assert not bench.log.put(first).result(WAIT)
+    assert bench.counted == []
+    bench.disk.error = ""
+    bench.until(lambda: bench.log.status().waiting == 0)
+    assert bench.log.put([Event("oom", 2.0, workload="again", subject="s")]).result(WAIT)
+    assert bench.log.put([Event("device_lost", 2.0, workload="other", subject="s")]).result(WAIT)
+    assert bench.counted == ["a", "b", "other"] == bench.stored()
+
+
+def test_a_hung_disk_blocks_no_caller_and_the_status_shows_the_duration(bench: Bench) -> None:
+    bench.disk.hanging = True
+    bench.log.start()
+    assert bench.disk.stuck.wait(WAIT)
+    committed = bench.put("a")
+    page = bench.log.read(Query())
+    assert not committed.done()
+    assert not page.done()
+    bench.until(lambda: not bench.log.status().prompt)
+    assert (bench.log.status().busy_seconds or 0) >= 1
+    assert bench.log.status().waiting == 1
+    bench.disk.hanging = False
+    bench.disk.released.set()
+    assert committed.result(WAIT)
+    assert bench.stored() == ["a"]
+    assert bench.log.status().prompt
+
+
+def test_queries_do_not_delay_the_retries_of_a_failing_disk(bench: Bench) -> None:
+    bench.disk.error = "disk full"
+    bench.log.start()
+    bench.until(lambda: bench.log.status().error != "")
+    before = bench.disk.attempts
+    reads = 0
+
+    def tried_again() -> bool:
+        nonlocal reads
+        reads += 1
+        with pytest.raises(StorageError):
+            bench.log.read(Query()).result(WAIT)
+        return bench.disk.attempts > before + reads
+
+    bench.until(tried_again)
+
+
+def test_events_beyond_the_queue_are_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(max_waiting=3)
+    bench.put("a", "b")
+    with caplog.at_level(logging.WARNING):
+        assert bench.put("c", "d").result(0) is False
+        bench.put("e")
+        assert bench.put("f").result(0) is False
+        assert bench.put("g").result(0) is False
+    assert bench.dropped == [2, 1, 1]
+    assert bench.log.status().dropped == 4
+    assert len(caplog.records) == 1
+    bench.log.start()
+    assert bench.stored() == ["a", "b", "e"]
+    assert bench.log.stop(WAIT)
+
+
+def test_a_flood_of_one_kind_leaves_the_queue_to_the_other() -> None:
+    bench = Bench(max_waiting=3)
+    flood = [bench.put("a") for _ in range(5)]
+    audit = [bench.log.put([Event("action", 0.0)]) for _ in range(5)]
+    assert [future.done() for future in flood] == [future.done() for future in audit] == [False] * 3 + [True] * 2
+    bench.log.start()
+    assert all(future.result(WAIT) for future in (*flood[:3], *audit[:3]))
+    assert bench.log.stop(WAIT)
+
+
+def test_one_owner_leaves_most_of_the_queue_to_the_others() -> None:
+    bench = Bench(max_waiting=40)
+    flood = [bench.log.put([Event("oom", 0.0, owner="uid:1")]) for _ in range(40)]
+    large = [Event("action", 0.0, owner="uid:1", detail={"results": [{}] * 160}) for _ in range(2)]
+    assert [bench.log.put([event]).done() for event in large] == [True, True]
+    others = [bench.log.put([Event("oom", 0.0, owner=f"uid:{number}")]) for number in range(2, 12)]
+    assert [future.done() for future in flood] == [False] * 10 + [True] * 30
+    assert not any(future.done() for future in others)
+    bench.log.start()
+    assert all(future.result(WAIT) for future in others)
+    assert bench.log.stop(WAIT)
+
+
+def test_an_event_that_cannot_be_stored_does_not_block_the_others(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.disk.poison = "poison"
+    one_batch = [bench.put(name) for name in ("a", "poison", "b", "c")]
+    bench.log.start()
+    assert [future.result(WAIT) for future in one_batch] == [True, False, True, True]
+    assert bench.put("d").result(WAIT)
+    assert bench.counted == bench.stored() == ["a", "b", "c", "d"]
+    assert bench.dropped == [1]
+    assert "cannot be written" in caplog.text
+
+
+def test_queued_events_are_stored_and_the_storage_is_closed_on_stop() -> None:
+    bench = Bench()
+    bench.log.start()
+    committed = [bench.put(str(number)) for number in range(50)]
+    assert bench.log.stop(WAIT)
+    assert all(future.result(0) for future in committed)
+    assert bench.disk.closed_in == "gpumem-events"
+    assert not bench.log.status().alive
+    assert bench.put("late").result(0) is False
+    with pytest.raises(StorageError):
+        bench.log.read(Query()).result(0)
+    assert bench.dropped == [1]
+
+
+def test_events_that_could_not_be_stored_before_stop_count_as_dropped() -> None:
+    bench = Bench()
+    bench.disk.error = "disk full"
+    committed = bench.put("a", "b")
+    bench.log.start()
+    assert bench.log.stop(WAIT)
+    assert committed.result(0) is False
+    assert bench.dropped == [2]
+
+
+def test_queries_beyond_the_limit_are_rejected(bench: Bench) -> None:
+    pages = [bench.log.read(Query()) for _ in range(20)]
+    bench.log.start()
+    answered = [future for future in pages if future.exception(WAIT) is None]
+    assert len(answered) == 16
+
+
+def test_a_cancelled_future_does_not_affect_others(bench: Bench) -> None:
+    committed, page = bench.put("a"), bench.log.read(Query())
+    assert committed.cancel()
+    assert page.cancel()
+    bench.log.start()
+    assert bench.put("b").result(WAIT)
+    assert bench.stored() == ["a", "b"]
+
+
+def test_queries_without_end_do_not_delay_the_commits(bench: Bench) -> None:
+    committed: list[bool] = []
+    event: list[Future[bool]] = []
+
+    def read_again(_: Query) -> Page:
+        event.append(bench.put("a") if not event else event[0])
+        committed.append(event[0].done())
+        if len(committed) < 10:
+            bench.log.read(Query())  # as several owners do that take turns
+        return Page((), 0, more=False)
+
+    bench.disk.read = read_again  # type: ignore[assignment,method-assign]
+    bench.log.read(Query())
+    bench.log.start()
+    bench.until(lambda: len(committed) == 10)
+    assert committed == [False, *[True] * 9]

@@ -1,0 +1,349 @@
+"""The storage of events: queries, duplicates, limits, and errors of the disk."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.errors import StorageError
+from gpumem_exporter.core.event import Event, Page, Query
+from gpumem_exporter.features.events.event_storage import FILE_NAME, MEMORY_BYTES, Storage
+
+DAY = 86400.0
+
+
+class Bench:
+    """A storage with a clock that only the test advances."""
+
+    def __init__(self, folder: Path | None, **options: Any) -> None:
+        self.now = 1.7e9
+        self.jumped = 0.0
+        """How far the wall clock has jumped ahead."""
+        self.folder = folder
+        self.options = {"retention_seconds": 7 * DAY, "max_bytes": 64 << 20, **options}
+        self.again()
+
+    def again(self) -> None:
+        """Replace the storage by another one on the same folder."""
+        self.storage = Storage(
+            self.folder, wall_clock=lambda: self.now + self.jumped, clock=lambda: self.now - 1.6e9, **self.options
+        )
+
+    def put(self, *numbers: int, **changes: Any) -> None:
+        self.storage.append([oom(number, **{"time_unix_seconds": self.now, **changes}) for number in numbers])
+
+    def page(self, **conditions: Any) -> Page:
+        return self.storage.read(Query(**conditions))
+
+    def numbers(self, **conditions: Any) -> list[int]:
+        return [event.detail["number"] for event in self.page(**conditions).events]
+
+
+def oom(number: int, **changes: Any) -> Event:
+    return Event(**{"type": "oom", "time_unix_seconds": 0.0, "detail": {"number": number}, **changes})
+
+
+@pytest.fixture(params=["memory", "file"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(None if request.param == "memory" else tmp_path / "not" / "yet")
+    yield bench
+    bench.storage.close()
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.storage.close()
+
+
+def test_a_stored_event_is_read_unchanged(bench: Bench) -> None:
+    event = Event(
+        "oom", 1.5, gpu="0", uuid="GPU-1", pid=7, workload='a "b"', rank="", detail={"deep": [{"x": None}, 2**62]}
+    )
+    bench.storage.append([event, Event("action", 2.0), Event("oom", 3.0, pid="1@4026532007")])
+    first, second, third = bench.page(since_unix_seconds=0).events
+    assert first == Event(**{name: getattr(event, name) for name in Event.__slots__ if name != "id"}, id=first.id)
+    assert (second.gpu, second.uuid, second.pid, second.workload, second.rank) == (None,) * 5
+    assert third.pid == "1@4026532007"
+
+
+def test_a_query_returns_the_events_that_meet_all_conditions(bench: Bench) -> None:
+    results = [{"pid": 7, "uuid": "GPU-0"}, {"pid": "1@5", "uuid": "GPU-1"}]
+    bench.put(0, pid=7)
+    bench.now += 10
+    bench.put(1, type="device_lost", pid=8, uuid="GPU-1")
+    bench.put(2, type="action", detail={"number": 2, "results": results})
+    bench.put(3, pid=7, uuid="GPU-0", detail={"number": 3, "results": results, "slurm_job_id": "7"})
+    bench.put(4, type="process_ended", detail={"number": 4, "devices": [{"uuid": "GPU-1"}], "slurm_job_id": "7"})
+    bench.put(5, type="process_ended", detail={"number": 5, "ray_job_id": "7"})
+    assert bench.numbers(pid="7") == [0, 2, 3]
+    assert bench.numbers(pid="1@5") == [2]
+    assert bench.numbers(pid="7", types=("oom",)) == [0, 3]
+    assert bench.numbers(pid="7", types=("oom", "action"), since_unix_seconds=bench.now) == [2, 3]
+    assert bench.numbers(pid="9") == []
+    assert bench.numbers(device="GPU-1", after=0) == [1, 2, 4]
+    assert bench.numbers(job_id="7", after=0) == [4, 5]
+
+
+def test_a_page_has_a_maximum_size_and_the_next_one_continues(bench: Bench) -> None:
+    bench.storage.append(
+        [oom(n, time_unix_seconds=bench.now, detail={"number": n, "x": "y" * 50_000}) for n in range(29)]
+    )
+    page = bench.page(after=0)
+    assert page.more
+    assert 1 <= len(page.events) < 29
+    assert bench.numbers(after=page.next_after, limit=1) == [len(page.events)]
+
+
+def test_the_newest_event_of_each_process_and_device_is_read_page_by_page(bench: Bench) -> None:
+    bench.put(0, uuid="a", pid=9)
+    bench.now += 100
+    for number, (uuid, pid) in enumerate([("a", 1), ("b", 1), ("a", "1@5"), ("a", 1), ("a", 2)]):
+        bench.put(number, uuid=uuid, pid=pid)
+    bench.put(5, type="process_ended", uuid="a", pid=1)
+    query = {"since_unix_seconds": bench.now, "types": ("oom",), "newest_of_each": True, "limit": 3}
+    first = bench.page(**query)
+    rest = bench.page(**query, after=first.next_after)
+    assert (first.more, rest.more) == (True, False)
+    assert [event.detail["number"] for event in (*first.events, *rest.events)] == [1, 2, 3, 4]
+
+
+def test_a_duplicate_event_is_not_stored(bench: Bench) -> None:
+    bench.put(1, subject="oom:a:1")
+    bench.put(1, 2, subject="oom:a:1")
+    assert bench.numbers() == [1]
+    bench.put(3, subject="p", type="process_started")
+    bench.put(4, subject="p", type="process_started")
+    bench.put(5, subject="p", type="process_ended")
+    bench.put(6, subject="p", type="process_started")
+    assert bench.numbers() == [1, 3, 5, 6]
+
+
+def test_an_event_with_only_after_is_stored_only_after_that_type(bench: Bench) -> None:
+    returned = {"subject": "d", "type": "device_returned", "only_after": "device_lost"}
+    bench.put(1, **returned)
+    assert bench.numbers() == []
+    bench.put(2, subject="d", type="device_lost")
+    bench.put(3, **returned)
+    bench.put(4, **returned)
+    assert bench.numbers() == [2, 3]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_clock_that_jumps_ahead_deletes_no_event(tmp_path: Path, restarted: bool) -> None:
+    bench = Bench(tmp_path)
+    bench.put(1)
+    bench.now += DAY
+    bench.put(2)
+    bench.jumped = 40 * DAY
+    bench.put(3, time_unix_seconds=bench.now + bench.jumped)
+    if restarted:
+        bench.storage.close()
+        bench.again()
+    bench.now += 3600
+    bench.storage.maintain()
+    assert bench.numbers() == [1, 2, 3]
+    bench.jumped = 0.0
+    bench.put(4)
+    bench.now += 6 * DAY
+    bench.storage.maintain()
+    assert bench.numbers() == [2, 3, 4]
+    bench.now += 2 * DAY
+    bench.storage.maintain()
+    assert bench.numbers() == []
+    bench.storage.close()
+
+
+@pytest.mark.parametrize(("off_days", "up_days", "kept"), [(30, 1, [1]), (0, 7.5, [])])
+def test_the_retention_time_continues_after_a_restart_of_the_machine(
+    tmp_path: Path, off_days: float, up_days: float, kept: list[int]
+) -> None:
+    clock, wall = 1e6, 1.7e9
+
+    def storage() -> Storage:
+        return Storage(
+            tmp_path, wall_clock=lambda: wall, clock=lambda: clock, retention_seconds=7 * DAY, max_bytes=64 << 20
+        )
+
+    first = storage()
+    first.append([oom(1, time_unix_seconds=wall)])
+    first.close()
+    clock, wall = up_days * DAY, wall + (off_days + up_days) * DAY
+    second = storage()
+    second.maintain()
+    assert [event.detail["number"] for event in second.read(Query()).events] == kept
+    second.close()
+
+
+def test_a_file_of_an_earlier_exporter_keeps_its_events_and_their_callers(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    connection.executescript(
+        """CREATE TABLE events (id INTEGER PRIMARY KEY, type TEXT NOT NULL, time REAL NOT NULL, gpu TEXT, uuid TEXT,
+        pid TEXT, workload TEXT, rank TEXT, detail TEXT NOT NULL, subject TEXT);
+        INSERT INTO events (id, type, time, detail) VALUES (5, 'action', 9.0, '{"number": 1, "caller": "uid:7"}');
+        PRAGMA user_version = 1;"""
+    )
+    connection.close()
+    bench = Bench(tmp_path)
+    bench.put(2)
+    assert bench.numbers() == [1, 2]
+    bench.storage.close()
+    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    assert connection.execute("SELECT owner FROM events ORDER BY id").fetchall() == [("uid:7",), ("",)]
+    # The earlier exporter can still write to it.
+    connection.execute("INSERT INTO events (id, type, time, detail) VALUES (6, 'oom', 9.0, '{\"number\": 3}')")
+    connection.commit()
+    connection.close()
+    bench.again()
+    bench.storage.maintain()
+    assert sorted(bench.numbers()) == [1, 2, 3]
+    bench.storage.close()
+
+
+def test_the_owner_with_the_most_events_loses_its_oldest_first_also_after_a_restart(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_bytes=8 << 20)
+    for number in range(20):
+        bench.put(number, type="action_asked", owner="uid:0", detail={"number": number, "x": "y" * 1000})
+    bench.put(100, owner="uid:1001")
+    bench.storage.close()
+    bench.again()
+    for batch in range(80):
+        flood = {"owner": "uid:1002", "detail": {"number": 1000 + batch, "x": "y" * 20_000}}
+        bench.put(*range(5), **flood)
+        bench.put(*range(5), type="action", **flood)
+    assert bench.numbers(types=("action_asked",), after=0) == list(range(20))
+    kept = bench.numbers(types=("oom",), after=0, limit=1000)
+    assert kept[0] == 100
+    assert 1000 not in kept
+    assert bench.numbers(types=("oom",))[-1] == 1079
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 8 << 20
+    bench.storage.close()
+
+
+def test_an_event_has_at_most_64_kib_and_names_the_number_of_items_that_are_left_out(bench: Bench) -> None:
+    rows = [{"pid": number, "reason": "x" * 400} for number in range(512)]
+    bench.storage.append([Event("action", bench.now, detail={"results": rows, "results_left_out": 7, "few": [1]})])
+    (event,) = bench.page().events
+    kept = event.detail["results"]
+    assert kept == rows[: len(kept)]
+    assert 32 << 10 < len(str(kept)) < 64 << 10
+    assert event.detail["results_left_out"] == 7 + len(rows) - len(kept)
+    assert event.detail["few"] == [1]
+    with pytest.raises(ValueError, match="bytes"):
+        bench.storage.append([Event("action", bench.now, detail={"x": "y" * (64 << 10)})])
+
+
+def test_an_invalid_name_and_a_negative_time_are_stored_as_far_as_possible(bench: Bench) -> None:
+    bench.put(1, workload="caf\udce9", subject="\udce9")
+    (event,) = bench.page().events
+    assert event.workload == "caf?"
+
+
+@pytest.mark.parametrize(("kept", "flood"), [("action", "oom"), ("oom", "action_asked")])
+def test_a_flood_of_one_kind_deletes_its_own_oldest_events_and_not_the_other(kept: str, flood: str) -> None:
+    bench = Bench(None)
+    bench.put(1, type=kept)
+    for batch in range(120):
+        bench.put(*range(10), type=flood, detail={"number": batch, "x": "y" * 20_000})
+    assert bench.numbers(types=(kept,)) == [1]
+    assert 0 < bench.numbers(types=(flood,), after=0)[0] < bench.numbers(types=(flood,))[-1] == 119
+    (pages,) = bench.storage._open().execute("PRAGMA page_count").fetchone()
+    assert 4 << 20 < pages * 4096 <= MEMORY_BYTES
+    bench.storage.close()
+
+
+def test_the_files_are_readable_for_their_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).touch(0o644)
+    for folder in (tmp_path / "new", tmp_path):
+        bench = Bench(folder)
+        bench.put(1)
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir() if path.is_file()} == {0o600}
+        assert folder == tmp_path or folder.stat().st_mode & 0o777 == 0o700
+        bench.storage.close()
+
+
+def test_ids_increase_over_a_restart_with_and_without_a_file(tmp_path: Path) -> None:
+    for folder in (None, tmp_path):
+        bench = Bench(folder)
+        bench.put(*range(100))
+        (last,) = bench.page(limit=1).events
+        bench.storage.close()
+        bench.now += 1
+        bench.again()
+        bench.put(100)
+        bench.now -= 3600  # the clock is set back
+        bench.put(101)
+        assert bench.numbers(after=last.id) == [100, 101]
+        bench.storage.close()
+
+
+@pytest.mark.parametrize("damage", [b"this is no database" * 500, None], ids=["overwritten", "one page overwritten"])
+def test_a_damaged_file_is_moved_and_a_new_one_is_created(on_disk: Bench, tmp_path: Path, damage: bytes | None) -> None:
+    bench = on_disk
+    bench.put(*range(200))
+    bench.storage.close()
+    file = tmp_path / FILE_NAME
+    content = bytearray(file.read_bytes())
+    content[4096:8192] = b"\xff" * 4096
+    file.write_bytes(damage or content)
+    bench.again()
+    bench.put(1000)
+    assert bench.numbers() == [1000]
+    assert bench.storage.damaged_file == str(tmp_path / (FILE_NAME + ".damaged"))
+    assert Path(bench.storage.damaged_file).read_bytes() == (damage or content)
+    bench.storage.close()
+
+
+def test_a_file_of_another_version_is_not_changed(on_disk: Bench, tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(StorageError, match=r"\bversion\b"):
+        on_disk.put(1)
+    assert on_disk.storage.damaged_file == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME]
+
+
+def test_a_removed_file_is_created_again(on_disk: Bench, tmp_path: Path) -> None:
+    on_disk.put(1)
+    (tmp_path / FILE_NAME).unlink()
+    on_disk.put(2)
+    on_disk.storage.close()
+    on_disk.again()
+    assert on_disk.numbers() == [2]
+
+
+def test_events_about_a_job_are_found_by_its_id_and_by_its_workload(bench: Bench) -> None:
+    ada, eve = {"job": "llm~aa", "workload": "llm"}, {"job": "llm~ee", "workload": "llm"}
+    bench.put(1, type="process_started", pid=7, **ada)
+    bench.put(2, type="process_started", pid=8, **eve)
+    bench.put(3, type="process_started", pid=9, job="pid~9", workload="")
+    for number, pids in ((4, [7]), (5, [8]), (6, [9])):
+        results = [{"pid": pid, "workload": "" if pid == 9 else "llm"} for pid in pids]
+        bench.put(number, type="action", workload=None, detail={"number": number, "results": results})
+    bench.put(7, type="policy_stopped", pid=8, workload=None)
+    assert bench.numbers(job="llm~aa", after=0) == [1, 4]
+    assert bench.numbers(job="llm~ee", after=0) == [2, 5, 7]
+    assert bench.numbers(job="pid~9", after=0) == [3, 6]
+    assert bench.numbers(job="llm", after=0) == [1, 2, 4, 5]
+
+
+def test_no_owner_hides_the_processes_of_a_job(bench: Bench) -> None:
+    """A page has the caller's own first, then one of each other owner in turn."""
+
+    def ended(number: int, owner: str, uid: int) -> Event:
+        detail = {"slurm_job_id": "4711", "ray_job_id": None, "uid": uid, "number": number}
+        return Event("process_ended", bench.now, pid=number, owner=owner, detail=detail)
+
+    claims = [ended(number, "uid:1001", 1001) for number in range(600)]
+    bench.storage.append([*claims, ended(600, "uid:1002", 1002), ended(601, "uid:0", 0), ended(602, "uid:1002", 1002)])
+    job: dict[str, Any] = {"after": 0, "types": ("process_ended",), "job_id": "4711", "limit": 4}
+    assert bench.numbers(**job, first_owner="uid:1002") == [600, 602, 0, 601]
+    assert bench.numbers(**job, first_owner="uid:1002", skip=4) == [1, 2, 3, 4]
+    assert bench.numbers(**job, first_owner="uid:7", uid=1002) == [600, 602]
+    assert bench.numbers(**job, first_owner="uid:7", owner="uid:0") == [601]

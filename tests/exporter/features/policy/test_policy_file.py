@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.actions.declarations import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.core.yaml_file import MAX_FILE_BYTES
+from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Condition, Rule, StopAfter, read_policy
+from gpumem_exporter.features.policy.policy_values import FIELDS, read_quantity, shown_quantity
+from gpumem_exporter.settings import load_settings
+from tests.support.paths import REPOSITORY
+
+EXAMPLE = REPOSITORY / "deploy" / "policy.example.yml"
+MINIMAL = """\
+rules:
+  - name: r
+    workloads: [a]
+    when: {slack_bytes: {over: 1}}
+    do: {action: empty_cache}
+"""
+ONE_LINE = "{name: r, workloads: [a], when: {slack_bytes: {over: 1}}, do: {action: empty_cache}}"
+
+
+def read(tmp_path: Path, text: str, allowed: tuple[str, ...] = DEFAULT_ACTIONS) -> tuple[Rule, ...]:
+    path = tmp_path / "policy.yml"
+    path.write_text(text)
+    return read_policy(path, allowed=allowed)
+
+
+def refusal(tmp_path: Path, text: str, allowed: tuple[str, ...] = DEFAULT_ACTIONS) -> str:
+    """The message of a file that is refused, without the file's own name."""
+    with pytest.raises(ConfigurationError) as refused:
+        read(tmp_path, text, allowed)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert message.startswith(str(tmp_path / "policy.yml"))
+    return message.removeprefix(str(tmp_path / "policy.yml"))
+
+
+def test_a_rule_with_every_key_is_read(tmp_path: Path) -> None:
+    (rule,) = read(
+        tmp_path,
+        """\
+rules:
+  - name: full.rule-1
+    workloads: [notebook-*, eval]
+    when:
+      device_free_ratio: {under: 5%}
+      idle_seconds: {over: 1.5m, under: 2h}
+    for: 90s
+    do: {action: empty_cache, mode: idle, collect_garbage: true, deadline: 2m}
+    cooldown: 1h
+    max_per_hour: 6
+    stop_after: {clears: 2, freed_under: 1GB, still_free_after: 30, resume_after: 2d}
+    trigger: alert
+    dry_run: false
+""",
+    )
+    assert (rule.name, rule.workloads, rule.dry_run) == ("full.rule-1", ["notebook-*", "eval"], False)
+    assert rule.when == (Condition("device_free_ratio", under=0.05), Condition("idle_seconds", 90.0, 7200.0))
+    assert (rule.for_seconds, rule.cooldown, rule.max_per_hour) == (90.0, 3600.0, 6)
+    stop = {"clears": "2", "freed_under": "1GB", "still_free_after": "30", "resume_after": "48h"}
+    assert (rule.trigger, rule.stop_after) == ("alert", StopAfter.model_validate(stop))
+    request = rule.request
+    assert (request.action, request.mode, request.collect_garbage) == ("empty_cache", "idle", True)
+    assert request.deadline_seconds == 120.0
+
+
+def test_a_minimal_rule_is_a_dry_run_with_default_limits(tmp_path: Path) -> None:
+    (rule,) = read(tmp_path, MINIMAL)
+    assert rule.dry_run is True
+    assert rule.request.mode == "auto"
+    assert (rule.for_seconds, rule.cooldown, rule.max_per_hour) == (0.0, 300.0, 12)
+    assert (rule.trigger, rule.stop_after) == ("conditions", StopAfter())
+    assert rule.request.settle_seconds == 10.0
+
+
+def test_a_cooldown_may_be_as_short_as_the_settling_time(tmp_path: Path) -> None:
+    (equal,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: {still_free_after: 2s}\n")
+    (never,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: never\n")
+    (snapshot,) = read(tmp_path, MINIMAL.replace("empty_cache", "snapshot"))
+    assert [rule.request.settle_seconds for rule in (equal, never)] == [2.0, 0.0]
+    assert never.stop_after is snapshot.stop_after is None
+
+
+def test_the_documented_rules_are_dry_runs_and_clear_only_what_stays_free(tmp_path: Path) -> None:
+    example, document = EXAMPLE.read_text(), (REPOSITORY / "docs" / "policies-and-alerts.md").read_text()
+    for text in (example, document.partition("```yaml\n")[2].partition("```")[0]):
+        for rule in read(tmp_path, text):
+            assert rule.dry_run
+            assert rule.request.action != "empty_cache" or "idle_cache_bytes" in [each.field for each in rule.when]
+    assert [name for name in FIELDS if name not in example] == []
+    for key in (
+        "trigger",
+        "resume_after",
+        "for",
+        "cooldown",
+        "max_per_hour",
+        "stop_after",
+        "still_free_after",
+        "dry_run",
+        "deadline",
+    ):
+        assert f"{key}:" in example
+
+
+def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
+    text = MINIMAL.replace("empty_cache", "release_memory, keep: weights, wait_idle: 10s")
+    with pytest.raises(ConfigurationError, match="engine_idle_seconds over at least 120 s"):
+        read(tmp_path, text, ACTIONS)
+    when = "when: {engine_idle_seconds: {over: 30m}}"
+    (rule,) = read(tmp_path, re.sub("when: .*", when, text), ACTIONS)
+    request = rule.request
+    assert (request.keep, request.wait_idle_seconds, request.settle_seconds) == ("weights", 10.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line", "named"),
+    [
+        (lambda text: text + "    cooldwon: 5m\n", 6, ("'cooldwon'", "name, workloads, when")),
+        (lambda text: text + "    cooldown: 0\n", 6, ("cooldown: '0'", " 1 s")),
+        (lambda text: text + "    cooldown: 2s\n", 6, ("cooldown: '2 s'", "still_free_after", "10 s")),
+        (lambda text: text + "    stop_after: {still_free_after: 6m}\n", 2, ("cooldown: '300 s'", "360 s")),
+        (lambda text: text + "    stop_after: {still_free_after: 2h}\n", 6, ("still_free_after: '2h'", "3600 s")),
+        (
+            lambda text: text.replace("empty_cache", "collect_garbage") + "    stop_after: {still_free_after: 2s}\n",
+            6,
+            ("still_free_after", "empty_cache"),
+        ),
+        (lambda text: text + "    trigger: alerts\n", 6, ("trigger: 'alerts'", "conditions or alert")),
+        (lambda text: text + "    stop_after: {resume_after: 0}\n", 6, ("resume_after: '0'", " 1 s")),
+        (lambda text: text + "    cooldown: soon\n", 6, ("cooldown: 'soon'", "60s, 5m or 1h")),
+        (lambda text: text + "    max_per_hour: 0\n", 6, ("max_per_hour: '0'", "equal to 1")),
+        (lambda text: text + "    dry_run: yes\n", 6, ("dry_run: 'yes'", "true", "false")),
+        (lambda text: text + "    stop_after: {clear: 3}\n", 6, ("'clear'", "clears, freed_under")),
+        (lambda text: text.replace("slack_bytes", "slack"), 4, ("'slack'", ", ".join(FIELDS))),
+        (lambda text: text.replace("{over: 1}", "{above: 1}"), 4, ("'above'", "over, under")),
+        (lambda text: text.replace("{over: 1}", "{over: -1}"), 4, ("4GiB",)),
+        (lambda text: text.replace("{over: 1}", "{over: [1]}"), 4, ("slack_bytes", "string")),
+        (lambda text: text.replace("{over: 1}", "{over: 2GiB, under: 1GiB}"), 4, ("2.0 GiB", "1.0 GiB")),
+        (
+            lambda text: text.replace("slack_bytes: {over: 1}", "slack_ratio: {over: 101%}"),
+            4,
+            ("slack_ratio", "'101%'"),
+        ),
+        (lambda text: text.replace("slack_bytes: {over: 1}", ""), 4, ("when:", "slack_bytes")),
+        (lambda text: text.replace("[a]", "[]"), 3, ("workloads:", "patterns")),
+        (lambda text: text.replace("workloads: [a]", "for: 1"), 2, ("'workloads'",)),
+        (lambda text: text.replace("name: r", "name: 'a rule'"), 2, ("name: 'a rule'", "letters")),
+        (lambda text: text.replace("empty_cache", "clear"), 5, ("action: 'clear'", ", ".join(ACTIONS))),
+        (lambda text: text.replace("empty_cache", "terminate"), 5, ("terminate", "--action.allow", "empty_cache")),
+        (lambda text: text.replace("empty_cache", "empty_cache, mode: now, group: true"), 5, ("mode", "group")),
+        (lambda text: text.replace("empty_cache", "set_memory_fraction"), 5, ("fraction: is missing",)),
+        (lambda text: text.replace("empty_cache", "empty_cache, deadline: 2h"), 5, ("deadline: 7200.0", "3600")),
+        (lambda _: "rules: [" + ", ".join([ONE_LINE] * 2) + "]\n", 1, ("'r'", "line 1")),
+        (lambda text: text.replace("rules:", "rules: x #"), 2, ("YAML",)),
+        (lambda text: "- 1\n", 1, ("keys", "rules")),
+        (lambda text: "? [a]\n: 1\n", 1, ("key", "text")),
+        (lambda text: text.replace("name: r", "name: !!python/object/apply:os.system [id]"), 2, ("name", "tag")),
+        (lambda text: "rules:\n" + "  - {}\n" * (MAX_RULES + 1), 1, ("100",)),
+    ],
+)
+def test_an_error_has_the_line_the_value_and_what_is_accepted(
+    tmp_path: Path, spoil: object, line: int, named: tuple[str, ...]
+) -> None:
+    message = refusal(tmp_path, spoil(MINIMAL))  # type: ignore[operator]
+    assert message.startswith(f":{line}: "), message
+    assert [part for part in named if part not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"# nothing\n", b"\xff\xfe\x00", b"a: " + b"[" * 1000, b"\x00", b"rules: &all [*all]\n"]
+)
+def test_an_empty_or_unreadable_file_is_an_error_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "policy.yml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"^[^\n]+$"):
+        read_policy(path, allowed=DEFAULT_ACTIONS)
+
+
+def test_a_missing_or_too_long_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=rf"no\.yml'.*{os.strerror(errno.ENOENT)}"):
+        read_policy(tmp_path / "no.yml", allowed=DEFAULT_ACTIONS)
+    (tmp_path / "long.yml").write_text("#" * (MAX_FILE_BYTES + 1))
+    with pytest.raises(ConfigurationError, match=str(MAX_FILE_BYTES)):
+        read_policy(tmp_path / "long.yml", allowed=DEFAULT_ACTIONS)
+
+
+def test_the_settings_check_the_file_and_its_actions(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yml"
+    path.write_text(MINIMAL)
+    with pytest.raises(ConfigurationError, match=r"policy\.yml:5: .*--action\.allow\b.*\bsnapshot\b"):
+        load_settings({"policy.file": str(path), "action.allow": "snapshot"}, {})
+
+
+def test_a_rule_concerns_the_workloads_that_match_its_patterns(tmp_path: Path) -> None:
+    (rule,) = read(tmp_path, MINIMAL.replace("[a]", "[train, 'eval-*', 'b?']"))
+    workloads = ("train", "train-2", "eval-2", "eval", "b1", "")
+    assert [workload for workload in workloads if rule.concerns(workload)] == ["train", "eval-2", "b1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "value", "shown"),
+    [
+        ("4GiB", "bytes", 4 << 30, "4.0 GiB"),
+        ("8e9", "bytes", 8e9, "7.5 GiB"),
+        ("2GB", "bytes", 2e9, "1.9 GiB"),
+        ("5.25%", "ratio", 0.0525, "5.25 %"),
+        ("5m", "seconds", 300, "300 s"),
+        ("0.25s", "seconds", 0.25, "0.25 s"),
+        ("1.5h", "seconds", 5400, "5400 s"),
+        *((text, "bytes", None, "bytes, such as ") for text in ("", "4 gib", "-1", "1e400")),
+        ("1.01", "ratio", None, "a ratio, such as "),
+        ("４", "seconds", None, "a time, such as "),
+    ],
+)
+def test_a_quantity_is_read_and_shown_with_its_unit(text: str, unit: str, value: float | None, shown: str) -> None:
+    if value is None:
+        with pytest.raises(ValueError, match=f"^{shown}"):
+            read_quantity(text, unit)
+        return
+    assert read_quantity(text, unit) == pytest.approx(value)
+    assert shown_quantity(value, unit) == shown

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from gpumem_client.profile.model import Frame, Owner
+from gpumem_exporter.errors import NoPeakError
+from gpumem_exporter.features.profiles import profile_formats
+from gpumem_exporter.features.profiles.profile_diff import difference
+from gpumem_exporter.features.profiles.profile_formats import render
+from gpumem_exporter.features.profiles.stored_profile import Format
+from tests.support.builders import MIB, UUIDS
+from tests.support.made_up_profiles import (
+    CALL,
+    FORWARD,
+    LINEAR,
+    MAIN,
+    SCRIPT,
+    STEP,
+    made_up,
+    many_stacks,
+    stored,
+    training,
+)
+from tests.support.pprof_reader import read_pprof
+
+WEIGHT = Owner("parameters", "model.layers.0.weight", "4x4", "float32")
+STATE = Owner("optimizer_state", "Adam.exp_avg model.layers.0.weight")
+KEPT = Owner("tensors", "list of 300 in outputs, a global of __main__")
+SMALL = stored(
+    made_up(
+        [
+            (0, (), WEIGHT, 10 * MIB, 10 * MIB),
+            (0, (), STATE, 20 * MIB, 20 * MIB),
+            (0, (LINEAR, CALL, FORWARD, STEP, MAIN), KEPT, 30 * MIB, 30 * MIB),
+            (1, (LINEAR, FORWARD, MAIN), None, 0, 40 * MIB),
+            (1, (), None, 5 * MIB, 5 * MIB),
+        ],
+        notes=("objects that were frozen are not named",),
+    )
+)
+
+
+def test_pprof_has_all_bytes_with_functions_lines_and_labels() -> None:
+    body, media_type = render(SMALL, "pprof")
+    profile = read_pprof(body)
+    assert media_type == "application/octet-stream"
+    assert profile.types == (("inuse_objects", "count"), ("inuse_space", "bytes"))
+    assert profile.default_type == "inuse_space"
+    assert profile.time_nanos == SMALL.time_unix_seconds * 1e9
+    assert profile.duration_nanos == 30 * 10**9
+    assert profile.comments == SMALL.profile.notes
+    assert sum(sample.values["inuse_space"] for sample in profile.samples) == 65 * MIB
+    kept = next(sample for sample in profile.samples if sample.values["inuse_space"] == 30 * MIB)
+    assert kept.frames == tuple(map(tuple, (LINEAR, CALL, FORWARD, STEP, MAIN)))
+    assert kept.labels == {"device": "GPU 0", "pool": "default", "owner": f"other tensors {KEPT.name}"}
+    assert kept.values["inuse_objects"] == 1
+
+
+def test_an_owner_without_a_stack_is_a_stack_of_its_module_path() -> None:
+    samples = {sample.values["inuse_space"]: sample for sample in read_pprof(render(SMALL, "pprof")[0]).samples}
+    peak = read_pprof(render(SMALL, "pprof", "peak")[0]).samples
+    assert sum(sample.values["inuse_space"] for sample in peak) == 105 * MIB
+    names = [[function for function, _, _ in samples[size * MIB].frames] for size in (10, 20, 5)]
+    path = ["model.layers.0.weight", "model.layers.0", "model.layers", "model"]
+    assert names == [[*path, "parameters"], [*path, "Adam.exp_avg", "optimizer state"], ["no visible owner"]]
+
+
+def test_a_profile_without_a_recording_has_no_highest_moment() -> None:
+    without = stored(made_up([(0, (), WEIGHT, MIB, None)], recorded=False))
+    with pytest.raises(NoPeakError):
+        render(without, "json", "peak")
+    assert b"At the highest moment" not in render(without, "html")[0]
+
+
+def test_folded_stacks_start_with_the_device_and_end_with_the_bytes() -> None:
+    lines = render(SMALL, "folded")[0].decode().splitlines()
+    assert (
+        lines[1]
+        == f"GPU 0;optimizer state;Adam.exp_avg;model;model.layers;model.layers.0;model.layers.0.weight {20 * MIB}"
+    )
+    assert lines[0].startswith(f"GPU 0;main ({SCRIPT}:40);train_step ({SCRIPT}:21);forward (/src/model.py:12);")
+    assert sum(int(line.rpartition(" ")[2]) for line in lines) == 65 * MIB
+
+
+def test_a_name_cannot_add_frames_or_lines_to_folded_stacks() -> None:
+    hostile = stored(made_up([(0, (Frame("a;b\nc 1", "x\r\n;y", 1),), None, MIB, MIB)]))
+    (line,) = render(hostile, "folded")[0].decode().splitlines()
+    assert line == f"GPU 0;a b c 1 (x y:1) {MIB}"
+
+
+def test_json_has_names_and_the_largest_first() -> None:
+    document = json.loads(render(SMALL, "json")[0])
+    assert document["devices"][0] == {
+        "gpu": "0",
+        "uuid": UUIDS[0],
+        "allocated_bytes": 60 * MIB,
+        "peak_bytes": 60 * MIB,
+        "reserved_bytes": 124 * MIB,
+        "fragmented_bytes": 16 * MIB,
+        "segments": 12,
+    }
+    first = document["rows"][0]
+    assert first["stack"][-1] == f"main ({SCRIPT}:40)"
+    place = {"owner": KEPT.name, "line": "model.py:12 in forward", "called_from": None, "uuid": UUIDS[0]}
+    assert first.items() >= {**place, "kind": "tensors", "bytes": 30 * MIB, "blocks": 1, "pool": "default"}.items()
+    sizes = {"tensors": 30 * MIB, "optimizer_state": 20 * MIB, "parameters": 10 * MIB, "unseen": 5 * MIB}
+    assert [row["bytes"] for row in document["rows"]] == list(sizes.values())
+    assert {each["kind"]: each["bytes"] for each in document["kinds"]} == sizes
+    assert document["lines"][0]["line"] == "model.py:12 in forward"
+
+
+def test_a_long_profile_keeps_its_sum_and_merges_its_smallest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = stored(many_stacks(stacks=200))
+    total = sum(device.allocated_bytes for device in profile.profile.devices)
+    monkeypatch.setattr(profile_formats, "_MAX_LENGTH", 50_000)
+    rows = json.loads(render(profile, "json")[0])["rows"]
+    folded = render(profile, "folded")[0].decode().splitlines()
+    assert len(rows) < 200
+    assert rows[-1]["kind"] == "merged"
+    assert sum(row["bytes"] for row in rows) == sum(int(line.rpartition(" ")[2]) for line in folded) == total
+
+
+@pytest.mark.parametrize("form", ["html", "folded", "pprof"])
+def test_deep_paths_of_modules_stay_small(form: Format) -> None:
+    paths = [Owner("buffers", f"{number}{'.a' * 2000}") for number in range(20)]
+    profile = stored(made_up([(0, (), path, MIB, MIB) for path in paths]))
+    body = render(profile, form)[0]
+    assert len(gzip.decompress(body) if form == "pprof" else body) < 20 * MIB
+
+
+def test_a_difference_has_signed_values_in_every_format() -> None:
+    before, after = stored(training(leaked=300)), stored(training(leaked=100, layers=12))
+    change = difference(before, after)
+    (line,) = render(change, "folded")[0].decode().splitlines()
+    (sample,) = read_pprof(render(change, "pprof")[0]).samples
+    (row,) = json.loads(render(change, "json")[0])["rows"]
+    assert int(line.rpartition(" ")[2]) == sample.values["inuse_space"] == row["change_bytes"] == -200 * MIB
+    assert (row["before_bytes"], row["after_bytes"]) == (300 * MIB, 100 * MIB)

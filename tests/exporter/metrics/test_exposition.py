@@ -1,0 +1,242 @@
+"""The two formats of the metrics page, the series that are left out, and the page when a part of it fails."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import weakref
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from gpumem_client.wire.protocol import DeviceSample
+from gpumem_exporter.actions.declarations import Target
+from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.metrics import catalog, engine_catalog
+from gpumem_exporter.metrics.catalog import METRICS
+from gpumem_exporter.metrics.instruments import Instruments
+from gpumem_exporter.metrics.subjects import Metric
+from tests.support.builders import UUIDS, device, node, reporting
+from tests.support.exposition_builders import exposition, read, text_of, whole_text_of
+from tests.support.random_snapshots import SNAPSHOTS
+
+EMPTY = Snapshot(10.0, None)
+SAMPLE = DeviceSample(UUIDS[0], allocated_bytes=60, reserved_bytes=100, reclaimable_bytes=30, ooms=2)
+
+
+def lines(snapshot: Snapshot, *starts: str) -> list[str]:
+    """Return the lines that start so."""
+    return [line for line in text_of(exposition(), snapshot).splitlines() if line.startswith(starts)]
+
+
+def known(*processes: ReportingProcess, on: NodeReading | None = None) -> Snapshot:
+    return Snapshot(10.0, on, processes)
+
+
+@pytest.mark.parametrize("openmetrics", [True, False])
+def test_the_metrics_of_the_exporter_are_at_the_end(openmetrics: bool) -> None:
+    instruments = Instruments()
+    instruments.count_report("accepted")
+    text = whole_text_of(exposition(instruments), EMPTY, openmetrics=openmetrics)
+    assert 'gpumem_reports_total{outcome="accepted"} 1.0\n' in text
+    assert text.index("gpumem_reports_total") < text.index("process_open_fds ")
+    assert text.count("# EOF") == int(openmetrics)
+    assert text.endswith("# EOF\n") == openmetrics
+
+
+def test_the_process_is_described_as_by_prometheus_client() -> None:
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    own = re.findall(r"^(?:# \w+ )?process_.*\n", whole_text_of(exposition(), EMPTY), re.MULTILINE)
+    (described, shown), (wanted, expected) = map(
+        read, map(text_string_to_metric_families, ("".join(own), generate_latest(registry).decode()))
+    )
+    assert described == wanted
+    assert shown.keys() == expected.keys()
+    for (name, _), value in shown.items():
+        assert value == pytest.approx(expected[name, frozenset()], rel=0.2), name
+
+
+@pytest.mark.parametrize("reserved", [0, None])
+def test_ratios_are_absent_while_nothing_is_reserved(reserved: int | None) -> None:
+    sample = DeviceSample(UUIDS[0], allocated_bytes=0, reserved_bytes=reserved, reclaimable_bytes=0)
+    snapshot = known(reporting(7, devices=(sample,)))
+    assert lines(snapshot, "gpumem_torch_slack_ratio", "gpumem_torch_fragmentation_ratio") == []
+
+
+def test_a_phase_and_a_component_may_have_the_same_name() -> None:
+    writer = exposition()
+    for peak in (1, 3):
+        sample = DeviceSample(UUIDS[0], phase_peak_bytes={"other": peak}, component_bytes={"other": 2})
+        shown = text_of(writer, known(reporting(7, devices=(sample,))))
+        assert 'component="other"} 2\n' in shown
+        assert f'phase="other"}} {peak}\n' in shown
+
+
+def test_non_torch_is_absent_if_the_driver_or_the_report_lacks_the_value() -> None:
+    unknown = known(
+        reporting(70, devices=(SAMPLE,)),
+        reporting(80, devices=(replace(SAMPLE, reserved_bytes=None),)),
+        reporting(90, devices=(SAMPLE,)),
+        reporting(10, devices=(SAMPLE,), host_pid=None),
+        on=node(device(processes={70: None, 80: 60, 10: 999})),
+    )
+    assert lines(unknown, "gpumem_torch_non_torch_bytes{") == []
+    (others,) = [line for line in lines(unknown, "gpumem_ledger_bytes{") if "other_processes" in line]
+    assert others.endswith(" 1059")
+
+
+@pytest.mark.parametrize("reading", [None, node(device(processes={70: 50}), up=False)])
+def test_without_the_driver_only_torch_series_stay_without_an_index(reading: NodeReading | None) -> None:
+    snapshot = known(reporting(70, devices=(SAMPLE,), command="python own.py"), on=reading)
+    assert lines(snapshot, "gpumem_torch_ooms_total{") == [
+        f'gpumem_torch_ooms_total{{gpu="",uuid="{UUIDS[0]}",pid="70",workload="train",rank=""}} 2'
+    ]
+    assert lines(snapshot, "gpumem_nvml_up") == ["gpumem_nvml_up 0"]
+    (info,) = lines(snapshot, "gpumem_process_info{")
+    assert 'pid="70",workload="train",rank="",command="python own.py"' in info, "the values of the report are known"
+    absent = ("gpumem_device_", "gpumem_ledger_", "gpumem_process_memory_", "gpumem_torch_non_torch_")
+    assert lines(snapshot, *absent) == []
+
+
+class Label(str):
+    """A label value whose lifetime can be watched."""
+
+
+def test_a_process_that_is_no_longer_on_the_page_is_forgotten() -> None:
+    writer, label = exposition(), Label("w")
+    text_of(writer, known(reporting(7, devices=(SAMPLE,), workload=label)))
+    forgotten = weakref.ref(label)
+    del label
+    text_of(writer, EMPTY)
+    assert forgotten() is None
+
+
+def test_bytes_that_are_not_utf8_are_replaced() -> None:
+    workload = b"w\xff".decode("utf-8", "surrogateescape")
+    (line,) = lines(known(reporting(7, devices=(SAMPLE,), workload=workload)), "gpumem_torch_ooms_total{")
+    assert 'workload="w?"' in line
+
+
+class _Broken:
+    """Facts of a process whose attributes raise."""
+
+    start_time_ticks = 1000
+
+    def __getattr__(self, name: str) -> str:
+        raise RuntimeError("broken")
+
+
+def test_a_failing_subject_is_left_out_and_logged_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:
+    writer = exposition()
+    valid = known(reporting(70, devices=(SAMPLE,)), on=node(device(processes={70: 50})))
+    broken = replace(valid, node=replace(valid.node, facts={70: _Broken()}))  # type: ignore[type-var, dict-item]
+    whole = text_of(writer, valid).splitlines()
+    with caplog.at_level(logging.ERROR):
+        partly = text_of(writer, broken).splitlines()
+        text_of(writer, broken)
+    success = "gpumem_scrape_collector_success{collector="
+    remaining = [line for line in whole if "gpumem_process_" not in line and not line.startswith(success)]
+    assert [line for line in partly if not line.startswith(success)] == remaining
+    assert len(remaining) < len(whole)
+    assert 'gpumem_scrape_collector_success{collector="process"} 0' in partly
+    assert 'gpumem_scrape_collector_success{collector="torch"} 1' in partly
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert text_of(writer, valid).splitlines() == whole
+
+
+@given(st.lists(SNAPSHOTS, min_size=1, max_size=3))
+@settings(max_examples=25)
+def test_both_formats_have_the_same_samples_whatever_earlier_pages_had(history: list[Snapshot]) -> None:
+    writer = exposition()
+    for known in history:
+        openmetrics = text_of(writer, known, openmetrics=True)
+        assert openmetrics == text_of(exposition(), known, openmetrics=True)
+    text = text_of(writer, known)
+    assert read(parse_text(text)) == read(parse_openmetrics(openmetrics))
+    # The lines of a family are consecutive, so its name occurs once after equal neighbors are merged.
+    names = [re.split("[{ ]", line)[0] for line in text.split("\n") if line and not line.startswith("#")]
+    names = [re.sub("(?<=_duration_seconds)_(bucket|count|sum)$", "", name) for name in names]
+    families = [name for name, _ in itertools.groupby(names)]
+    for header in ("# TYPE ", "# HELP "):
+        assert [line.split(" ")[2] for line in text.split("\n") if line.startswith(header)] == families
+    assert len(families) == len(set(families))
+
+
+def test_every_metric_that_is_defined_is_in_the_table_once() -> None:
+    defined = [
+        value for each in (catalog, engine_catalog) for value in vars(each).values() if isinstance(value, Metric)
+    ]
+    assert Counter(metric.name for metric in defined) == Counter(metric.name for metric in METRICS)
+    assert max(Counter(metric.name for metric in METRICS).values()) == 1
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_name_help_and_labels_follow_the_rules_of_prometheus(metric: Metric) -> None:
+    assert re.fullmatch(r"(gpumem|process)_[a-z][a-z0-9_]*", metric.name)
+    assert metric.name.endswith("_total") == (metric.type == "counter")
+    assert not re.search(r"_(ms|mib|mb|gib|kb|percent|milliseconds|megabytes)(_|$)", metric.name)
+    assert not metric.name.endswith(("_count", "_sum", "_bucket", "_created"))
+    assert re.fullmatch(r'(?:[^\\\n" ]+ )*[^\\\n" ]+\.', metric.help), "one sentence that neither format escapes"
+    assert len(set(metric.labels)) == len(metric.labels)
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in metric.labels)
+    added = {"job", "instance", "pod", "namespace", "container", "le", "quantile"}
+    assert not added & set(metric.labels), "Prometheus and its service discovery add these"
+
+
+def test_workload_metadata_is_on_info_series_only() -> None:
+    metadata = {"command", "user", "container_id", "k8s_namespace", "k8s_pod", "k8s_container"}
+    assert [metric.name for metric in METRICS if metadata & set(metric.labels)] == ["gpumem_process_info"]
+
+
+def action(*results: ActionResult, dry_run: bool = False) -> Action:
+    target = Target(all=True)
+    return Action(
+        "id", "empty_cache", "done", "me", 0.0, target, dry_run=dry_run, results=results, duration_seconds=0.02
+    )
+
+
+def result(pid: int, uuid: str, outcome: str = "done", freed: int | None = None) -> ActionResult:
+    return ActionResult(pid, "w", "0", "0", uuid, outcome, freed_bytes=freed)
+
+
+def value(instruments: Instruments, name: str, **labels: str) -> float:
+    """Return the value of a series on a page."""
+    page = text_of(exposition(instruments), Snapshot(10.0, None))
+    return read(text_string_to_metric_families(page))[1][name, frozenset(labels.items())]
+
+
+def test_an_action_counts_once_per_process_and_its_freed_bytes_add_up() -> None:
+    instruments = Instruments()
+    instruments.observe_action(
+        action(result(1, "a", freed=5), result(1, "b", freed=6), result(2, "a", freed=-4), result(3, "a", "expired"))
+    )
+    instruments.observe_action(action(result(1, "a", freed=100), dry_run=True))
+    assert value(instruments, "gpumem_actions_total", action="empty_cache", outcome="done") == 2
+    assert value(instruments, "gpumem_actions_total", action="empty_cache", outcome="expired") == 1
+    assert value(instruments, "gpumem_action_freed_bytes_total", action="empty_cache") == 11
+    assert value(instruments, "gpumem_action_duration_seconds_count", action="empty_cache") == 1
+    assert value(instruments, "gpumem_action_duration_seconds_sum", action="empty_cache") == 0.02
+    for bound, count in (("0.01", 0), ("0.025", 1), ("60.0", 1), ("+Inf", 1)):
+        assert value(instruments, "gpumem_action_duration_seconds_bucket", action="empty_cache", le=bound) == count
+
+
+def test_a_policy_rule_starts_at_0_and_its_series_end_with_it() -> None:
+    instruments = Instruments()
+    instruments.add_policy_rule("a")
+    instruments.add_policy_rule("b")
+    instruments.count_policy("b", "acted", 3)
+    instruments.remove_policy_rule("a")
+    assert value(instruments, "gpumem_policy_evaluations_total", rule="b", result="acted") == 3
+    assert value(instruments, "gpumem_policy_evaluations_total", rule="b", result="busy") == 0
+    with pytest.raises(KeyError):
+        value(instruments, "gpumem_policy_evaluations_total", rule="a", result="acted")

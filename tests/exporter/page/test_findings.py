@@ -1,0 +1,383 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.core.caller import Caller, CallerKind, Rights
+from gpumem_exporter.core.container import HERE
+from gpumem_exporter.core.last_ooms import LastOom
+from gpumem_exporter.core.ledger import node_ledgers
+from gpumem_exporter.core.samples import (
+    DeviceReading,
+    LostLauncher,
+    NodeReading,
+    ProcessFacts,
+    ProcessKey,
+    ReportingProcess,
+    SilentReporter,
+    Snapshot,
+    StartingEngine,
+)
+from gpumem_exporter.page.findings import INJECTION_LABEL, Finding, Since, find
+from gpumem_exporter.page.growth import GrowingPart, Growth
+from gpumem_exporter.page.jobs import jobs_of
+from tests.support.builders import MIB, UUIDS, Clock, device, node, report, reporting, sample
+
+GIB = 1024 * MIB
+
+
+def of(pid: int, workload: str, allocated: int = GIB, idle: int = 0, fragmented: int = 0) -> ReportingProcess:
+    one = dataclasses.replace(sample(UUIDS[0], allocated, idle, fragmented), idle_cache_bytes=idle)
+    process = reporting(pid, devices=(one,), workload=workload, session=f"session-{pid}")
+    return dataclasses.replace(process, key=ProcessKey(1, pid, 1001, HERE))
+
+
+def reading(*processes: ReportingProcess, free: int = 40 * GIB) -> NodeReading:
+    total = 80 * GIB
+    shares = {process.key.pid: process.report.devices[0].reserved_bytes or 0 for process in processes}
+    used = total - free
+    return node(device(total=total, used=used, processes={**shares, 99: used - sum(shares.values())}))
+
+
+def findings(*processes: ReportingProcess, free: int = 40 * GIB, **changes: Any) -> dict[str, Finding]:
+    shown = Snapshot(1000.0, changes.pop("node", reading(*processes, free=free)), processes, **_of_snapshot(changes))
+    found = find(shown, jobs_of(shown), node_ledgers(shown), **changes)
+    assert len({finding.id for finding in found}) == len(found)
+    return {finding.kind: finding for finding in found}
+
+
+def _of_snapshot(changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: changes.pop(name) for name in ("ooms", "silent", "starting", "orphans") if name in changes}
+
+
+def oom(**changes: Any) -> LastOom:
+    error = LastOom("0", UUIDS[0], "1", "train", "", "session-1", 1, 990.0, 1.0, requested_bytes=GIB, owner="uid:1001")
+    return dataclasses.replace(error, device_free_bytes=5, **changes)
+
+
+def test_a_full_device_is_no_fault_and_idle_cache_that_no_other_job_could_use_neither() -> None:
+    assert findings(of(1, "train", 79 * GIB), free=0) == {}
+    alone = node(device(total=80 * GIB, used=79 * GIB, processes={1: 79 * GIB}))
+    assert findings(of(1, "train", 69 * GIB, 10 * GIB), node=alone) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity"),
+    [
+        ({}, "warning"),
+        ({"ended_process": True}, "critical"),
+        ({"happened_seconds": 100.0}, None),
+        ({"happened_seconds": 100.0, "ended_process": True}, "critical"),
+    ],
+)
+def test_an_out_of_memory_error_is_critical_only_if_it_ended_its_process(
+    changes: dict[str, Any], severity: str | None
+) -> None:
+    found = findings(of(1, "train"), ooms=(oom(**changes),)).get("oom")
+    assert (found.severity if found else None) == severity
+    if found is not None:
+        assert found.job is not None
+        assert found.gpu == "0"
+
+
+def test_an_error_is_named_after_its_own_process_also_without_a_workload() -> None:
+    processes = (of(7, ""), of(8, ""))
+    found = findings(*processes, ooms=(oom(pid="7", workload="", session="session-7"),))["oom"]
+    assert found.job is not None
+    assert [process.pid for process in found.job.processes] == [7]
+    assert "continues" in found.sentence
+    ended = findings(*processes, ooms=(oom(pid="9", workload="", session="session-9"),))["oom"]
+    assert ended.job is None
+    assert ended.sentence.startswith("pid 9 requested")
+    assert "continues" not in ended.sentence
+    another_user = findings(*processes, ooms=(oom(pid="7", workload="", session="session-7", owner="uid:1002"),))["oom"]
+    assert another_user.job is None, "a session is a claim"
+
+
+def test_the_errors_of_a_job_on_a_device_are_one_finding() -> None:
+    crashes = [
+        oom(pid=str(pid), session=f"session-{pid}", ended_process=pid < 8, happened_seconds=980.0 + pid)
+        for pid in range(5, 10)
+    ]
+    elsewhere = oom(pid="5", uuid=UUIDS[1], gpu="1")
+    shown = dataclasses.replace(Snapshot(1000.0, node(), ()), ooms=(*crashes, elsewhere))
+    found = [each for each in find(shown, jobs_of(shown), node_ledgers(shown)) if each.kind == "oom"]
+    assert [(each.severity, each.gpu, each.since_seconds) for each in found] == [
+        ("critical", "0", 987.0),
+        ("warning", "1", 990.0),
+    ]
+    assert " 5 of its processes" in found[0].sentence
+
+
+def test_an_error_that_an_earlier_version_stored_without_its_owner_has_its_job() -> None:
+    process = of(7, "train")
+    error = oom(pid="7", session="session-7", owner="")
+    found = findings(process, ooms=(error,))["oom"]
+    assert found.job is not None
+    assert "continues" in found.sentence
+
+
+def test_an_out_of_memory_error_within_a_limit_says_what_was_reserved_of_it() -> None:
+    sizes: dict[str, Any] = {"device_free_bytes": 2 * GIB, "limit_bytes": 8 * GIB, "reserved_bytes": 7 * GIB}
+    error = dataclasses.replace(oom(), **sizes, fragmented_bytes=4 * GIB)
+    sentence = findings(of(1, "train"), ooms=(error,))["oom"].sentence
+    assert "7.0 GiB of its limit of 8.0 GiB was reserved, 4.0 GiB fragmented" in sentence
+
+
+@pytest.mark.parametrize(
+    ("growing", "sentence"),
+    [
+        ({1: (10, 7200.0)}, "leak rank 1 grows by 10.0 GiB an hour."),
+        ({1: (10, 1800.0)}, "leak rank 1 grows by 10.0 GiB an hour; it will be out of memory in 30 min."),
+        ({1: (10, 0.0)}, "leak rank 1 grows by 10.0 GiB an hour; it has no memory left."),
+        ({1: (10, None)}, "leak rank 1 grows by 10.0 GiB an hour."),
+        (
+            {1: (10, 7200.0), 2: (4, 600.0)},
+            "leak grows by up to 10.0 GiB an hour in 2 of 3 processes; it will be out of memory in 10 min.",
+        ),
+    ],
+)
+def test_the_fastest_process_speaks_for_its_job(growing: dict[int, tuple[int, float | None]], sentence: str) -> None:
+    ranks = tuple(
+        dataclasses.replace(each, report=report(pid, devices=each.report.devices, workload="leak", rank=str(pid)))
+        for pid in (1, 2, 3)
+        for each in [of(pid, "leak")]
+    )
+    (job,) = [each for each in jobs_of(Snapshot(1.0, reading(*ranks), ranks)) if each.workload]
+    parts = [
+        GrowingPart(part, Growth(rate * GIB, 500.0), left)
+        for part in job.parts
+        if isinstance(pid := part.process.pid, int) and pid in growing
+        for rate, left in [growing[pid]]
+    ]
+    found = findings(*ranks, growing={job.id: parts})["growth"]
+    assert (found.severity, found.since_seconds, found.sentence) == ("warning", 500.0, sentence)
+
+
+def failed(pid: int, workload: str) -> LastOom:
+    return oom(pid=str(pid), session=f"session-{pid}", workload=workload, happened_seconds=9_900.0)
+
+
+def idle(process: ReportingProcess, since: float | None) -> ReportingProcess:
+    return dataclasses.replace(process, last_active_seconds=since)
+
+
+@pytest.mark.parametrize(
+    ("since", "size", "ooms", "severity"),
+    [
+        (10_000.0 - 9 * 3600, 4 * GIB, (), "info"),
+        (10_000.0 - 3600, 4 * GIB, (), "info"),
+        (10_000.0 - 3590, 4 * GIB, (), None),  # an epoch ends, an evaluation waits
+        (10_000.0 - 9 * 3600, GIB // 2, (), None),
+        (None, 4 * GIB, (), None),  # unknown
+        (
+            10_000.0 - 9 * 3600,
+            4 * GIB,
+            (oom(pid="7", session="session-7", workload="b", happened_seconds=9_900.0),),
+            "warning",
+        ),
+        (
+            10_000.0 - 9 * 3600,
+            4 * GIB,
+            (oom(pid="1", session="session-1", workload="a", happened_seconds=9_900.0),),
+            "info",
+        ),
+    ],
+)
+def test_a_job_that_holds_memory_without_any_activity_is_named(
+    since: float | None, size: int, ooms: tuple[LastOom, ...], severity: str | None
+) -> None:
+    processes = (idle(of(1, "a", size), since), idle(of(7, "b"), 10_000.0))
+    shown = Snapshot(10_000.0, reading(*processes), processes, ooms=ooms)
+    found = {each.kind: each for each in find(shown, jobs_of(shown), node_ledgers(shown))}.get("inactive")
+    assert (found.severity if found else None) == severity
+    if found is not None and since == 10_000.0 - 9 * 3600:
+        lacking = ", where another job ran out of memory" if severity == "warning" else ""
+        assert found.sentence == f"a has held 4.0 GiB for 9 h without any activity{lacking}."
+        assert found.since_seconds == since
+
+
+def test_a_job_is_active_while_one_of_its_processes_is_or_may_be() -> None:
+    for other in (9_000.0, None):
+        ranks = (idle(of(1, "a", 4 * GIB), 100.0), idle(of(2, "a", 4 * GIB), other))
+        shown = Snapshot(10_000.0, reading(*ranks), ranks)
+        assert "inactive" not in {each.kind for each in find(shown, jobs_of(shown), node_ledgers(shown))}
+
+
+def test_a_warning_has_only_the_idle_cache_that_others_lack() -> None:
+    one, train = of(1, "notebook", idle=5 * GIB), of(2, "train")
+    alone = dataclasses.replace(sample(UUIDS[1], GIB, 30 * GIB), idle_cache_bytes=30 * GIB)
+    both = (dataclasses.replace(one.report.devices[0], uuid=UUIDS[0]), alone)
+    one = dataclasses.replace(one, report=dataclasses.replace(one.report, devices=both))
+    sizes: dict[int, int | None] = {1: 6 * GIB, 2: GIB, 99: 72 * GIB}
+    devices = (
+        device(uuid=UUIDS[0], total=80 * GIB, used=79 * GIB, processes=sizes),
+        device(uuid=UUIDS[1], gpu="1", total=80 * GIB, used=31 * GIB, processes={1: 31 * GIB}),
+    )
+    found = findings(one, train, node=node(*devices))["idle_cache"]
+    assert (found.severity, found.idle_cache_bytes) == ("warning", 5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("idle", "free", "ooms", "severity"),
+    [
+        (10 * GIB, 40 * GIB, (), None),
+        (20 * GIB, 40 * GIB, (), "info"),
+        (10 * GIB, GIB, (), "warning"),
+        (10 * GIB, 40 * GIB, (oom(workload="other", session="ended"),), "warning"),
+        (10 * GIB, 40 * GIB, (oom(workload="notebook"),), None),
+        (1 * GIB, GIB, (), None),
+    ],
+)
+def test_idle_cache_that_others_lack_is_a_warning(
+    idle: int, free: int, ooms: tuple[LastOom, ...], severity: str | None
+) -> None:
+    found = findings(of(1, "notebook", idle=idle), of(2, "train"), free=free, ooms=ooms).get("idle_cache")
+    assert (found.severity if found else None) == severity
+    if found is not None:
+        assert found.idle_cache_bytes == idle
+        assert found.clears is not None
+        assert found.clears.workload == "notebook"
+
+
+def test_engines_of_two_jobs_that_start_on_one_device_are_a_warning() -> None:
+    jobs = of(1, "chat"), of(2, "embed"), of(3, "embed")
+    first, second, third = (StartingEngine(UUIDS[0], "0", pid, "VLLM::EngineCore", 2000.0) for pid in (1, 2, 3))
+    assert "starting_together" not in findings(*jobs, starting=(second, third)), "two processes of one engine"
+    elsewhere = dataclasses.replace(second, uuid=UUIDS[1], gpu="1")
+    assert "starting_together" not in findings(*jobs, starting=(first, elsewhere))
+    found = findings(*jobs, starting=(first, second, third))["starting_together"]
+    assert (found.severity, found.gpu) == ("warning", "0")
+    assert "chat" in found.sentence
+    assert "embed" in found.sentence
+
+
+def orphan_findings(
+    pids: tuple[int, ...], lost: LostLauncher, *, viewer: Caller | None = None, held: int = 10, free: int = 40
+) -> list[Finding]:
+    """Return the findings about orphans, which only the driver lists, with `held` GiB each on a device of 80 GiB."""
+    used = (80 - free) * GIB
+    listed: dict[int, int | None] = {**dict.fromkeys(pids, held * GIB), 99: used - len(pids) * held * GIB}
+    facts = {pid: ProcessFacts(pid, 1000, "VLLM::Worker_TP0") for pid in pids}
+    known = dataclasses.replace(node(device(used=used, processes=listed)), facts=facts)
+    shown = Snapshot(1000.0, known, orphans=dict.fromkeys(pids, lost))
+    return [each for each in find(shown, jobs_of(shown, viewer), node_ledgers(shown)) if each.kind == "orphan"]
+
+
+def test_the_orphans_of_one_server_are_one_finding_since_its_end() -> None:
+    lost = LostLauncher("launcher_ended", "python vllm", 4711, ended_seconds=700.0)
+    (found,) = orphan_findings((7, 8), lost)
+    assert (found.severity, found.since_seconds) == ("warning", 700.0)
+    for part in ("2 processes", "20.0 GiB on GPU 0", "server (python vllm, pid 4711)"):
+        assert part in found.sentence
+    (found,) = orphan_findings((7,), lost, viewer=Caller(CallerKind.TCP, Rights.NONE))
+    assert "4711" in found.sentence
+    assert "vllm" not in found.sentence.lower(), "the name of a launcher is an identity"
+    assert len(orphan_findings((7, 8), LostLauncher("launcher_ended"))) == 2, "of unknown launchers"
+    assert "container" in orphan_findings((7,), dataclasses.replace(lost, reason="container_gone"))[0].sentence
+
+
+def test_what_two_launchers_of_one_workload_left_behind_are_two_findings() -> None:
+    processes = (of(7, "llm"), of(8, "llm"))
+    orphans = {pid: LostLauncher("launcher_ended", "torchrun", 4000 + pid, 700.0) for pid in (7, 8)}
+    facts = {pid: ProcessFacts(pid, processes[0].start_time_ticks) for pid in (7, 8)}
+    known = dataclasses.replace(reading(*processes), facts=facts)
+    shown = Snapshot(1000.0, known, processes, orphans=orphans)
+    found = [each.id for each in find(shown, jobs_of(shown), node_ledgers(shown)) if each.kind == "orphan"]
+    assert len(set(found)) == 2
+
+
+@pytest.mark.parametrize(("held", "free", "severity"), [(1, 40, "info"), (4, 40, "warning"), (1, 3, "warning")])
+def test_the_severity_of_an_orphan_depends_on_who_needs_its_memory(held: int, free: int, severity: str) -> None:
+    (found,) = orphan_findings((7,), LostLauncher("launcher_ended"), held=held, free=free)
+    assert found.severity == severity
+
+
+def test_lost_devices_failed_checks_silent_reporters_and_starting_engines() -> None:
+    lost = node(DeviceReading(gpu="0", uuid=UUIDS[0], error="Xid 79"))
+    assert findings(node=lost)["device_lost"].severity == "critical"
+    checks = [
+        {"part": "nvml", "status": "degraded", "detail": "no driver"},
+        {"part": "events", "status": "degraded", "detail": "disk full"},
+        {"part": "devices", "status": "degraded", "detail": "1 of 8"},
+    ]
+    found = findings(node=lost, failed_checks=checks)
+    severities = {kind: finding.severity for kind, finding in found.items()}
+    assert severities == {"driver": "critical", "check": "warning", "device_lost": "critical"}
+    no_device = findings(node=node(), failed_checks=checks[-1:])
+    assert [no_device["check"].severity, "1 of 8" in no_device["check"].sentence] == ["warning", True]
+    silent = SilentReporter(ProcessKey(1, 2, 1001, HERE), 2, 1000, "train", "1", 1.0, 1.0)
+    assert findings(silent=(silent,))["silent"].severity == "warning"
+    engine = StartingEngine(UUIDS[0], "0", 1, "VLLM::EngineCore", 900.0)
+    assert findings(of(1, "engine"), starting=(engine,))["starting"].severity == "info"
+
+
+def test_fragmented_and_unattributed_memory() -> None:
+    assert findings(of(1, "train", fragmented=9 * GIB))["fragmented"].severity == "warning"
+    assert findings(of(1, "train", fragmented=7 * GIB)) == {}
+    unexplained = node(device(total=80 * GIB, used=40 * GIB, processes={99: 20 * GIB}))
+    assert findings(node=unexplained)["unattributed"].severity == "warning"
+
+
+def test_a_finding_keeps_its_start_and_must_last_if_it_changes_with_each_step() -> None:
+    clock = Clock(100.0)
+    since = Since(clock)
+    lost = Finding("a", "device_lost", "critical", "", "")
+    fragmented = Finding("b", "fragmented", "warning", "", "")
+    assert since.lasting([fragmented, lost]) == [dataclasses.replace(lost, since_seconds=100.0)]
+    for _ in range(5):
+        clock.now += 3.0
+        shown = since.lasting([fragmented, lost])
+    assert [finding.id for finding in shown] == ["a", "b"]
+    assert {finding.since_seconds for finding in shown} == {100.0}
+    clock.now += 60.0
+    assert since.lasting([lost]) == [dataclasses.replace(lost, since_seconds=160.0 + 15.0)]
+
+
+def test_a_severity_rises_at_once_and_falls_after_a_minute() -> None:
+    clock = Clock(100.0)
+    since = Since(clock)
+    shown = []
+    for severity in ("info", "warning", "info", *16 * ["info"], "warning", "info"):
+        (finding,) = since.lasting([Finding("a", "idle_cache", severity, "", "")])
+        shown.append(finding.severity)
+        clock.now += 4.0
+    assert shown == ["info", *15 * ["warning"], *3 * ["info"], "warning", "warning"]
+
+
+def test_the_most_severe_and_then_the_oldest_finding_is_first() -> None:
+    since = Since(Clock(100.0))
+    known = [
+        Finding("note", "starting", "info", "", "", since_seconds=1.0),
+        Finding("new", "oom", "critical", "", "", since_seconds=90.0),
+        Finding("old", "oom", "critical", "", "", since_seconds=10.0),
+    ]
+    assert [finding.id for finding in since.lasting(known)] == ["old", "new", "note"]
+
+
+@pytest.mark.parametrize(
+    ("client_directory", "pods", "told"),
+    [
+        ("", False, "--client.directory"),
+        ("/run/gpumem/client", False, "PYTHONPATH=/run/gpumem/client"),
+        ("/run/gpumem/client", True, INJECTION_LABEL),
+    ],
+)
+def test_processes_that_do_not_report_are_counted_with_what_to_do_on_this_node(
+    client_directory: str, pods: bool, told: str
+) -> None:
+    listed = reading(of(1, "train"))
+    if pods:
+        listed = dataclasses.replace(listed, facts={99: ProcessFacts(99, 1, k8s_pod="other-0")})
+    found = findings(of(1, "train"), node=listed, client_directory=client_directory)["unreported"]
+    assert found.severity == "info"
+    assert found.sentence.startswith("1 of 2 processes does not report (39.0 GiB).")
+    assert told in found.sentence
+
+
+def test_nothing_is_said_without_an_exporter_or_if_every_process_reports() -> None:
+    for client_directory, listed in ((None, {1: GIB, 2: 0}), ("", {1: GIB})):
+        known = node(device(total=80 * GIB, used=GIB, processes=dict(listed)))
+        assert "unreported" not in findings(of(1, "train"), node=known, client_directory=client_directory)

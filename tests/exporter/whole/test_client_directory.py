@@ -1,0 +1,179 @@
+"""`--client.directory`: what the exporter writes, and which folders it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter import client_directory
+from gpumem_exporter.client_directory import KEPT_SECONDS, ClientDirectoryError, put_client
+from tests.support.other_user import OTHER_UID, needs_root
+from tests.support.paths import REPOSITORY
+
+CLIENT = REPOSITORY / "client"
+
+
+@pytest.fixture(autouse=True)
+def _umask() -> Iterator[None]:
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "client"
+
+
+def versions(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name != "__pycache__")
+
+
+def put_version(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(client_directory, "__version__", version)
+    put_client(folder)
+    return (folder / "sitecustomize.py").readlink().parts[0]
+
+
+def test_the_folder_has_the_whole_client_for_every_reader(folder: Path) -> None:
+    put_client(folder)
+    (version,) = versions(folder)
+    written = {path.relative_to(folder / version): path.read_text() for path in (folder / version).rglob("*.py")}
+    assert written == {path.relative_to(CLIENT): path.read_text() for path in CLIENT.rglob("*.py")}
+    assert (folder / "sitecustomize.py").resolve() == folder / version / "gpumem_client/bootstrap/sitecustomize.py"
+    modes = {path: path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
+    assert {path: mode for path, mode in modes.items() if mode != (0o755 if path.is_dir() else 0o644)} == {}
+    before = {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
+    put_client(folder)
+    assert {path: path.lstat().st_mtime_ns for path in folder.rglob("*")} == before, "a second start changes nothing"
+
+
+def test_a_version_that_is_not_complete_is_written_again(folder: Path) -> None:
+    put_client(folder)
+    (version,) = versions(folder)
+    (folder / version / "gpumem_client" / "api.py").unlink()
+    (folder / version / "gpumem_client" / "run.py").write_text("changed")
+    put_client(folder)
+    for name in ("api.py", "run.py"):
+        assert (folder / version / "gpumem_client" / name).read_text() == (CLIENT / "gpumem_client" / name).read_text()
+
+
+def test_a_version_stays_for_a_while_after_it_was_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = put_version(folder, "1.0", monkeypatch)
+    long_ago = time.time() - KEPT_SECONDS - 60
+    os.utime(folder / old, (long_ago, long_ago))  # it was current for a long time
+    new = put_version(folder, "1.1", monkeypatch)
+    assert versions(folder) == [old, new]
+    os.utime(folder / old, (long_ago, long_ago))
+    os.utime(folder / new, (long_ago, long_ago))
+    assert put_version(folder, "1.1", monkeypatch) == new
+    assert versions(folder) == [new]
+    assert put_version(folder, "1.0", monkeypatch) == old  # a downgrade
+
+
+def test_old_folders_of_other_programs_stay(folder: Path) -> None:
+    (folder / "model-0123456789ab").mkdir(parents=True)
+    folder.chmod(0o755)
+    long_ago = time.time() - KEPT_SECONDS - 60
+    os.utime(folder / "model-0123456789ab", (long_ago, long_ago))
+    put_client(folder)
+    assert (folder / "model-0123456789ab").is_dir()
+
+
+def test_a_write_that_fails_leaves_the_version_before_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = put_version(folder, "1.0", monkeypatch)
+
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(ClientDirectoryError):
+            put_version(folder, "1.1", monkeypatch)
+    assert (folder / "sitecustomize.py").readlink().parts[0] == old
+    assert versions(folder) == [old]
+
+
+@pytest.mark.parametrize(
+    ("commands", "refused"),
+    [
+        ("mkdir client && chmod 775 client", "client/below"),
+        ("mkdir real && ln -s real client", "client/below"),
+        pytest.param("mkdir client && chown 1001 client", "client/below", marks=needs_root),
+        pytest.param(
+            # Python prefers it to a .py file.
+            "mkdir -m 755 client && touch client/sitecustomize.abi3.so && chown 1001 client/sitecustomize.abi3.so",
+            "client",
+            marks=needs_root,
+        ),
+        ("mkdir -m 755 client && mkdir client/__pycache__ && chmod 775 client/__pycache__", "client"),
+        ("mkdir client && touch client/sitecustomize.py", "client"),
+        ("true", "client/no/parent"),
+    ],
+)
+def test_a_folder_that_another_user_could_change_is_refused(tmp_path: Path, commands: str, refused: str) -> None:
+    subprocess.run(["sh", "-ec", commands], cwd=tmp_path, check=True)
+    with pytest.raises(ClientDirectoryError) as caught:
+        put_client(tmp_path / refused)
+    assert str(tmp_path / refused) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not any(tmp_path.rglob("gpumem_client"))
+
+
+def test_the_sticky_folder_of_temporary_files_is_accepted(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o1777)
+    put_client(folder / "client")
+    assert versions(folder / "client")
+
+
+@needs_root
+def test_a_folder_that_another_user_makes_first_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    folder.chmod(0o1777)
+    client = folder / "client"
+    lstat, mkdir = Path.lstat, Path.mkdir
+
+    def attack() -> None:
+        if not os.path.lexists(client):
+            os.mkdir(client)  # noqa: PTH102 - not the patched one
+            os.chown(client, OTHER_UID, OTHER_UID)
+
+    def lstat_then_attack(path: Path) -> os.stat_result:
+        try:
+            return lstat(path)
+        finally:
+            if path == client:
+                attack()
+
+    def attack_then_mkdir(path: Path, *args: Any, **options: Any) -> None:
+        if path == client:
+            attack()
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(Path, "lstat", lstat_then_attack)
+    monkeypatch.setattr(Path, "mkdir", attack_then_mkdir)
+    with pytest.raises(ClientDirectoryError, match="belongs to"):
+        put_client(client)
+    assert list(client.iterdir()) == []
+
+
+@needs_root
+def test_bytecode_of_a_job_of_root_is_not_writable_for_others(folder: Path) -> None:
+    put_client(folder)
+    (version,) = versions(folder)
+    environment = {"PYTHONPATH": f"{folder}:{folder / version}"}
+    program = "import gpumem_client.reporter.settings"
+    subprocess.run(
+        [sys.executable, "-S", "-c", f"import sitecustomize; {program}"], env=environment, check=True, umask=0
+    )
+    modes = {path: path.lstat().st_mode & 0o777 for path in folder.rglob("*") if not path.is_symlink()}
+    assert any(path.suffix == ".pyc" for path in modes)
+    assert {path: mode for path, mode in modes.items() if mode & 0o022} == {}

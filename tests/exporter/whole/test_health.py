@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trustme
+
+from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
+from gpumem_exporter.edge.web_access import WebAccess
+from gpumem_exporter.features.events.event_log import EventLogStatus
+from gpumem_exporter.health import Health, HealthDocument
+from gpumem_exporter.node.poller import PollerStatus, ReleaseRequest
+from gpumem_exporter.page.live_route import LiveNode
+from tests.support.builders import UUIDS, Clock, device, node, reporting
+from tests.support.running_exporter import running_exporter
+from tests.support.waiting import wait_until_equal
+
+WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, stuck=False, error="")
+
+KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None, waiting=0, dropped=0, damaged_file="")
+
+
+def health(snapshot: Snapshot, events: EventLogStatus = KEEPING, **poller: Any) -> HealthDocument:
+    polling: Any = SimpleNamespace(status=lambda _: dataclasses.replace(WELL, **poller))
+    log: Any = SimpleNamespace(status=lambda: events)
+    return Health(polling, log, source="nvml", version="1.2.3").document(snapshot)
+
+
+def test_a_healthy_node_is_ok() -> None:
+    snapshot = Snapshot(0.0, node(device(UUIDS[0]), device(UUIDS[1], gpu="1")), (reporting(),))
+    document = health(snapshot)
+    assert document["status"] == "ok"
+    assert document["nvml"] == {"up": True, "error": "", "released": False}
+    assert (document["devices"], document["processes"]) == (2, 1)
+    assert (document["version"], document["source"]) == ("1.2.3", "nvml")
+    assert {check["status"] for check in document["checks"].values()} == {"ok"}
+    down = dataclasses.replace(node(up=False), error="released on request by ada")
+    document = health(Snapshot(0.0, down), release=ReleaseRequest("ada", 0.0))
+    assert document["nvml"] == {"up": False, "error": down.error, "released": True}
+
+
+LOST = DeviceReading(gpu="1", uuid=UUIDS[1], error="GPU is lost")
+SILENT = SilentReporter(ProcessKey(1, 2), 2, 3, "w", "0", 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "poller", "status", "check", "detail"),
+    [
+        (Snapshot(0.0, dataclasses.replace(node(up=False), error="no driver")), {}, "degraded", "nvml", "no driver"),
+        (Snapshot(0.0, None), {"polls": 0}, "degraded", "nvml", "not answered"),
+        (Snapshot(0.0, node(device(), LOST)), {}, "degraded", "devices", r"\b1 of 2\b.*\b1: GPU is lost"),
+        (Snapshot(0.0, None), {"alive": False, "error": "boom"}, "failing", "poller", "boom"),
+        (Snapshot(0.0, None), {"stuck": True, "busy_seconds": 61.0}, "failing", "poller", "61 s"),
+        (Snapshot(0.0, node(device()), silent=(SILENT,)), {}, "ok", "reports", r"\b1\b.*\bsilent"),
+    ],
+)
+def test_a_check_shows_what_is_wrong(
+    snapshot: Snapshot, poller: dict[str, Any], status: str, check: str, detail: str
+) -> None:
+    document = health(snapshot, **poller)
+    assert (document["status"], document["checks"][check]["status"]) == (status, status)
+    assert re.search(detail, document["checks"][check]["detail"])
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "named"),
+    [
+        (
+            {"error": "/e/events.db: disk full", "waiting": 3, "dropped": 2},
+            "degraded",
+            r"/e/events.db: disk full\b.*\b3\b.*\b2\b",
+        ),
+        ({"alive": False}, "degraded", "event log has stopped"),
+        ({"busy_seconds": 7.2}, "degraded", r"\b7 s\b"),
+        ({"damaged_file": "/e/events.db.damaged"}, "ok", "/e/events.db.damaged"),
+    ],
+)
+def test_events_that_cannot_be_stored_are_degraded_with_the_reason(
+    events: dict[str, Any], status: str, named: str
+) -> None:
+    document = health(Snapshot(0.0, node(device())), dataclasses.replace(KEEPING, **events))
+    check = document["checks"]["events"]
+    assert (document["status"], check["status"]) == (status, status)
+    assert re.search(named, check["detail"])
+
+
+def test_an_invalid_token_file_is_degraded_until_it_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "token"
+    path.write_text("secret")
+    path.chmod(0o600)
+    clock = Clock(1000.0)
+    with running_exporter(action_token_file=str(path), clock=clock, wall_clock=clock) as exporter:
+        wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 1, "the metric")
+        path.chmod(0o644)
+        wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 0, "the metric")
+        check = exporter.document("/health")["checks"]["tokens"]
+        assert (check["status"], check["detail"].partition(";")[0]) == (
+            "degraded",
+            "token: every user may read the file",
+        )
+        assert exporter.sample("gpumem_health_check_ok", check="poller") == 1
+        clock.now += 4.0  # a finding that is absent for longer starts again
+        (finding,) = [each for each in exporter.document("/api/v1/live")["findings"] if "tokens" in str(each)]
+        assert finding["since_unix_seconds"] == 1000.0, "it was noticed before anybody looked"
+        monkeypatch.delattr(LiveNode, "notice")  # the metric does not depend on the findings
+        path.chmod(0o600)
+        wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 1, "the metric")
+
+
+@pytest.mark.parametrize(
+    ("days", "left_days", "detail"),
+    [
+        (90, 30, ""),
+        (90, 2, "the certificate expires in 48 h"),
+        (1, 0.5, ""),  # certificates of a day are renewed every few hours
+        (1, 0.125, "the certificate expires in 3 h"),
+        (90, -1, "the certificate has expired"),
+    ],
+)
+def test_a_certificate_is_degraded_before_it_expires(
+    days: float, left_days: float, detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = datetime(2030, 1, 1, tzinfo=timezone.utc)
+    end = now + timedelta(days=left_days)
+    certificate = trustme.CA().issue_cert("localhost", not_before=end - timedelta(days=days), not_after=end)
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "certificate.pem")
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    file = tmp_path / "web.yml"
+    file.write_text("tls_server_config: {cert_file: certificate.pem, key_file: key.pem}")
+    monkeypatch.setattr(time, "time", now.timestamp)
+    access = WebAccess(file)
+    assert access.error() == detail
+    (tmp_path / "key.pem").write_text("nothing")
+    access.refresh()
+    assert access.error() == "the new certificate is invalid, the previous one stays in force: see the log"
