@@ -67,7 +67,7 @@ def test_a_request_enters_no_module_more_than_twice(kind: str, traces: dict[str,
     # The processes are selected, `timing` adds the other ranks of their jobs, and the selection goes on with these.
     entered = Counter(traces[kind].entries) - Counter(["actions/selection.py"])
     # The transport calls the application, is called by it, and reports the end of the reply.
-    assert {module: n for module, n in entered.items() if n > 2 and not module.startswith("server/http/")} == {}
+    assert {module: n for module, n in entered.items() if n > 2 and not module.startswith("edge/")} == {}
 
 
 def test_each_named_folder_and_file_exists() -> None:

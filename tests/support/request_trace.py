@@ -28,14 +28,14 @@ from tests.support.waiting import patient, wait_for
 
 POLLER = "gpumem-poller"
 THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files", "gpumem-history")
-MODULES_BESIDE = ("server/background/housekeeping.py", "server/http/uvicorn_server.py")
+MODULES_BESIDE = ("housekeeping.py", "edge/uvicorn_server.py")
 """What goes on beside requests: threads, and modules of the event loop."""
 VALUES = (
     "core/naming.py",
-    "core/place.py",
+    "core/container.py",
     "core/samples.py",
     "actions/model.py",
-    "events/model.py",
+    "core/event.py",
     "wire/protocol.py",
     "wire/units.py",
 )
@@ -188,7 +188,7 @@ def trace_reading() -> Trace:
 
 
 def _polls(calls: list[Call]) -> list[int]:
-    return [place for place, call in enumerate(calls) if str(call) == "nvml/poller.py:Poller._poll"]
+    return [place for place, call in enumerate(calls) if str(call) == "node/poller.py:Poller._poll"]
 
 
 def _report(number: int, **changes: Any) -> dict[str, Any]:
