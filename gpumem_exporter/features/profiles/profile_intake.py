@@ -186,10 +186,13 @@ class ProfileIntake:
 
     def _facts(self, process: ReportingProcess, profile: Profile, size_bytes: int) -> ProfileFacts:
         identity = process.report.process
-        gpus = self._snapshot().gpus
+        snapshot = self._snapshot()
+        gpus = snapshot.gpus
         known = {*gpus, *(sample.uuid for sample in process.report.devices)}
+        # Without a list of the driver, or with a device that was lost before its uuid was read, any may be the node's.
+        listed = snapshot.node is not None and snapshot.node.up and "" not in gpus
         for index, device in enumerate(profile.devices):
-            if device.uuid not in known:
+            if listed and device.uuid not in known:
                 raise ProfileInvalidError(f"devices.{index}: this node has no device {device.uuid[:64]!r}")
         return ProfileFacts(
             id=uuid4().hex,

@@ -10,6 +10,7 @@ from gpumem_client.wire.procfs import describe_command, split_cmdline
 from tests.claims import actions, device, heaps
 from tests.claims.place import EXPANDABLE, Place
 from tests.claims.values import require
+from tests.emulation.node import CONTEXT_BYTES
 
 
 def test_every_torch_series_equals_the_value_of_the_process(place: Place) -> None:
@@ -47,7 +48,7 @@ def test_a_segment_of_torch_equals_the_driver_s_allocation(place: Place, setting
 def test_a_context_is_non_torch_and_ends_with_the_process(place: Place) -> None:
     values = device.context_of_a_process(place)
     require(values)
-    assert values["gpumem_torch_non_torch_bytes"].value == 512 << 20
+    assert values["gpumem_torch_non_torch_bytes"].value == CONTEXT_BYTES
 
 
 def test_a_dry_run_touches_nothing(place: Place) -> None:

@@ -158,12 +158,17 @@ def test_a_claimed_rank_neither_joins_nor_blocks_a_group(node: SharedNode) -> No
     assert node.report(ada, rank="0", **shared).status == 200
     assert node.report(inside, rank="1", **shared).status == 200
     group: dict[str, Any] = {"mode": "step", "deadline_seconds": 60}
-    for caller, target in ((ada, {"workload": "llm"}), (root, {"pid": ada.pid}), (inside, {"workload": "llm"})):
+    of_workload = {"workload": "llm"}
+    # A rank brings the other ranks of its job, and a container has jobs of its own.
+    for caller, target, acting in (
+        (root, {"pid": ada.pid}, {ada.pid}),
+        (inside, of_workload, {inside.pid}),
+        (ada, of_workload, {ada.pid, inside.pid}),
+        (root, of_workload, {ada.pid, inside.pid}),
+    ):
         reply = act(caller, node.url, target=target, **group)
         assert reply.status == 200, reply
-        assert {result["pid"] for result in reply.document["results"]} == {inside.pid if caller is inside else ada.pid}
-    both = act(root, node.url, target={"workload": "llm"}, **group)
-    assert {result["pid"] for result in both.document["results"]} == {ada.pid, inside.pid}
+        assert {result["pid"] for result in reply.document["results"]} == acting
 
 
 # Over loopback
