@@ -19,10 +19,11 @@ from typing import Any
 from unittest import mock
 
 from gpumem_exporter.actions.declarations import ACTIONS
-from gpumem_exporter.cli.main import main
-from gpumem_exporter.cli.program import COMMANDS, PROGRAM
+from gpumem_exporter.cli.program import PROGRAM
+from gpumem_exporter.commands import COMMANDS
 from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Rule
 from gpumem_exporter.features.policy.policy_values import FIELDS
+from gpumem_exporter.main import main
 from gpumem_exporter.metrics.catalog import METRICS
 from gpumem_exporter.metrics.subjects import Metric
 from gpumem_exporter.settings import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from gpumem_exporter.cli.main import main
+from gpumem_exporter.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,10 +19,6 @@ from gpumem_exporter.edge.problems import install_problem_handlers
 from gpumem_exporter.edge.request_guard import Guard
 from gpumem_exporter.edge.tokens import FileRefresher
 from gpumem_exporter.features.events.event_routes import events_router, jobs_router
-from gpumem_exporter.features.history.history_route import history_router
-from gpumem_exporter.features.policy.alerts import AlertReceiver, alerts_router
-from gpumem_exporter.features.policy.policy_route import policy_router
-from gpumem_exporter.features.profiles.profile_routes import ProfileAccess, ProfileRoutes, profiles_router
 from gpumem_exporter.health import health_router
 from gpumem_exporter.housekeeping import (
     keep_house,
@@ -45,8 +41,8 @@ POLLER_STOP_SECONDS = 0.5
 """A poller that hangs in the driver is abandoned: its thread is a daemon."""
 EVENTS_STOP_SECONDS = 1.0
 """The time for storing the queued events at the exit."""
-HISTORY_STOP_SECONDS = 2.0
-"""The time for saving the history at the exit; a full one takes 0.5 s of CPU."""
+EACH_SECOND_STOP_SECONDS = 0.5
+"""The time for the work of the last second."""
 
 
 def create_app(runtime: Runtime) -> FastAPI:
@@ -113,19 +109,11 @@ def _without_pydantic_v1() -> Iterator[None]:
 def _api_routers(runtime: Runtime) -> list[APIRouter]:
     dispatcher, audit, held_requests = runtime.dispatcher, runtime.audit, runtime.held_requests
     hide_identities = runtime.settings.web_hide_identities
-    access = ProfileAccess(runtime.profiles, runtime.store)
     return [
         state_router(
             snapshot=runtime.snapshot,
             source=runtime.source,
             renderer=runtime.renderer,
-            hide_identities_from=runtime.callers if hide_identities else None,
-        ),
-        history_router(
-            runtime.history,
-            runtime.renderer,
-            snapshot=runtime.snapshot,
-            wall_clock=runtime.wall_clock,
             hide_identities_from=runtime.callers if hide_identities else None,
         ),
         caller_router(callers=runtime.callers, allowed=runtime.settings.action_allow, snapshot=runtime.snapshot),
@@ -136,28 +124,15 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
             renderer=runtime.renderer,
             snapshot=runtime.snapshot,
         ),
-        alerts_router(
-            AlertReceiver(
-                dispatcher,
-                runtime.policies,
-                runtime.snapshot,
-                clock=runtime.clock,
-                wall_clock=runtime.wall_clock,
-                # By then, every process that still runs has reported to an exporter that has just started.
-                complete_seconds=runtime.clock() + runtime.settings.report_expiry,
-            ),
-            own_names=runtime.own_names,
-            count_alert=runtime.instruments.count_alert,
-        ),
-        policy_router(runtime.policies),
-        profiles_router(
-            runtime.profile_intake,
-            ProfileRoutes(access, runtime.scraped_profiles, dispatcher, held_requests, runtime.renderer),
-        ),
         events_router(
-            runtime.events.log, runtime.renderer, profile_of=access.of_error, hide_identities=hide_identities
+            runtime.events.log,
+            runtime.renderer,
+            profile_of=runtime.node.profile_of_error,
+            hide_identities=hide_identities,
         ),
-        jobs_router(runtime.events, runtime.renderer, profiles_of=access.newest_first, hide_identities=hide_identities),
+        jobs_router(
+            runtime.events, runtime.renderer, profiles_of=runtime.node.profiles_of, hide_identities=hide_identities
+        ),
         nvml_router(
             poller=runtime.poller,
             dispatcher=dispatcher,
@@ -166,6 +141,7 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
             clock=runtime.clock,
         ),
         health_router(health=runtime.health, snapshot=runtime.snapshot),
+        *(router for parts in runtime.features.values() for router in parts.routers),
     ]
 
 
@@ -198,6 +174,7 @@ def _add_guard(app: FastAPI, runtime: Runtime) -> None:
 
 def _lifespan(runtime: Runtime) -> _Lifespan:
     pods = runtime.pods
+    features = tuple(runtime.features.values())
     rules = (runtime.reports_rule, runtime.callers.rule)
     files = FileRefresher([part.refresh for part in (*(rule.token for rule in rules), runtime.web) if part is not None])
 
@@ -208,7 +185,10 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
         if pods is not None:
             pods.start()
         runtime.poller.start()
-        runtime.history_recorder.start()
+        runtime.each_second.start()
+        for parts in features:
+            if parts.start is not None:
+                parts.start()
         runtime.cache_use.start()
         tasks = [
             asyncio.ensure_future(keep_house(_chores(runtime))),
@@ -222,11 +202,14 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
                 )
             ),
             asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
-            asyncio.ensure_future(asyncio.to_thread(runtime.profiles.load)),
+            *(asyncio.ensure_future(task()) for parts in features for task in parts.tasks),
         ]
         try:
             with reloading_on_hangup(
-                [part.reload_on_hangup for part in (runtime.policies, runtime.web) if part is not None]
+                [
+                    *([] if runtime.web is None else [runtime.web.reload_on_hangup]),
+                    *(parts.reload for parts in features if parts.reload is not None),
+                ]
             ):
                 yield
         finally:
@@ -240,7 +223,8 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
             runtime.renderer.close()
             runtime.cache_use.stop()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
-            await asyncio.to_thread(runtime.history_recorder.stop, HISTORY_STOP_SECONDS)
+            await asyncio.to_thread(runtime.each_second.stop, EACH_SECOND_STOP_SECONDS)
+            await asyncio.gather(*(asyncio.to_thread(parts.stop) for parts in features if parts.stop is not None))
             # The event log is last, because the poller records events until it has stopped.
             await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)
 
@@ -253,11 +237,10 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "beat": lambda: runtime.store.beat(runtime.clock()),
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
-        "delete_unconfirmed_profiles": runtime.profile_intake.expire,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
     }
-    if runtime.policies is not None:
-        chores["run_policies"] = runtime.policies.tick
+    for parts in runtime.features.values():
+        chores.update(parts.chores)
     if runtime.socket_file is not None:
         chores["check_socket"] = runtime.socket_file.check
     return chores

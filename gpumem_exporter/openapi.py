@@ -9,13 +9,12 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse
 from pydantic import TypeAdapter
-from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+from pydantic.json_schema import GenerateJsonSchema
 
 from gpumem_client.wire.protocol import REPORTS_PATH, Reply
 from gpumem_exporter.edge.problems import Problem, problems
-from gpumem_exporter.edge.replies import REPLY_MODELS
+from gpumem_exporter.edge.replies import DESCRIBED_MODELS
 from gpumem_exporter.edge.request_guard import is_report, is_restricted
-from gpumem_exporter.features.policy.alerts import AlertsBody
 from gpumem_exporter.reports.report_schema import report_core_schema
 
 _REF = "#/components/schemas/{model}"
@@ -81,12 +80,12 @@ def describe(app: FastAPI, *, telemetry_path: str, credentials: Credentials) -> 
             operation["security"] = credentials.of_route(method, path)
     document.setdefault("components", {})["securitySchemes"] = credentials.schemes()
     schemas = document["components"].setdefault("schemas", {})
-    _, bodies = models_json_schema([(AlertsBody, "validation")], ref_template=_REF)
     report = GenerateJsonSchema(ref_template=_REF).generate(report_core_schema())
     _, replies = TypeAdapter.json_schemas(
-        [(model, "validation", TypeAdapter(model)) for model in (Problem, *REPLY_MODELS.values())], ref_template=_REF
+        [(model, "validation", TypeAdapter(model)) for model in (Problem, *DESCRIBED_MODELS.values())],
+        ref_template=_REF,
     )
-    for schema in (bodies, report, replies):
+    for schema in (report, replies):
         schemas.update(schema.pop("$defs", {}))
     schemas["Report"] = report
     return document

@@ -16,21 +16,20 @@ from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.store import Store
+from gpumem_exporter.each_second import EachSecond
 from gpumem_exporter.edge.fair_queue import HeldRequests
 from gpumem_exporter.edge.listeners import SocketFile, parse_listen_address
 from gpumem_exporter.edge.peer import PeerPlaces
 from gpumem_exporter.edge.replies import Renderer
 from gpumem_exporter.edge.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.edge.tokens import TokenFile
+from gpumem_exporter.features import features
 from gpumem_exporter.features.engines.cache_use import CacheUse
 from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.features.events.event_storage import Storage
-from gpumem_exporter.features.history.history import History
-from gpumem_exporter.features.history.history_recorder import HistoryRecorder
+from gpumem_exporter.features.feature import Node
 from gpumem_exporter.features.oom.oom_events import last_ooms
-from gpumem_exporter.features.profiles.profile_intake import ProfileIntake, ScrapedProfiles
-from gpumem_exporter.features.profiles.profile_store import SHARE_OF_STORAGE, Profiles
 from gpumem_exporter.health import Health
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Instruments
@@ -47,11 +46,10 @@ from gpumem_exporter.readings import Readings
 from gpumem_exporter.reports.process_liveness import Presence
 from gpumem_exporter.reports.report_route import ReportsRoute
 from gpumem_exporter.reports.report_sender import ReportSenders
-from gpumem_exporter.settings import Settings
+from gpumem_exporter.settings import PROFILES_SHARE, Settings
 
 if TYPE_CHECKING:
     from gpumem_exporter.edge.web_access import WebAccess
-    from gpumem_exporter.features.policy.policy_runner import PolicyRunner
 
 
 class Runtime:
@@ -156,21 +154,6 @@ class Runtime:
             wall_clock=wall_clock,
             report_interval_seconds=settings.report_interval,
         )
-        self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
-        self.profiles = Profiles(_storage_folder(settings), max_bytes=settings.storage_max_bytes)
-        self.scraped_profiles: ScrapedProfiles = {}
-        self.profile_intake = ProfileIntake(
-            self.profiles,
-            self.scraped_profiles,
-            self.store,
-            senders,
-            self.dispatcher,
-            self.events,
-            snapshot=self.snapshot,
-            clock=clock,
-            wall_clock=wall_clock,
-            requests_per_minute=settings.action_caller_limit,
-        )
         self.renderer = Renderer()
         self.own_names = OwnNames(_own_names(settings))
         self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
@@ -189,7 +172,6 @@ class Runtime:
         self.view = NodeView(
             clock=clock,
             wall_clock=wall_clock,
-            minima_of=self.history.minima,
             enough_seconds=DEMO_SECONDS if provider.source == "demo" else ENOUGH_SECONDS,
         )
         self.live = LiveNode(
@@ -205,17 +187,32 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
         )
-        self.history_recorder = HistoryRecorder(
-            self.history,
+        self.node = Node(
+            settings=settings,
+            folder=_storage_folder(settings),
+            clock=clock,
+            wall_clock=wall_clock,
+            store=self.store,
+            dispatcher=self.dispatcher,
+            events=self.events,
+            instruments=self.instruments,
+            senders=senders,
+            renderer=self.renderer,
+            held_requests=self.held_requests,
+            callers=self.callers,
+            own_names=self.own_names,
+            view=self.view,
+        )
+        self.features = {name: feature.build(self.node) for name, feature in features().items() if feature.build}
+        self.each_second = EachSecond(
             self.snapshot,
-            _storage_folder(settings),
             {
-                "kv_cache_peaks": lambda _: self.store.put_kv_cache_peaks(self.history.kv_cache_peaks),
+                **{name: chore for parts in self.features.values() for name, chore in parts.each_second.items()},
                 "health": self._note_health,
             },
+            clock=clock,
+            wall_clock=wall_clock,
         )
-        self.policies = self._policies()
-        """None without `--policy.file`."""
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
@@ -234,7 +231,7 @@ class Runtime:
             _storage_folder(settings),
             retention_seconds=settings.storage_retention,
             # Without the share of the profiles.
-            max_bytes=settings.storage_max_bytes - settings.storage_max_bytes // SHARE_OF_STORAGE,
+            max_bytes=settings.storage_max_bytes - settings.storage_max_bytes // PROFILES_SHARE,
             wall_clock=wall_clock,
         )
         log = EventLog(
@@ -262,24 +259,6 @@ class Runtime:
         if self.web is not None:
             files["certificate"] = self.web.error
         return files
-
-    def _policies(self) -> PolicyRunner | None:
-        settings = self.settings
-        if not settings.policy_file:
-            return None
-        from gpumem_exporter.features.policy.policy_runner import PolicyRunner  # loaded only if there is a policy
-
-        return PolicyRunner(
-            Path(settings.policy_file),
-            allowed=frozenset(settings.action_allow),
-            dispatcher=self.dispatcher,
-            snapshot=self.snapshot,
-            # A sample that two reports in a row did not contain no longer describes the process.
-            stale_seconds=max(3 * settings.report_interval, 5.0),
-            instruments=self.instruments,
-            log=self.events.log,
-            wall_clock=self.wall_clock,
-        )
 
 
 def _storage_folder(settings: Settings) -> Path | None:

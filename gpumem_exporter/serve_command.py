@@ -1,4 +1,4 @@
-"""`serve`: run the exporter. The fields of `Settings` are its options."""
+"""`serve`: run the exporter. The fields of its settings are its options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, get_origin
 
 import click
 
-from gpumem_exporter.settings import ENVIRONMENT_PREFIX, Settings, load_settings, setting_key
+from gpumem_exporter.settings import ENVIRONMENT_PREFIX, setting_key
+from gpumem_exporter.settings_sources import load_settings, models
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -79,7 +80,7 @@ serve = click.Command(
         click.Option(
             ["--config.file", "config_file"], metavar="PATH", help="YAML file whose keys are the options below"
         ),
-        *(_option(name, field) for name, field in Settings.model_fields.items()),
+        *(_option(name, field) for model in models() for name, field in model.model_fields.items()),
     ],
     callback=_serve,
     help=_DESCRIPTION,

@@ -2,28 +2,27 @@
 
 One rule derives the three names from a field of `Settings`: `report_max_processes` is the flag
 `--report.max-processes`, the variable `GPUMEM_REPORT_MAX_PROCESSES` and the key `report.max-processes`.
-A flag takes precedence over the environment, the environment over the file, the file over the default.
+Each feature has a model of its own settings; `settings_sources` reads all of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.declarations import ACTIONS, DEFAULT_ACTIONS
-from gpumem_exporter.core.yaml_file import YamlFile, expected, shown
 from gpumem_exporter.edge.listeners import parse_listen_address
-from gpumem_exporter.edge.tokens import TokenFile
 
 ENVIRONMENT_PREFIX = "GPUMEM_"
 
 MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` of unix(7), without its terminating zero byte."""
+
+PROFILES_SHARE = 4
+"""Of `storage_max_bytes`, one part in this number is for profiles, and the others are for events."""
 
 _ROUTES = ("/", "/docs", "/health", "/openapi.json")
 _LEVEL_WORDS = {"warn": "warning"}
@@ -97,10 +96,17 @@ def _telemetry_path(value: str) -> str:
     return value
 
 
-class Settings(BaseModel):
-    """The settings of `serve`. Each value is validated; no file is opened."""
+class SettingsModel(BaseModel):
+    """Settings of `serve`, by field or by dotted name. Each value is validated; no file is opened."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=setting_key, populate_by_name=True)
+
+
+Part = TypeVar("Part", bound=SettingsModel)
+
+
+class Settings(SettingsModel):
+    """The settings of the core, and with `of` those of each feature."""
 
     web_listen_address: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_addresses)] = Field(
         default=(":9844",), description="TCP addresses to listen on; `:9844` is port 9844 of every address"
@@ -140,7 +146,6 @@ class Settings(BaseModel):
     action_allow: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_actions)] = Field(
         default=DEFAULT_ACTIONS, description="the allowed actions, or `none`; `default,terminate` adds to the default"
     )
-    policy_file: str = Field(default="", description="file with the rules of automatic actions")
     action_caller_limit: int = Field(
         default=600, ge=1, le=1_000_000, description="maximum number of actions per minute that one caller may request"
     )
@@ -166,97 +171,20 @@ class Settings(BaseModel):
         default="",
         description="folder in which the exporter puts its client, for the PYTHONPATH of jobs; created if missing",
     )
-    history_retention: float = Field(
-        default=86400.0, ge=600, le=7 * 86400, description="seconds of the history of devices and jobs"
-    )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         BeforeValidator(lambda value: _LEVEL_WORDS.get(str(value).lower(), str(value).lower())),
     ] = Field(default="info", description="debug, info, warning or error")
     log_format: Literal["logfmt", "json"] = Field(default="logfmt", description="logfmt or json")
 
+    _of_features: tuple[SettingsModel, ...] = PrivateAttr(default=())
 
-def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Return the settings from flags, environment, configuration file and defaults.
+    def with_features(self, parts: Iterable[SettingsModel]) -> Settings:
+        """Return a copy that has the settings of features."""
+        copied = self.model_copy()
+        copied._of_features = tuple(parts)  # noqa: SLF001 - of this class
+        return copied
 
-    The flags are by dotted name, and `config.file` is the path of the configuration file. A flag that is None and an
-    empty variable are absent. Raises ConfigurationError with the source, the key, the value and the expected values.
-    """
-    known = [setting_key(field) for field in Settings.model_fields]
-    given: dict[str, tuple[str, Any]] = {}  # the source and the value, by key
-    flags = dict(flags or {})
-    config_file = flags.pop("config.file", None) or environ.get(environment_name("config.file"), "")
-    if config_file:
-        given.update(_read_config_file(Path(config_file), known))
-    for key in known:
-        if text := environ.get(environment_name(key), ""):
-            given[key] = (environment_name(key), text)
-    for key, value in flags.items():
-        if value is not None:
-            given[key] = (f"--{key}", value)
-    try:
-        settings = Settings.model_validate({key: value for key, (_, value) in given.items()})
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        source, value = given[str(first["loc"][0])]
-        raise ConfigurationError(f"{source}: {shown(value)} is invalid: {expected(first)}") from None
-    if settings.report_expiry < 2 * settings.report_interval:
-        source, _ = given.get("report.expiry") or given["report.interval"]
-        raise ConfigurationError(
-            f"{source}: report.expiry {settings.report_expiry:g} is invalid: expected at least twice report.interval "
-            f"({settings.report_interval:g}), because a single report may be late"
-        )
-    _check_files(settings, {key: source for key, (source, _) in given.items()})
-    return settings
-
-
-def _read_config_file(path: Path, known: Sequence[str]) -> dict[str, tuple[str, Any]]:
-    """Return the source and the value of each setting of a file with dotted keys, nested keys, or both."""
-    file = YamlFile(path, "configuration file")
-    if not isinstance(file.document, dict | None):
-        raise file.error((), 'expected keys with values, such as `web.listen-address: ":9844"`')
-    found: dict[str, tuple[str, Any]] = {}
-    for location, value in _leaves(file.document or {}, ()):
-        key = ".".join(location)
-        if key not in known:
-            import difflib  # slow to import, and only needed for an error
-
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
-            raise file.error(location, f"unknown key {key!r}; {hint}", of=())
-        if key in found:
-            raise file.error(location, f"the key {key!r} appears twice, first at {found[key][0]}", of=())
-        found[key] = (f"{path}:{file.line(location)}: {key}", value)
-    return found
-
-
-def _leaves(value: Any, location: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if not isinstance(value, dict):
-        yield location, value
-        return
-    for key, inner in value.items():
-        yield from _leaves(inner, (*location, key))
-
-
-def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:
-    """Check the files that settings name, so that an error ends the exporter at its start."""
-    for key, path in (
-        ("action.token-file", settings.action_token_file),
-        ("report.token-file", settings.report_token_file),
-    ):
-        try:
-            if path:
-                TokenFile(Path(path)).read()
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise ConfigurationError(
-                f"{sources[key]}: {path!r} is invalid: {reason}; expected a readable file that contains the token"
-            ) from None
-    if settings.web_config_file:
-        from gpumem_exporter.edge.web_access import WebAccess
-
-        WebAccess(Path(settings.web_config_file))
-    if settings.policy_file:
-        from gpumem_exporter.features.policy.policy_rules import read_policy
-
-        read_policy(Path(settings.policy_file), allowed=settings.action_allow)
+    def of(self, model: type[Part]) -> Part:
+        """Return the settings of a feature; the defaults if none were read."""
+        return next((part for part in self._of_features if isinstance(part, model)), None) or model()

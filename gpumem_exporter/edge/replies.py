@@ -12,8 +12,8 @@ from typing import Any
 
 from fastapi import Response
 
-REPLY_MODELS: dict[str, type] = {}
-"""The models of the replies of all routes, by name."""
+DESCRIBED_MODELS: dict[str, type] = {}
+"""The models of replies and bodies that the description of the API has, by name."""
 _OPENMETRICS = "application/openmetrics-text"
 # From the most specific range to the least.
 _TEXT_RANGES = ("text/plain", "text/*", "*/*")
@@ -83,11 +83,18 @@ def iso_time(unix_seconds: float) -> str:
 
 
 def json_reply(model: type, description: str = "Successful Response") -> dict[str, Any]:
-    """Return the OpenAPI description of a JSON reply; `server.openapi` adds the schema of the model."""
+    """Return the OpenAPI description of a JSON reply; `openapi` adds the schema of the model."""
     # FastAPI's `response_model` would build a validator of each model when the exporter starts.
-    REPLY_MODELS[model.__name__] = model
+    DESCRIBED_MODELS[model.__name__] = model
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def json_body(model: type) -> dict[str, Any]:
+    """Return the OpenAPI description of a route's body, which the route itself validates."""
+    DESCRIBED_MODELS[model.__name__] = model
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def prefers_openmetrics(accept: str) -> bool:

@@ -1,1 +1,22 @@
-"""The capabilities above the core, a folder each, which owns everything that the capability adds."""
+"""The capabilities above the core, a folder each, which owns everything that the capability adds.
+
+`NAMES` is the list of them. Without a folder and its line here, the exporter starts without the capability.
+
+Other folders import: `feature`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpumem_exporter.features.feature import Feature
+
+NAMES = ("history", "policy", "profiles", "events", "fleet", "webhook")
+"""The folders, in the order in which they start."""
+
+
+def features() -> dict[str, Feature]:
+    """Return the features by the name of their folder."""
+    return {name: importlib.import_module(f"{__name__}.{name}.feature").FEATURE for name in NAMES}

@@ -32,8 +32,7 @@ Document = dict[str, Any]
 class NodeView:
     """Builds the document of the node. Thread-safe.
 
-    `minima_of` returns the smallest allocated bytes of a process on a device in each minute of the last hour, with the
-    end of the minute in Unix seconds. `clock` is the monotonic clock of the snapshots.
+    `clock` is the monotonic clock of the snapshots.
     """
 
     def __init__(
@@ -41,12 +40,14 @@ class NodeView:
         *,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        minima_of: Callable[[PartKey], Sequence[tuple[float, int]]],
+        minima_of: Callable[[PartKey], Sequence[tuple[float, int]]] = lambda _: (),
         enough_seconds: float = ENOUGH_SECONDS,
     ) -> None:
         self._clock, self._wall_clock = clock, wall_clock
         self._since = Since(clock)
-        self._minima_of = minima_of
+        self.minima_of = minima_of
+        """Returns the smallest allocated bytes of a process on a device in each minute of the last hour, with the end
+        of the minute in Unix seconds. Without a history, no growth is found."""
         self._enough_seconds = enough_seconds
         # The growth of each process on each device, and when it was computed. Replaced, never changed.
         self._growths: Mapping[PartKey, tuple[float, Growth | None]] = {}
@@ -128,7 +129,7 @@ class NodeView:
                     computed[part] = before
                 else:
                     to_monotonic = now - self._wall_clock()
-                    minima = [(seconds + to_monotonic, size) for seconds, size in self._minima_of(part)]
+                    minima = [(seconds + to_monotonic, size) for seconds, size in self.minima_of(part)]
                     computed[part] = now, growth(minima)
         self._growths = computed
         growths = {part: grows for part, (_, grows) in computed.items() if grows is not None}

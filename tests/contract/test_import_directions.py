@@ -30,7 +30,8 @@ ALLOWED = {
     ("gpumem_exporter.metrics.instruments", "gpumem_exporter.features.policy.policy_values"),
     ("gpumem_exporter.page.live_route", "gpumem_exporter.health"),
     ("gpumem_exporter.reports.report_route", "gpumem_exporter.features"),
-    ("gpumem_exporter.cli", "gpumem_client.run"),
+    ("gpumem_exporter.main", "gpumem_client.run"),
+    ("gpumem_exporter.cli.commands.passed_on", "gpumem_client.run"),
     ("gpumem_exporter.cli.commands.passed_on", "gpumem_toolkit.planning.command"),
 }
 """What a folder or module imports beyond the rule: the demo's reporters, the types of profiles, the commands `run` and

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.cli.program import COMMANDS
+from gpumem_exporter.commands import COMMANDS
 from gpumem_exporter.features.policy.alerts import RULE
 from gpumem_exporter.metrics.catalog import METRICS
 from tests.support.packages import PACKAGES

@@ -33,7 +33,7 @@ from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import Workload
 from gpumem_exporter.edge.peer import Peer
 from gpumem_exporter.runtime import Runtime
-from gpumem_exporter.settings import load_settings
+from gpumem_exporter.settings_sources import load_settings
 from tests.support.paths import REPOSITORY
 
 RULES = sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml"), reverse=True)

@@ -27,7 +27,7 @@ from tests.support.running_exporter import ACTIONS, running_exporter
 from tests.support.waiting import patient, wait_for
 
 POLLER = "gpumem-poller"
-THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files", "gpumem-history")
+THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files", "gpumem-second")
 MODULES_BESIDE = ("housekeeping.py", "edge/uvicorn_server.py")
 """What goes on beside requests: threads, and modules of the event loop."""
 VALUES = (

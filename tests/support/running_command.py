@@ -14,7 +14,7 @@ from tests.support.waiting import patient
 
 CONSOLE_SCRIPT = (
     f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'client')!r}]; "
-    "from gpumem_exporter.cli.main import main; sys.exit(main())"
+    "from gpumem_exporter.main import main; sys.exit(main())"
 )
 """Python code that does the same as the installed `gpumem-exporter` script."""
 

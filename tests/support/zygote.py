@@ -31,7 +31,7 @@ from tests.support.paths import REPOSITORY
 
 TORCH = ("torch", "torch._dynamo")
 EXPORTER = (
-    "gpumem_exporter.cli.main",
+    "gpumem_exporter.main",
     "gpumem_exporter.serve_command",
     "gpumem_exporter.app",
     "gpumem_exporter.serving",

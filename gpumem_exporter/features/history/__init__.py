@@ -3,6 +3,4 @@
 `series` has the values of one device or job, `points` reads them from a snapshot, `minima` has what each process keeps,
 `history` keeps all of it within the budget and answers queries, `file` keeps it over a restart, and `recorder` has the
 threads.
-
-Other folders import: `history`, `history_recorder`, `history_route`.
 """

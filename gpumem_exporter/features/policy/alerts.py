@@ -33,7 +33,7 @@ from gpumem_exporter.actions.selection import (
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.problems import ProblemError, field_errors, problems, retry_after
-from gpumem_exporter.edge.replies import iso_time, json_reply, json_response
+from gpumem_exporter.edge.replies import iso_time, json_body, json_reply, json_response
 from gpumem_exporter.edge.request_guard import ALERTS_PATH, OwnNames
 from gpumem_exporter.errors import ActionRefusedError, TargetNotFoundError, TooManyActionsError
 from gpumem_exporter.features.policy.alert_actions import PREFIX, AlertRequestError, requested_action
@@ -48,13 +48,6 @@ DEPRECATED = f"gpumem_action is deprecated, and goes in 0.5: name a rule of the 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 _log = logging.getLogger(__name__)
-
-_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/AlertsBody"}}},
-    }
-}
 
 
 class _Lenient(BaseModel):
@@ -140,7 +133,7 @@ def alerts_router(receiver: AlertReceiver, *, own_names: OwnNames, count_alert: 
     @router.post(
         ALERTS_PATH,
         responses={200: json_reply(AlertsDocument), **problems(401, 403, 413, 415, 422, 503)},
-        openapi_extra=_BODY,
+        openapi_extra=json_body(AlertsBody),
     )
     async def receive(request: Request) -> Response:
         """Act once on each firing alert that names a rule; does not wait for the actions.

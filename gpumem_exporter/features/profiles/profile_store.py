@@ -21,10 +21,9 @@ from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.features.profiles.profile_document import facts_line, read_facts, read_profile
 from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY, ProfileFacts, StoredProfile
 from gpumem_exporter.node.failures import FailureLog
+from gpumem_exporter.settings import PROFILES_SHARE
 
 FOLDER_NAME = "profiles"
-SHARE_OF_STORAGE = 4
-"""Profiles may take this part of `--storage.max-bytes`, and events the rest."""
 MAX_IN_MEMORY = 8
 """The maximum number of profiles without a folder, and of profiles that the disk does not take."""
 _MAX_FILES = 4096
@@ -49,7 +48,7 @@ class Profiles:
 
     def __init__(self, folder: Path | None, *, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = None if folder is None else folder / FOLDER_NAME
-        self._max_bytes = max_bytes // SHARE_OF_STORAGE
+        self._max_bytes = max_bytes // PROFILES_SHARE
         self._failures = FailureLog(_log, clock)
         # Held while the entries change; never during an operation of the disk.
         self._lock = threading.Lock()

@@ -7,8 +7,8 @@ import pytest
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
 from gpumem_exporter.cli import options
 from gpumem_exporter.cli.commands.actions import exit_code
-from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.render.action_tables import action_tables
+from gpumem_exporter.main import main
 from tests.support.fleet_builders import action, row
 from tests.support.golden import assert_golden, printed
 

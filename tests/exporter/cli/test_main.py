@@ -4,8 +4,9 @@ import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError
 from gpumem_exporter import __version__
-from gpumem_exporter.cli.main import main
-from gpumem_exporter.cli.program import COMMANDS, PROGRAM
+from gpumem_exporter.cli.program import PROGRAM
+from gpumem_exporter.commands import COMMANDS
+from gpumem_exporter.main import main
 
 
 def _exits_with_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int) -> str:

@@ -5,19 +5,19 @@ from types import ModuleType
 
 import pytest
 
-from gpumem_exporter.cli.main import main
+from gpumem_exporter.main import main
 from gpumem_exporter.settings import Settings
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, object], bool]]:
     """Replace the server, and record what it would serve."""
-    calls: list[tuple[Settings, bool]] = []
+    calls: list[tuple[dict[str, object], bool]] = []
     stand_in = ModuleType("gpumem_exporter.serving")
 
     def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = None) -> int:
         assert demo_processes in (None, 256)
-        calls.append((settings, demo))
+        calls.append((settings.model_dump(), demo))
         return 0
 
     stand_in.run = run  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:
 
 
 def test_every_flag_reaches_its_setting_also_an_empty_one(
-    served: list[tuple[Settings, bool]], monkeypatch: pytest.MonkeyPatch
+    served: list[tuple[dict[str, object], bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUMEM_WEB_LISTEN_SOCKET", "/of/environment")
     flags = {
@@ -50,11 +50,11 @@ def test_every_flag_reaches_its_setting_also_an_empty_one(
         action_allow=("empty_cache",),
         log_format="json",
     )
-    assert served == [(settings, True)]
+    assert served == [(settings.model_dump(), True)]
 
 
-def test_the_number_of_simulated_processes_needs_a_demo(served: list[tuple[Settings, bool]]) -> None:
+def test_the_number_of_simulated_processes_needs_a_demo(served: list[tuple[dict[str, object], bool]]) -> None:
     assert main(["serve", "--demo", "--demo.processes", "256"]) == 0
     assert main(["serve", "--demo.processes", "256"]) == 2
     assert main(["serve", "--demo", "--demo.processes", "0"]) == 2
-    assert served == [(Settings(), True)]
+    assert served == [(Settings().model_dump(), True)]

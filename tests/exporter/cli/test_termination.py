@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 
 from gpumem_exporter.cli import options
-from gpumem_exporter.cli.main import main
 from gpumem_exporter.features.fleet.fleet_options import FleetOptions
 from gpumem_exporter.features.fleet.prometheus import QueryResult
+from gpumem_exporter.main import main
 from tests.support.builders import Clock
 from tests.support.fleet_builders import A, ScriptedExporter, action, fleet_of, process, row
 

@@ -13,7 +13,7 @@ import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.edge.web_access import WebAccess
-from gpumem_exporter.settings import load_settings
+from gpumem_exporter.settings_sources import load_settings
 from tests.support.certificates import authority, folder
 from tests.support.paths import REPOSITORY
 

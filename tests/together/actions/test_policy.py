@@ -82,6 +82,7 @@ def test_a_rule_clears_an_idle_process_and_a_dry_run_does_not(
 EARLY_AND_LATE = """
 import os, signal, sys
 from gpumem_exporter import serving
+from gpumem_exporter.features.policy.policy_runner import PolicyRunner
 make = serving.create_app
 
 def create_app(runtime):
@@ -95,19 +96,18 @@ def create_app(runtime):
         return stop(seconds)
 
     log.stop = stop_late
-    keeper = runtime.policies
-    reload = keeper.reload
+    reload = PolicyRunner.reload
 
-    async def reload_and_end(requested_by):
-        await reload(requested_by)
+    async def reload_and_end(self, requested_by):
+        await reload(self, requested_by)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    keeper.reload = reload_and_end
+    PolicyRunner.reload = reload_and_end
     return app
 
 serving.create_app = create_app
 sys.argv = ["gpumem-exporter", *sys.argv[1:]]
-from gpumem_exporter.cli.main import main
+from gpumem_exporter.main import main
 sys.exit(main())
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.profile.model import Profile
-from gpumem_exporter.cli.main import main
+from gpumem_exporter.main import main
 from tests.support.builders import MIB
 from tests.support.made_up_profiles import training
 from tests.support.pprof_reader import read_pprof

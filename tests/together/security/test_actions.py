@@ -249,7 +249,7 @@ def test_on_the_exporter_of_a_user_that_user_and_root_have_every_right() -> None
     as_ada = ("setpriv", f"--reuid={ADA}", f"--regid={ADA}", "--clear-groups")
     try:
         importable = subprocess.run(
-            [*as_ada, sys.executable, "-c", "import gpumem_exporter.cli.main"],
+            [*as_ada, sys.executable, "-c", "import gpumem_exporter.main"],
             env={"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             check=False,

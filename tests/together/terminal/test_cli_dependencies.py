@@ -14,7 +14,7 @@ def _main(*arguments: str, without: str = "") -> subprocess.CompletedProcess[str
     block = f"sys.modules[{without!r}] = None; " if without else ""
     script = (
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); {block}"
-        "from gpumem_exporter.cli.main import main; code = main(); "
+        "from gpumem_exporter.main import main; code = main(); "
         "print(*sorted({name.split('.')[0] for name in sys.modules}), file=sys.__stderr__); sys.exit(code)"
     )
     return subprocess.run(

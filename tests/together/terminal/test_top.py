@@ -110,7 +110,7 @@ def test_a_broken_connection_ends_top(demo: ExporterProcess, open_top: OpenTop) 
 
 def test_the_terminal_is_restored_after_an_exception(demo: ExporterProcess, open_top: OpenTop) -> None:
     code = (
-        "import sys; from gpumem_exporter.cli import main; from gpumem_exporter.cli.top.tables import RowTable\n"
+        "import sys; from gpumem_exporter import main; from gpumem_exporter.cli.top.tables import RowTable\n"
         "def fails(self, token='s3' + 'cret'): 1 / 0\n"
         "RowTable.action_reverse = fails\n"
         "sys.exit(main.main())"

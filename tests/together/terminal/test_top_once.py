@@ -65,7 +65,7 @@ def test_info_and_top_select_with_the_options_of_the_actions(demo: ExporterProce
 def top_without_default_exporter(socket: Path, *arguments: str) -> list[str]:
     """Return the command line of `top` with `socket` as the default socket."""
     code = (
-        "import os, sys; from gpumem_exporter.cli.main import main\n"
+        "import os, sys; from gpumem_exporter.main import main\n"
         "from gpumem_exporter.cli import options; urls = options.exporter_urls\n"
         "is_named = lambda url: url is not None or 'GPUMEM_EXPORTER_URL' in os.environ\n"
         f"options.exporter_urls = lambda url: urls(url) if is_named(url) else ('unix://{socket}',)\n"

@@ -9,7 +9,7 @@ import pytest
 
 from gpumem_exporter.cli import options
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.main import main
+from gpumem_exporter.main import main
 from tests.support.fleet_builders import row
 
 GIB = 1 << 30

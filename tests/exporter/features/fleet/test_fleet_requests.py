@@ -8,12 +8,12 @@ from unittest.mock import Mock
 import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError
-from gpumem_exporter.cli.main import main
 from gpumem_exporter.features.fleet.fleet_action import requests_for
 from gpumem_exporter.features.fleet.fleet_options import FleetOptions
 from gpumem_exporter.features.fleet.node_requests import ExporterRequest, result_rows
 from gpumem_exporter.features.fleet.node_selection import Failure, TargetProcess
 from gpumem_exporter.features.fleet.prometheus import QueryResult
+from gpumem_exporter.main import main
 from tests.support.builders import Clock
 from tests.support.fleet_builders import A, B, ScriptedExporter, action, fleet_of, process, row, unreported
 

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.core.samples import ProcessFacts, Snapshot
-from gpumem_exporter.features.history.history import History
-from gpumem_exporter.features.history.history_recorder import HistoryRecorder
 from gpumem_exporter.page.jobs import jobs_of
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 from tests.support.history_bench import DAY, START, HistoryBench, used
-from tests.support.waiting import patient, wait_for
 
 
 def allocating(mib: int, *, pid: int = 7, peak_mib: int | None = None, **changes: Any) -> Any:
@@ -268,19 +265,3 @@ def test_the_series_of_a_cache_is_no_series_of_a_job() -> None:
     cache = f"{job_of(serving(700))} 7 {UUIDS[0]}"
     assert cache in [subject.key for subject, _ in bench.history.saved()]
     assert bench.document(uuids=(), jobs=(cache,))["series"] == []
-
-
-def test_a_failing_chore_of_a_second_affects_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    def failing(_: Snapshot) -> None:
-        raise RuntimeError("broken")
-
-    seen: list[Snapshot] = []
-    # The clock stands in the middle of a second, so each row is due at once.
-    history = History(retention_seconds=600, clock=lambda: 0.5, wall_clock=lambda: 0.5)
-    snapshot = Snapshot(0.5, None)
-    recorder = HistoryRecorder(history, lambda: snapshot, None, {"failing": failing, "seen": seen.append})
-    recorder.start()
-    wait_for(lambda: len(seen) >= 2, "two seconds")
-    recorder.stop(patient(10))
-    assert seen[0] is snapshot
-    assert [record.levelname for record in caplog.records if record.name.endswith("recorder")] != []

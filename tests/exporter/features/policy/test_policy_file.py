@@ -12,7 +12,7 @@ from gpumem_exporter.actions.declarations import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.core.yaml_file import MAX_FILE_BYTES
 from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Condition, Rule, StopAfter, read_policy
 from gpumem_exporter.features.policy.policy_values import FIELDS, read_quantity, shown_quantity
-from gpumem_exporter.settings import load_settings
+from gpumem_exporter.settings_sources import load_settings
 from tests.support.paths import REPOSITORY
 
 EXAMPLE = REPOSITORY / "deploy" / "policy.example.yml"

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.core.container import HERE
-from gpumem_exporter.features.profiles.profile_store import FOLDER_NAME, MAX_IN_MEMORY, SHARE_OF_STORAGE, Profiles
+from gpumem_exporter.features.profiles.profile_store import FOLDER_NAME, MAX_IN_MEMORY, Profiles
 from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY, ProfileFacts, StoredProfile
+from gpumem_exporter.settings import PROFILES_SHARE
 from tests.support.builders import identity
 from tests.support.profile_documents import body, facts, profile
 
@@ -29,7 +30,7 @@ def numbers(profiles: Profiles) -> list[int]:
 
 def limit(count: int) -> int:
     """Return a `--storage.max-bytes` with room for this number of profiles."""
-    return SHARE_OF_STORAGE * (count * len(BODY) + 10)
+    return PROFILES_SHARE * (count * len(BODY) + 10)
 
 
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])

@@ -1,6 +1,6 @@
 """The console script: runs one command and turns every expected error into one line and an exit code.
 
-click parses every command except `run`, which is the client's: see `gpumem_exporter.cli.application`.
+click parses every command except `run`, which is the client's: see `gpumem_exporter.application`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, GpumemError
 from gpumem_exporter.cli.program import (
-    COMMANDS,
     COMPLETION_VARIABLE,
     FAILED,
     INTERRUPTED,
@@ -23,6 +22,7 @@ from gpumem_exporter.cli.program import (
     WRONG_USAGE,
     one_line,
 )
+from gpumem_exporter.commands import COMMANDS
 
 _CREDENTIALS = "; give a token with --token-file, or a password with --url http://USER:PASSWORD@HOST:PORT"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -87,7 +87,7 @@ def _dispatch(words: list[str]) -> int:
         # Imports make almost no garbage, and the search for it takes a sixth of the CPU until the first poll. The
         # exporter enables the collector when it serves.
         gc.disable()
-    from gpumem_exporter.cli.application import invoke
+    from gpumem_exporter.application import invoke
 
     try:
         return invoke(words or ["--help"])

@@ -17,8 +17,9 @@ from click.shell_completion import CompletionItem
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_exporter import __version__
-from gpumem_exporter.cli.program import COMMANDS, COMPLETION_VARIABLE, PROGRAM
+from gpumem_exporter.cli.program import COMPLETION_VARIABLE, PROGRAM
 from gpumem_exporter.cli.usage import CommandGroup, note, quiet_option, usage_text
+from gpumem_exporter.commands import COMMANDS
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.kube import Forward

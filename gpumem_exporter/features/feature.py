@@ -1,0 +1,98 @@
+"""What a capability adds to the exporter. Runtime, application, settings and commands loop over the list of features.
+
+A feature imports nothing of another one: what two of them share, such as the profile of an event, is a slot of `Node`
+that one fills and the other one reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from pathlib import Path
+
+    from fastapi import APIRouter
+
+    from gpumem_exporter.actions.dispatcher import Dispatcher
+    from gpumem_exporter.core.caller import Caller
+    from gpumem_exporter.core.event import Event
+    from gpumem_exporter.core.samples import Snapshot
+    from gpumem_exporter.core.store import Store
+    from gpumem_exporter.edge.fair_queue import HeldRequests
+    from gpumem_exporter.edge.replies import Renderer
+    from gpumem_exporter.edge.request_guard import Callers, OwnNames
+    from gpumem_exporter.features.events.event_recorder import Recorder
+    from gpumem_exporter.metrics.instruments import Instruments
+    from gpumem_exporter.page.live import NodeView
+    from gpumem_exporter.reports.report_sender import ReportSenders
+    from gpumem_exporter.settings import Settings, SettingsModel
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a feature runs. Everything is optional; `start` and `stop` are called once."""
+
+    routers: Sequence[APIRouter] = ()
+    chores: Mapping[str, Callable[[], None]] = field(default_factory=dict)
+    """By name: done once a second on the event loop."""
+    each_second: Mapping[str, Callable[[Snapshot], None]] = field(default_factory=dict)
+    """By name: done once a second with a new snapshot, in a thread of the exporter."""
+    tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    """Started with the exporter and cancelled at its end."""
+    start: Callable[[], None] | None = None
+    stop: Callable[[], None] | None = None
+    """Called in a thread at the end of the exporter; takes at most two seconds."""
+    reload: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Called on SIGHUP."""
+
+
+@dataclass(slots=True)
+class Node:
+    """The exporter's parts that features use."""
+
+    settings: Settings
+    folder: Path | None
+    """Of `--storage.path`."""
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    store: Store
+    dispatcher: Dispatcher
+    events: Recorder
+    instruments: Instruments
+    senders: ReportSenders
+    renderer: Renderer
+    held_requests: HeldRequests
+    callers: Callers
+    own_names: OwnNames
+    view: NodeView
+    profile_of_error: Callable[[Caller, Event], str | None] = lambda _, __: None
+    """Returns the id of the profile of an out-of-memory error, if the caller sees it."""
+    profiles_of: Callable[[Caller], Sequence[Any]] = lambda _: ()
+    """Returns the profiles that a caller sees, the newest first."""
+
+    def snapshot(self) -> Snapshot:
+        """Return the current snapshot."""
+        return self.store.snapshot(self.clock())
+
+    @property
+    def hide_identities_from(self) -> Callers | None:
+        """Whose rights decide what others' processes show; None without `--web.hide-identities`."""
+        return self.callers if self.settings.web_hide_identities else None
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One capability. Its functions import what they need, so that a command loads no server."""
+
+    build: Callable[[Node], Parts] | None = None
+    """None for a feature that has commands only."""
+    settings: Callable[[], type[SettingsModel]] | None = None
+    """Returns the model whose fields are settings of `serve`."""
+    check_files: Callable[[Settings], None] | None = None
+    """Reads the files that its settings name, so that an error ends the exporter at its start: ConfigurationError."""
+    reloads: Callable[[Settings], bool] | None = None
+    """Returns whether it reads a file again on SIGHUP."""
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """The module of each command of the terminal, relative to the feature's folder, by name."""

@@ -1,0 +1,50 @@
+"""The history of devices and jobs: one row a second, the page's timelines, and the minima that growth is found by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpumem_exporter.features.feature import Feature, Node, Parts
+
+if TYPE_CHECKING:
+    from gpumem_exporter.settings import SettingsModel
+
+STOP_SECONDS = 2.0
+"""The time for saving the history at the exit; a full one takes 0.5 s of CPU."""
+
+
+def _settings() -> type[SettingsModel]:
+    from gpumem_exporter.features.history.history_settings import HistorySettings
+
+    return HistorySettings
+
+
+def _build(node: Node) -> Parts:
+    from gpumem_exporter.features.history.history import History
+    from gpumem_exporter.features.history.history_recorder import HistoryRecorder
+    from gpumem_exporter.features.history.history_route import history_router
+    from gpumem_exporter.features.history.history_settings import HistorySettings
+
+    retention_seconds = node.settings.of(HistorySettings).history_retention
+    history = History(retention_seconds=retention_seconds, clock=node.clock, wall_clock=node.wall_clock)
+    recorder = HistoryRecorder(history, node.folder)
+    node.view.minima_of = history.minima
+    router = history_router(
+        history,
+        node.renderer,
+        snapshot=node.snapshot,
+        wall_clock=node.wall_clock,
+        hide_identities_from=node.hide_identities_from,
+    )
+    return Parts(
+        routers=[router],
+        each_second={
+            "history": history.add,
+            "kv_cache_peaks": lambda _: node.store.put_kv_cache_peaks(history.kv_cache_peaks),
+        },
+        start=recorder.start,
+        stop=lambda: recorder.stop(STOP_SECONDS),
+    )
+
+
+FEATURE = Feature(build=_build, settings=_settings)

@@ -1,0 +1,44 @@
+"""Memory profiles: received, kept, compared, and shown in each format."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from gpumem_exporter.features.feature import Feature, Node, Parts
+
+if TYPE_CHECKING:
+    from gpumem_exporter.features.profiles.profile_intake import ScrapedProfiles
+
+
+def _build(node: Node) -> Parts:
+    from gpumem_exporter.features.profiles.profile_intake import ProfileIntake
+    from gpumem_exporter.features.profiles.profile_routes import ProfileAccess, ProfileRoutes, profiles_router
+    from gpumem_exporter.features.profiles.profile_store import Profiles
+
+    profiles = Profiles(node.folder, max_bytes=node.settings.storage_max_bytes)
+    scraped: ScrapedProfiles = {}
+    intake = ProfileIntake(
+        profiles,
+        scraped,
+        node.store,
+        node.senders,
+        node.dispatcher,
+        node.events,
+        snapshot=node.snapshot,
+        clock=node.clock,
+        wall_clock=node.wall_clock,
+        requests_per_minute=node.settings.action_caller_limit,
+    )
+    access = ProfileAccess(profiles, node.store)
+    node.profile_of_error = access.of_error
+    node.profiles_of = access.newest_first
+    routes = ProfileRoutes(access, scraped, node.dispatcher, node.held_requests, node.renderer)
+    return Parts(
+        routers=[profiles_router(intake, routes)],
+        chores={"delete_unconfirmed_profiles": intake.expire},
+        tasks=[lambda: asyncio.to_thread(profiles.load)],
+    )
+
+
+FEATURE = Feature(build=_build, commands={"profile": "profile_command"})

@@ -1,0 +1,115 @@
+"""Reads the settings of `serve` from flags, environment and configuration file.
+
+A flag takes precedence over the environment, the environment over the file, the file over the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.core.yaml_file import YamlFile, expected, shown
+from gpumem_exporter.edge.tokens import TokenFile
+from gpumem_exporter.features import features
+from gpumem_exporter.settings import Part, Settings, SettingsModel, environment_name, setting_key
+
+
+def models() -> list[type[SettingsModel]]:
+    """Return the models of all settings: of the core, and of each feature."""
+    return [Settings, *(feature.settings() for feature in features().values() if feature.settings is not None)]
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return the settings from flags, environment, configuration file and defaults.
+
+    The flags are by dotted name, and `config.file` is the path of the configuration file. A flag that is None and an
+    empty variable are absent. Raises ConfigurationError with the source, the key, the value and the expected values.
+    """
+    known = [setting_key(field) for model in models() for field in model.model_fields]
+    given: dict[str, tuple[str, Any]] = {}  # the source and the value, by key
+    flags = dict(flags or {})
+    config_file = flags.pop("config.file", None) or environ.get(environment_name("config.file"), "")
+    if config_file:
+        given.update(_read_config_file(Path(config_file), known))
+    for key in known:
+        if text := environ.get(environment_name(key), ""):
+            given[key] = (environment_name(key), text)
+    for key, value in flags.items():
+        if value is not None:
+            given[key] = (f"--{key}", value)
+    of_features = [_validated(model, given) for model in models() if model is not Settings]
+    settings = _validated(Settings, given).with_features(of_features)
+    if settings.report_expiry < 2 * settings.report_interval:
+        source, _ = given.get("report.expiry") or given["report.interval"]
+        raise ConfigurationError(
+            f"{source}: report.expiry {settings.report_expiry:g} is invalid: expected at least twice report.interval "
+            f"({settings.report_interval:g}), because a single report may be late"
+        )
+    _check_files(settings, {key: source for key, (source, _) in given.items()})
+    return settings
+
+
+def _validated(model: type[Part], given: Mapping[str, tuple[str, Any]]) -> Part:
+    keys = [key for field in model.model_fields if (key := setting_key(field)) in given]
+    try:
+        return model.model_validate({key: given[key][1] for key in keys})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        source, value = given[str(first["loc"][0])]
+        raise ConfigurationError(f"{source}: {shown(value)} is invalid: {expected(first)}") from None
+
+
+def _read_config_file(path: Path, known: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """Return the source and the value of each setting of a file with dotted keys, nested keys, or both."""
+    file = YamlFile(path, "configuration file")
+    if not isinstance(file.document, dict | None):
+        raise file.error((), 'expected keys with values, such as `web.listen-address: ":9844"`')
+    found: dict[str, tuple[str, Any]] = {}
+    for location, value in _leaves(file.document or {}, ()):
+        key = ".".join(location)
+        if key not in known:
+            import difflib  # slow to import, and only needed for an error
+
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+            raise file.error(location, f"unknown key {key!r}; {hint}", of=())
+        if key in found:
+            raise file.error(location, f"the key {key!r} appears twice, first at {found[key][0]}", of=())
+        found[key] = (f"{path}:{file.line(location)}: {key}", value)
+    return found
+
+
+def _leaves(value: Any, location: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(value, dict):
+        yield location, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, (*location, key))
+
+
+def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:
+    """Check the files that settings name, so that an error ends the exporter at its start."""
+    for key, path in (
+        ("action.token-file", settings.action_token_file),
+        ("report.token-file", settings.report_token_file),
+    ):
+        try:
+            if path:
+                TokenFile(Path(path)).read()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigurationError(
+                f"{sources[key]}: {path!r} is invalid: {reason}; expected a readable file that contains the token"
+            ) from None
+    if settings.web_config_file:
+        from gpumem_exporter.edge.web_access import WebAccess
+
+        WebAccess(Path(settings.web_config_file))
+    for feature in features().values():
+        if feature.check_files is not None:
+            feature.check_files(settings)

@@ -1,0 +1,65 @@
+"""Without a feature's folder and its line in the list, the exporter starts, and everything else works."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gpumem_exporter.features import NAMES
+from tests.support.paths import REPOSITORY
+from tests.support.running_command import run_python
+
+SERVED = """
+import json, sys, tempfile, threading, urllib.request
+sys.path.insert(0, {copy!r})
+import gpumem_exporter
+assert gpumem_exporter.__file__.startswith({copy!r}), gpumem_exporter.__file__
+from gpumem_exporter.commands import COMMANDS
+from gpumem_exporter.demo import DemoNode
+from gpumem_exporter.edge.listeners import bind
+from gpumem_exporter.runtime import Runtime
+from gpumem_exporter.serving import build_server
+from gpumem_exporter.settings_sources import load_settings
+
+node = DemoNode()
+listeners = bind(("127.0.0.1:0",), "")
+runtime = Runtime(load_settings({{}}, {{}}), provider=node.provider, host=node.host)
+started = threading.Event()
+server = build_server(runtime, listeners, on_started=started.set)
+thread = threading.Thread(target=server.run_until_signal, args=(listeners.sockets,), daemon=True)
+thread.start()
+assert started.wait(60)
+url = "http://" + listeners.addresses[0]
+read = lambda path: urllib.request.urlopen(url + path, timeout=30).read().decode()
+assert "gpumem_exporter_build_info" in read("/metrics")
+assert "<title>" in read("/")
+live = json.loads(read("/api/v1/live"))
+health = json.loads(read("/health"))
+paths = sorted(json.loads(read("/openapi.json"))["paths"])
+print(json.dumps({{"commands": sorted(COMMANDS), "paths": paths, "live": sorted(live), "status": health["status"]}}))
+"""
+
+
+def without(tmp_path: Path, name: str) -> Path:
+    """Return a folder with a copy of the exporter that lacks a feature."""
+    package = tmp_path / "gpumem_exporter"
+    shutil.copytree(REPOSITORY / "gpumem_exporter", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(package / "features" / name)
+    listed = package / "features" / "__init__.py"
+    text = listed.read_text()
+    line = re.search(r"^NAMES = \(.*\)$", text, re.MULTILINE)
+    assert line is not None
+    assert f'"{name}"' in line[0]
+    kept = tuple(each for each in NAMES if each != name)
+    listed.write_text(text.replace(line[0], f"NAMES = {kept!r}"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["history", "fleet", "webhook"])
+def test_the_exporter_starts_without_a_feature(name: str, tmp_path: Path) -> None:
+    done = run_python(SERVED.format(copy=str(without(tmp_path, name))))
+    assert done.returncode == 0, done.stderr
+    assert '"status": "ok"' in done.stdout or '"status": "degraded"' in done.stdout
