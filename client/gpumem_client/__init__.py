@@ -10,7 +10,7 @@ initializes no CUDA, resets no statistic, and raises nothing into the user's cod
 
 All other functions work without `start` and without an exporter. Each is imported on its first use.
 
-Other folders import: `api`, `clear`, `guest_safety`, `run`, `torch_access`,
+Other folders import: `api`, `guest_safety`, `release`, `run`, `torch_access`,
 `uninterrupted`.
 """
 
@@ -23,8 +23,8 @@ from gpumem_client.api import start, step, stop
 
 if TYPE_CHECKING:
     from gpumem_client.allocator.snapshot_file import snapshot
-    from gpumem_client.clear import clear_cache, reset_peak, set_memory_fraction
     from gpumem_client.phases.measured import memory_context, phase
+    from gpumem_client.release import clear_cache, reset_peak, set_memory_fraction
     from gpumem_client.summary import log_summary, memory_summary
 
 __version__ = "0.3.0"
@@ -45,13 +45,13 @@ __all__ = [
 
 # The module of each name that is imported on first use.
 _LAZY = {
-    "clear_cache": "clear",
+    "clear_cache": "release",
     "log_summary": "summary",
     "memory_context": "phases.measured",
     "memory_summary": "summary",
     "phase": "phases.measured",
-    "reset_peak": "clear",
-    "set_memory_fraction": "clear",
+    "reset_peak": "release",
+    "set_memory_fraction": "release",
     "snapshot": "allocator.snapshot_file",
 }
 

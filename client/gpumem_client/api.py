@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpumem_client.hooks.lifecycle import once_made
+from gpumem_client.hooks.lifecycle import made_singleton
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,14 +59,14 @@ def start(
     )
     process_reporter().start(settings)
     if clean and not settings.disabled:
-        from gpumem_client.clear import clean_start
+        from gpumem_client.release import clean_start
 
         clean_start()
 
 
 def latest_oom() -> tuple[float, OutOfMemory] | None:
     """Return the last out-of-memory error that the reporter has observed, and its monotonic time."""
-    reporter: Reporter | None = once_made("reporter")
+    reporter: Reporter | None = made_singleton("reporter")
     return None if reporter is None else reporter.latest_oom()
 
 
@@ -76,13 +76,13 @@ def stop() -> None:
     The exporter forgets this process at once. The call waits at most 0.3 seconds. docs/reporting.md lists the hooks,
     including the hooks that torch and Python cannot remove.
     """
-    reporter: Reporter | None = once_made("reporter")
+    reporter: Reporter | None = made_singleton("reporter")
     if reporter is not None:
         reporter.stop()
-    steps: Steps | None = once_made("steps")
+    steps: Steps | None = made_singleton("steps")
     if steps is not None:
         steps.remove()
-    allocator: SharedAllocator | None = once_made("shared_allocator")
+    allocator: SharedAllocator | None = made_singleton("shared_allocator")
     if allocator is not None:
         allocator.detach()
 
@@ -94,6 +94,6 @@ def step() -> None:
     that step, which has been counted. A call takes a few microseconds, and about 15 µs per device once per report.
     Without a listener it does nothing.
     """
-    steps: Steps | None = once_made("steps")
+    steps: Steps | None = made_singleton("steps")
     if steps is not None:
         steps.mark()

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from gpumem_client.allocator.components import with_cache_use
 from gpumem_client.allocator.simulated import AllocatorStatistics, Block, CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_client.allocator.unmapped import Unmapped, without_unmapped
-from gpumem_client.engines.facts import EngineFacts
+from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
-from gpumem_client.engines.facts import CacheUse, EngineFacts
+from gpumem_client.engines.engine_state import CacheUse, EngineFacts
 from gpumem_exporter.demo.process import SimulatedProcess, Tensor
 
 Program: TypeAlias = Callable[[SimulatedProcess], Iterator[None]]

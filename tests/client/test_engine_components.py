@@ -9,8 +9,7 @@ import pytest
 
 from gpumem_client.allocator.components import with_cache_use, with_components
 from gpumem_client.allocator.heap import PoolSegment
-from gpumem_client.engines.facts import CacheUse, EngineFacts
-from gpumem_client.engines.state import EngineClock
+from gpumem_client.engines.engine_state import CacheUse, EngineClock, EngineFacts
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.reporter.loop import ReportLoop

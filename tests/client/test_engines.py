@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from gpumem_client import torch_access
-from gpumem_client.engines import facts as facts_module
-from gpumem_client.engines.facts import CacheUse, EngineFacts
+from gpumem_client.engines import engine_state
+from gpumem_client.engines.engine_state import CacheUse, EngineFacts
 from gpumem_client.engines.reader import EngineReader
 from tests.support.waiting import patient, wait_for
 
@@ -211,7 +211,7 @@ def no_tensors_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     c = SimpleNamespace(TensorBase=KvTensor, DisableTorchFunction=WithoutTorchFunction)
     monkeypatch.setattr(torch_access, "initialized_torch", lambda: SimpleNamespace(_C=c))
-    monkeypatch.setattr(facts_module, "_noted", set())
+    monkeypatch.setattr(engine_state, "_noted", set())
 
 
 def load(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpumem_client.allocator.unmapped import Unmapped
-from gpumem_client.engines.facts import EngineFacts
+from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.wire.protocol import DeviceSample
 
 

@@ -26,7 +26,7 @@ _MODULES = {
     "auto_clean": "gpumem_toolkit.cleanup.auto_clean",
     "compare_checkpointing": "gpumem_toolkit.checkpointing.variants",
     # The client's: `start(clean_start=True)` needs it.
-    "deep_clean": "gpumem_client.clear",
+    "deep_clean": "gpumem_client.release",
     "find_batch_size": "gpumem_toolkit.training.batch_size",
     "inference_mode": "gpumem_toolkit.training.inference",
     "leak_detector": "gpumem_toolkit.leaks.detector",

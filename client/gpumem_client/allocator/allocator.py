@@ -19,10 +19,10 @@ from gpumem_client.allocator.heap import LARGE_PAGE_BYTES, Heap, PoolSegment, re
 from gpumem_client.allocator.reclaimable import Reclaimable, known
 from gpumem_client.allocator.settings import environment_limit, in_force
 from gpumem_client.allocator.unmapped import Unmapped, can_unmap, unmapped_in, without_unmapped
-from gpumem_client.engines.facts import EngineFacts
+from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.engines.reader import EngineReader, process_engine
 from gpumem_client.guest_safety import log
-from gpumem_client.hooks.lifecycle import once
+from gpumem_client.hooks.lifecycle import process_singleton
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.phases.observed import Observed, process_observed
 from gpumem_client.torch_access import DeviceState
@@ -353,7 +353,7 @@ def attached() -> Allocator | None:
 
     Does not initialize CUDA. Any thread may call this.
     """
-    shared = once("shared_allocator", SharedAllocator)
+    shared = process_singleton("shared_allocator", SharedAllocator)
     if torch_access.initialized_torch() is None:
         return None
     if shared.allocator is None:
@@ -363,7 +363,7 @@ def attached() -> Allocator | None:
 
 def no_cuda(function: str) -> None:
     """Log once per process that a function does nothing because CUDA is not initialized."""
-    shared = once("shared_allocator", SharedAllocator)
+    shared = process_singleton("shared_allocator", SharedAllocator)
     if not shared.warned:
         shared.warned = True
         log.warning("%s: no CUDA in this process, nothing is done", function)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from gpumem_client.allocator.heap import PoolId, PoolSegment
-from gpumem_client.engines.facts import CacheUse
+from gpumem_client.engines.engine_state import CacheUse
 from gpumem_client.wire.protocol import DeviceSample
 
 _GRAPHS, _CACHE, _OTHER = "cuda_graphs", "kv_cache", "other"

@@ -6,11 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from gpumem_client.engines.facts import EngineFacts, unknown
+from gpumem_client.engines.engine_state import EngineFacts, unknown
 from gpumem_client.engines.sglang import Sglang
 from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.engines.vllm import Vllm
-from gpumem_client.hooks.lifecycle import once
+from gpumem_client.hooks.lifecycle import process_singleton
 
 
 class EngineReader:
@@ -54,4 +54,4 @@ class EngineReader:
 
 def process_engine() -> EngineReader:
     """Return the reader of this process."""
-    return once("engine", EngineReader)
+    return process_singleton("engine", EngineReader)

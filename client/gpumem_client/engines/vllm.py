@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpumem_client import torch_access
-from gpumem_client.engines.facts import CacheUse, EngineFacts, text, unknown
+from gpumem_client.engines.engine_state import CacheUse, EngineFacts, text, unknown
 from gpumem_client.engines.live_objects import LiveObjects
 
 _WORKER = "vllm.v1.worker.gpu_worker", "Worker"

@@ -19,7 +19,7 @@ _in_child: list[Callable[[], None]] = []
 _registered = False
 
 
-def once(name: str, make: Callable[[], _Made]) -> _Made:
+def process_singleton(name: str, make: Callable[[], _Made]) -> _Made:
     """Return the object of this name, and make it if there is none. Making one has no effect outside of it."""
     # On first use, not on import: importing the client has to stay cheap.
     # No lock: another thread could hold it when the process forks. Of two threads, both get the object of one.
@@ -27,7 +27,7 @@ def once(name: str, make: Callable[[], _Made]) -> _Made:
     return found
 
 
-def once_made(name: str) -> Any:
+def made_singleton(name: str) -> Any:
     """Return the object of this name; None if it was not made yet."""
     return _objects.get(name)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.cuda_start import when_cuda_starts
-from gpumem_client.hooks.lifecycle import once
+from gpumem_client.hooks.lifecycle import process_singleton
 from gpumem_client.torch_access import uncompiled
 
 # An optimizer counts as unused if it makes no step while others make this number of steps.
@@ -195,4 +195,4 @@ def _an_optimizer_steps(optimizers: Any) -> bool:
 
 def process_steps() -> Steps:
     """Return the steps of this process."""
-    return once("steps", Steps)
+    return process_singleton("steps", Steps)

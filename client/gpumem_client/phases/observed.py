@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_client.guest_safety import log
-from gpumem_client.hooks.lifecycle import after_fork_in_child, once
+from gpumem_client.hooks.lifecycle import after_fork_in_child, process_singleton
 from gpumem_client.phases.peaks import PeakBounds, PeakWatch, PhasePeak, Span
 from gpumem_client.torch_access import Statistics, calling_thread, initialized_torch, mark_thread
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, MAX_PHASES
@@ -287,4 +287,4 @@ def _without_shared(counts: Iterable[WatchedBytes]) -> list[WatchedBytes]:
 
 def process_observed() -> Observed:
     """Return the instance of this process, which has one allocator."""
-    return once("observed", Observed)
+    return process_singleton("observed", Observed)

@@ -16,10 +16,9 @@ from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.profiling import Profiling
 from gpumem_client.commands.scheduler import Scheduler
-from gpumem_client.engines.facts import EngineFacts
+from gpumem_client.engines.engine_state import EngineClock, EngineFacts
 from gpumem_client.engines.reader import process_engine
 from gpumem_client.engines.sleep import CoreMemory
-from gpumem_client.engines.state import EngineClock
 from gpumem_client.guest_safety import ErrorLog, log
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.profile.encoded import encode

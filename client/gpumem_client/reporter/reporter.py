@@ -9,7 +9,7 @@ from typing import Any
 
 from gpumem_client.guest_safety import ErrorLog, log
 from gpumem_client.hooks.cuda_start import when_cuda_starts
-from gpumem_client.hooks.lifecycle import after_fork_in_child, at_exit, once
+from gpumem_client.hooks.lifecycle import after_fork_in_child, at_exit, process_singleton
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps, process_steps
 from gpumem_client.reporter.settings import ReporterSettings
@@ -172,4 +172,4 @@ class Reporter:
 
 def process_reporter() -> Reporter:
     """Return the reporter of this process."""
-    return once("reporter", lambda: Reporter(process_steps()))
+    return process_singleton("reporter", lambda: Reporter(process_steps()))

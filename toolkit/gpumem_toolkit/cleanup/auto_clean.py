@@ -8,9 +8,9 @@ from typing import Any
 
 from gpumem_client.allocator.allocator import attached
 from gpumem_client.allocator.reclaimable import unreturnable_bytes
-from gpumem_client.clear import clear_cache
 from gpumem_client.guest_safety import GuestLog
 from gpumem_client.hooks.steps import OneStep, process_steps
+from gpumem_client.release import clear_cache
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import human_bytes
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from gpumem_client.allocator.allocator import no_cuda
-from gpumem_client.clear import clear_cache
+from gpumem_client.release import clear_cache
 from gpumem_client.torch_access import initialized_torch, tensors_of_module
 
 
