@@ -26,7 +26,7 @@ def take_profiles(process: SimulatedProcess, send: Callable[[bytes], str]) -> No
     """
     recorder = SimulatedRecorder(process.slots)
     recorder.start_standing()
-    process.loop.take_profiles(SimulatedHeap(process), recorder, send)
+    process.loop.take_profiles(lambda: (SimulatedHeap(process), recorder), send, at_oom=True)
 
 
 class SimulatedHeap(HeapReader):

@@ -397,11 +397,14 @@ def test_objects_of_another_version_are_absent_and_never_raise(
     assert len(caplog.records) <= 5, "one line for each kind"
 
 
+@pytest.mark.usefixtures("vllm")
 def test_sleep_mode_shows_the_component_of_each_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     tags = ["weights", "kv_cache", "runtime", "workspace", "cudagraph", "default", "of a later version"]
     allocations = {address: SimpleNamespace(tag=tag) for address, tag in enumerate(tags)}
     load(monkeypatch, CUMEM, CuMemAllocator=SimpleNamespace(instance=SimpleNamespace(pointer_to_data=allocations)))
     reader = EngineReader(clock())
+    assert reader.segment_components() == {}, "only a look loads code"
+    reader.look()
     names = ["weights", "kv_cache", "runtime", "runtime", "cuda_graphs", "other", "other"]
     assert reader.segment_components() == dict(enumerate(names))
     changing = SimpleNamespace(pointer_to_data=Changing(allocations))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_python
 from tests.support.waiting import patient
 
@@ -81,3 +85,69 @@ print(os.WTERMSIG(os.waitpid(child, 0)[1]))
 def test_a_child_forked_while_other_threads_hold_the_locks_of_the_client_does_not_wait_for_them() -> None:
     ended = run_python(FORK_DURING_A_CHANGE.replace("SECONDS", str(round(patient(10)))))
     assert (ended.stdout, ended.stderr) == ("0\n", "")
+
+
+FORK_DURING_A_LOAD = """
+import os, signal, sys, threading
+from gpumem_client.hooks.lifecycle import loading
+
+started, go_on = threading.Event(), threading.Event()
+
+class Waits:
+    def find_spec(self, name, path=None, target=None):
+        if name == "gpumem_client.profile.model":
+            started.set()
+            go_on.wait()
+
+def load():
+    with loading():
+        import gpumem_client.profile.encoded
+
+sys.meta_path.insert(0, Waits())
+thread = threading.Thread(target=load)
+thread.start()
+started.wait()
+threading.Timer(0.1, go_on.set).start()
+child = os.fork()
+if child == 0:
+    signal.alarm(SECONDS)
+    go_on.set()
+    import gpumem_client.profile.encoded
+    with loading():
+        import gpumem_client.profile.gradients
+    os._exit(0)
+print(os.WTERMSIG(os.waitpid(child, 0)[1]))
+thread.join()
+with loading():
+    print(os.waitstatus_to_exitcode(os.system("exit 0")))
+"""
+
+
+def test_a_child_can_import_what_another_thread_was_loading_when_it_was_forked() -> None:
+    ended = run_python(FORK_DURING_A_LOAD.replace("SECONDS", str(round(patient(10)))))
+    assert (ended.stdout, ended.stderr) == ("0\n0\n", "")
+
+
+REPLACED_FILES = """
+import os
+from pathlib import Path
+from gpumem_client.hooks import lifecycle
+
+with lifecycle.loading():
+    pass
+file = Path(lifecycle.__file__)
+written = file.with_name("new")
+written.write_bytes(file.read_bytes())
+written.replace(file)
+try:
+    with lifecycle.loading():
+        print("loaded")
+except ImportError as error:
+    print("start the process again" in str(error))
+"""
+
+
+def test_nothing_is_loaded_from_files_of_another_installation(tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "client" / "gpumem_client", tmp_path / "gpumem_client")
+    ended = run_python(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{REPLACED_FILES}")
+    assert (ended.stdout, ended.stderr) == ("True\n", "")

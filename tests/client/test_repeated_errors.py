@@ -93,7 +93,7 @@ def test_steps_that_cannot_sample_are_counted_and_the_reporter_samples(bench: Be
 def test_profiles_end_and_are_not_offered(bench: Bench) -> None:
     heap = cast("Any", type("Heap", (), {"require_short_pause": Counted()})())
     recorder = cast("Any", type("Recorder", (), {"standing": False})())
-    bench.loop.take_profiles(heap, recorder, lambda _: "id")
+    bench.loop.take_profiles(lambda: (heap, recorder), lambda _: "id")
     for number in range(3):
         assert "profile" in bench.report(Command(f"{number}", "profile", 60.0)).actions
     last = bench.report()

@@ -8,20 +8,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import AnyAllocator
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.allocator.sampler import Sampler
-from gpumem_client.allocator.snapshot_file import write_snapshot
 from gpumem_client.allocator.unmapped import Unmapped
-from gpumem_client.commands.profiling import Profiling
 from gpumem_client.commands.still_free import Settling
 from gpumem_client.engines.reader import process_engine
-from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import raised_by_signal_handler
 from gpumem_client.hooks.graph_captures import no_capture_starts
+from gpumem_client.hooks.lifecycle import loading
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import (
@@ -34,6 +32,10 @@ from gpumem_client.wire.protocol import (
 )
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
+
+if TYPE_CHECKING:
+    from gpumem_client.commands.profiling import Profiling
+    from gpumem_client.engines.sleep import CoreMemory
 
 # The number of results to keep, so that a command that arrives twice runs once.
 _REMEMBERED = 64
@@ -70,8 +72,10 @@ class Executor:
         self._clock = clock
         self.settling = Settling()
         """The clears whose settling time has not passed."""
+        self.make_profiling: Callable[[], Profiling] | None = None
+        """Loads and returns what takes profiles; None if this process cannot take any."""
         self.profiling: Profiling | None = None
-        """Takes profiles, which end later; None if this process cannot take any."""
+        """Takes profiles, which end later; None before the first command for one."""
         # Reentrant: a signal handler may end a step while its thread holds the lock.
         self._results_lock = threading.RLock()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
@@ -90,7 +94,7 @@ class Executor:
         """The actions that this reporter supports now, and that the process's owner allows."""
         without_engine = self._engine() is None
         engineless = (action for action in self._runners if not (without_engine and action in ENGINE_ACTIONS))
-        supported = (*engineless, *(("profile",) if self.profiling is not None else ()))
+        supported = (*engineless, *(("profile",) if self.make_profiling is not None else ()))
         return tuple(action for action in supported if action not in self._denied)
 
     @property
@@ -104,6 +108,21 @@ class Executor:
         denied = denied_by_owner(self._denied, command.action, collect_garbage=command.collect_garbage)
         if denied:  # no exporter is trusted with this
             return CommandResult(command.id, "refused", denied, ReasonCode.DENIED_BY_OWNER)
+        return None
+
+    def load(self, command: Command) -> CommandResult | None:
+        """Load the code that this command needs, so that no step loads any. Returns the result of a failure."""
+        # Most processes never receive such a command.
+        if self.denial(command) is not None:
+            return None
+        try:
+            if command.action == "snapshot":
+                with loading():
+                    import gpumem_client.allocator.snapshot_file  # noqa: F401
+            elif command.action == "profile" and self.profiling is None and self.make_profiling is not None:
+                self.profiling = self.make_profiling()
+        except Exception as error:  # noqa: BLE001 - a changed installation, or no memory, is this command's result
+            return self.record(_failed(command, error, 0.0))
         return None
 
     def known(self, command_id: str) -> CommandResult | None:
@@ -209,6 +228,8 @@ class Executor:
             self._allocator.reset_peak(index)
 
     def _snapshot(self, _command: Command) -> SnapshotFile:
+        from gpumem_client.allocator.snapshot_file import write_snapshot  # `load` has loaded it
+
         return write_snapshot(self._allocator)
 
     def _profile(self, command: Command) -> None:

@@ -39,8 +39,8 @@ class Profiling:
         failed: Callable[[Exception], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._heap = heap
-        self._recorder = recorder
+        self.heap = heap
+        self.recorder = recorder
         self._sampler = sampler
         self._capturing = capturing
         self._send = send
@@ -111,10 +111,10 @@ class Profiling:
         records = command.duration_seconds > 0
         if self._recording is None:
             if not command.force:
-                self._heap.require_short_pause(ENTRIES_ENOUGH if records else 0, searches=command.search_seconds > 0)
+                self.heap.require_short_pause(ENTRIES_ENOUGH if records else 0, searches=command.search_seconds > 0)
             if not records:
-                return live_profile(self._heap, command.id, "action", search_seconds=command.search_seconds)
-            self._recording = Recording(self._heap, self._recorder, clock=self._clock)
+                return live_profile(self.heap, command.id, "action", search_seconds=command.search_seconds)
+            self._recording = Recording(self.heap, self.recorder, clock=self._clock)
             self._recording.name()
         if not self._ends(self._recording, command):
             return None

@@ -15,6 +15,7 @@ from typing import Any
 from gpumem_client import torch_access
 from gpumem_client.engines.engine_state import CacheUse, EngineFacts, text, unknown
 from gpumem_client.engines.live_objects import LiveObjects
+from gpumem_client.engines.sleep import CoreMemory
 
 _WORKER = "vllm.v1.worker.gpu_worker", "Worker"
 _CORE = "vllm.v1.engine.core", "EngineCore"
@@ -103,6 +104,11 @@ class Vllm:
     def core(self) -> Any:
         """Return the engine core; None if it was not found or was deleted."""
         return self._objects.get(_CORE)
+
+    def memory(self) -> CoreMemory | None:
+        """Return the memory of the engine core if this process can release and resume it; otherwise None."""
+        core = self.core()
+        return CoreMemory(core) if core is not None and CoreMemory.is_supported(core) else None
 
     def _cache_use(self, pool: Any) -> CacheUse | None:
         blocks, free = pool.num_gpu_blocks - 1, pool.free_block_queue.num_free_blocks  # one block is a placeholder

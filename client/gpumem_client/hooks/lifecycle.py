@@ -1,4 +1,4 @@
-"""The life of this process: its objects that exist once, its exit, and its forked children.
+"""The life of this process: its objects that exist once, code that it loads later, its exit, its forked children.
 
 Only this module registers calls at the exit and in forked children.
 """
@@ -17,6 +17,8 @@ _Made = TypeVar("_Made")
 _objects: dict[str, Any] = {}
 _in_child: list[Callable[[], None]] = []
 _registered = False
+# The longest that a fork waits for code that is being loaded.
+_LOAD_SECONDS = 2.0
 
 
 def process_singleton(name: str, make: Callable[[], _Made]) -> _Made:
@@ -32,6 +34,29 @@ def made_singleton(name: str) -> Any:
     return _objects.get(name)
 
 
+class loading:  # noqa: N801 - reads as a function
+    """`with loading():` is for imports of the client's own modules after its start, in any thread.
+
+    A fork waits for the end of the block: the child could otherwise not import what is half loaded, because the thread
+    that has its lock does not exist there.
+
+    Raises:
+        ImportError: the files of the client have changed since its start, and may not fit to what is loaded.
+    """
+
+    def __enter__(self) -> None:
+        import threading  # the import of the client stays cheap
+
+        _register()
+        if _status_of_files() != _STATUS:
+            raise ImportError("gpumem-client was replaced or removed while this process runs; start the process again")
+        self._lock = process_singleton("load_lock", threading.RLock)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 def at_exit(callback: Callable[[], None]) -> Callable[[], None]:
     """Call `callback` when the interpreter exits; returns a function that removes it again."""
     atexit.register(callback)
@@ -43,12 +68,8 @@ def after_fork_in_child(callback: Callable[[], None], *, first: bool = False) ->
 
     `first` is for locks that other callbacks take: another thread may have held them at the fork.
     """
-    global _registered
     _in_child.insert(0 if first else len(_in_child), callback)
-    if not _registered:
-        # Python cannot unregister this: one function stays for the whole client, and does nothing without callbacks.
-        _registered = True
-        os.register_at_fork(after_in_child=_run)
+    _register()
 
     def remove() -> None:
         if callback in _in_child:
@@ -57,6 +78,42 @@ def after_fork_in_child(callback: Callable[[], None], *, first: bool = False) ->
     return remove
 
 
+def _register() -> None:
+    global _registered
+    if not _registered:
+        # Python cannot unregister these: they stay, and do nothing without callbacks.
+        _registered = True
+        os.register_at_fork(before=_wait_for_loading, after_in_parent=_go_on, after_in_child=_run)
+
+
+def _wait_for_loading() -> None:
+    lock = _objects.get("load_lock")
+    if lock is not None:
+        lock.acquire(timeout=_LOAD_SECONDS)
+
+
+def _go_on() -> None:
+    lock = _objects.get("load_lock")
+    try:
+        if lock is not None:
+            lock.release()
+    except RuntimeError:
+        pass
+
+
 def _run() -> None:
+    _objects.pop("load_lock", None)
     for callback in _in_child:
         callback()
+
+
+def _status_of_files() -> tuple[int, int] | None:
+    """Return what changes when an installer writes this file again; None without a file."""
+    try:
+        status = os.stat(__file__)  # noqa: PTH116 - pathlib takes long to import
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+_STATUS = _status_of_files()

@@ -9,23 +9,18 @@ import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpumem_client.allocator.allocator import AnyAllocator
 from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor
-from gpumem_client.commands.profiling import Profiling
 from gpumem_client.commands.scheduler import Scheduler
 from gpumem_client.engines.engine_state import EngineClock, EngineFacts
 from gpumem_client.engines.reader import process_engine
-from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import ErrorLog, log
+from gpumem_client.hooks.lifecycle import loading
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
-from gpumem_client.profile.encoded import encode
-from gpumem_client.profile.heap_reader import HeapReader
-from gpumem_client.profile.model import Profile
-from gpumem_client.profile.oom_moment import OomMoments
-from gpumem_client.profile.recorder import Recorder
 from gpumem_client.reporter.activity import Activity
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.reporter.identity import with_rank, with_ray
@@ -41,6 +36,14 @@ from gpumem_client.wire.protocol import (
     Reply,
     Report,
 )
+
+if TYPE_CHECKING:
+    from gpumem_client.commands.profiling import Profiling
+    from gpumem_client.engines.sleep import CoreMemory
+    from gpumem_client.profile.heap_reader import HeapReader
+    from gpumem_client.profile.model import Profile
+    from gpumem_client.profile.oom_moment import OomMoments
+    from gpumem_client.profile.recorder import Recorder
 
 _DEFAULT_INTERVAL_SECONDS = 1.0
 _INTERVAL_SECONDS_MAX = 60.0
@@ -114,22 +117,38 @@ class ReportLoop:
         self._early_seconds = math.inf
         self._results: list[CommandResult] = []
 
-    def take_profiles(self, heap: HeapReader, recorder: Recorder, send: Callable[[bytes], str]) -> None:
-        """Accept commands for profiles, and take a profile of out-of-memory errors if `recorder` records already.
+    def take_profiles(
+        self, parts: Callable[[], tuple[HeapReader, Recorder]], send: Callable[[bytes], str], *, at_oom: bool = False
+    ) -> None:
+        """Accept commands for profiles, and take a profile of out-of-memory errors with `at_oom`.
 
-        `send` sends a document to the exporter and returns its id.
+        `parts` is called within `loading`: for the first command, or now with `at_oom`. `send` sends a document to the
+        exporter and returns its id.
         """
-        self._send_profile = lambda profile: send(encode(profile, self.identity))
-        self._executor.profiling = Profiling(
-            *(heap, recorder, self.sampler),
-            capturing=lambda: self._allocator.capturing,
-            send=self._send_profile,
-            failed=functools.partial(self._errors.failed, "cannot take a profile"),
-            clock=self._clock,
-        )
-        if recorder.standing:
+
+        def make_profiling() -> Profiling:
+            with loading():
+                from gpumem_client.commands.profiling import Profiling
+                from gpumem_client.profile.encoded import encode
+
+                heap, recorder = parts()
+            self._send_profile = lambda profile: send(encode(profile, self.identity))
+            return Profiling(
+                *(heap, recorder, self.sampler),
+                capturing=lambda: self._allocator.capturing,
+                send=self._send_profile,
+                failed=functools.partial(self._errors.failed, "cannot take a profile"),
+                clock=self._clock,
+            )
+
+        self._executor.make_profiling = make_profiling
+        if at_oom:
+            # Now: when the error happens, nothing is loaded.
             with self._errors.swallowed("no profile of out-of-memory errors"):
-                self.oom_moments = OomMoments(heap, recorder, clock=self._clock)
+                with loading():
+                    from gpumem_client.profile.oom_moment import OomMoments
+                self._executor.profiling = profiling = make_profiling()
+                self.oom_moments = OomMoments(profiling.heap, profiling.recorder, clock=self._clock)
 
     def close(self) -> None:
         """Take the profile of an error that has none yet, and end a recording."""
@@ -282,6 +301,10 @@ class ReportLoop:
                 self._end_profile(self._executor.profiling.cancel(reply.cancelled))
             for command in reply.commands:
                 log.debug("command %s received: %s, mode %s", command.id, command.action, command.mode)
+                failure = self._executor.load(command)
+                if failure is not None:
+                    self._add_results([failure])
+                    continue
                 expires_seconds = sent_seconds + command.deadline_seconds
                 if command.mode == "now" and not self._allocator.capturing:
                     result = self._executor.run(command, expires_seconds=expires_seconds)
@@ -304,7 +327,7 @@ class ReportLoop:
         if result is not None:
             self._add_results([self._executor.record(result)])
             if self._errors.ended("cannot take a profile"):
-                self._executor.profiling = None
+                self._executor.make_profiling = self._executor.profiling = None
 
     def _take_oom_profile(self) -> None:
         """Take and send the profile of an out-of-memory error that has none."""

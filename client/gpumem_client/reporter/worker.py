@@ -7,15 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.guest_safety import ErrorLog, guest_safety, log
+from gpumem_client.hooks.lifecycle import loading
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog, OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps
-from gpumem_client.profile.heap_reader import HeapReader
-from gpumem_client.profile.recorder import Recorder
 from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
 from gpumem_client.reporter.identity import current_process
 from gpumem_client.reporter.loop import ReportLoop
@@ -23,6 +23,10 @@ from gpumem_client.reporter.plan import planned_peak_bytes
 from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.torch_access import in_torch
 from gpumem_client.wire.protocol import OutOfMemory
+
+if TYPE_CHECKING:
+    from gpumem_client.profile.heap_reader import HeapReader
+    from gpumem_client.profile.recorder import Recorder
 
 _CUDA_POLL_SECONDS = 0.05
 # The time between two tries of what has failed with the same error three times.
@@ -66,6 +70,8 @@ class Worker:
         self._started_by = 0
         # Set once the thread has started the standing recording, or has not.
         self._recording_decided = threading.Event()
+        # The recorder of this process' profiles, once there is one.
+        self._recorder: Recorder | None = None
 
     @property
     def sampler(self) -> Sampler | None:
@@ -136,40 +142,39 @@ class Worker:
             self._ended(self)
 
     def _report(self) -> None:
-        with in_torch():
-            recorder = self._make_recorder()
-        try:
-            self._report_with(recorder)
-        finally:
-            if recorder is not None:
-                with in_torch():
-                    recorder.close()
-
-    def _make_recorder(self) -> Recorder | None:
-        """Return the recorder, which records already if errors get a profile. None if this process cannot take any."""
-        recorder = None
-        with self._errors.swallowed("no profile of out-of-memory errors"):
-            if torch_access.has_gil():
-                recorder = Recorder(sys.modules["torch"])
-            if not self._settings.oom_profile:
-                pass
-            elif recorder is None:
-                log.warning("no profile of out-of-memory errors: this interpreter has no GIL")
-            elif not recorder.start_standing():
-                log.warning("no profile of out-of-memory errors: the program records the allocator's history itself")
+        if self._settings.oom_profile:
+            with in_torch(), self._errors.swallowed("no profile of out-of-memory errors"):
+                self._start_recording()
         self._recording_decided.set()
-        return recorder
+        try:
+            self._report_to_the_end()
+        finally:
+            if self._recorder is not None:
+                with in_torch():
+                    self._recorder.close()
 
-    def _report_with(self, recorder: Recorder | None) -> None:
+    def _start_recording(self) -> None:
+        """Start the recording for a profile of out-of-memory errors, unless this process cannot take any."""
+        if not torch_access.has_gil():
+            log.warning("no profile of out-of-memory errors: this interpreter has no GIL")
+        elif not self._make_recorder().start_standing():
+            log.warning("no profile of out-of-memory errors: the program records the allocator's history itself")
+
+    def _make_recorder(self) -> Recorder:
+        with loading():
+            from gpumem_client.profile.recorder import Recorder
+        self._recorder = self._recorder or Recorder(sys.modules["torch"])
+        return self._recorder
+
+    def _report_to_the_end(self) -> None:
         self._allocator = allocator = self._wait_for_cuda()
         if allocator is None:
             return
         with self._errors.swallowed("reporter stopped"):
             self._loop = loop = self._make_loop(allocator)
-            if recorder is not None:
-                heap = HeapReader(sys.modules["torch"], allocator, exclusively=loop.sampler.exclusively)
+            if torch_access.has_gil():
                 with in_torch():
-                    loop.take_profiles(heap, recorder, self._delivery.send_profile)
+                    self._take_profiles(loop, allocator)
             listener = self._observer.listener = loop.note_oom
             try:
                 with in_torch():
@@ -186,6 +191,16 @@ class Worker:
         with in_torch():
             allocator.detach()
         self._delivery.close()
+
+    def _take_profiles(self, loop: ReportLoop, allocator: Allocator) -> None:
+        def parts() -> tuple[HeapReader, Recorder]:
+            from gpumem_client.profile.heap_reader import HeapReader
+
+            heap = HeapReader(sys.modules["torch"], allocator, exclusively=loop.sampler.exclusively)
+            return heap, self._make_recorder()
+
+        standing = self._recorder is not None and self._recorder.standing
+        loop.take_profiles(parts, self._delivery.send_profile, at_oom=standing)
 
     def _report_once(self, loop: ReportLoop) -> float:
         """Send a report, follow the reply, and return the seconds until the next report is due."""
