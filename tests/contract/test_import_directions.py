@@ -89,6 +89,24 @@ def test_folders_within_a_folder_have_no_cycle(package: Package) -> None:
     assert set(cycles) <= TWO_WAYS
 
 
+@pytest.mark.parametrize("package", PACKAGES[1:], ids=lambda package: package.name)
+def test_files_within_a_folder_have_no_cycle(package: Package) -> None:
+    modules = package.modules()
+    edges: dict[str, set[str]] = {}
+    for name, imported in package.imports().items():
+        for target in imported:
+            module = target if target in modules else target.rpartition(".")[0]
+            # A package may import its own modules, and they its name, such as its version.
+            if (
+                {name, module} <= _files(modules)
+                and name != module
+                and _folder(modules, name) == _folder(modules, module)
+            ):
+                edges.setdefault(name, set()).add(module)
+    cycles = [f"{a} <-> {b}" for a in edges for b in edges[a] if a in _reachable(edges, b)]
+    assert cycles == []
+
+
 def test_each_folder_names_the_modules_that_other_folders_import() -> None:
     modules = {name: path for package in PACKAGES for name, path in package.modules().items()}
     used: dict[str, set[str]] = {}
@@ -103,6 +121,10 @@ def test_each_folder_names_the_modules_that_other_folders_import() -> None:
         if path.name == "__init__.py":
             sentence = path.read_text().partition("Other folders import: ")[2].partition(".")[0]
             assert set(re.findall(r"`(\w+)`", sentence)) == used.get(name, set()), name
+
+
+def _files(modules: dict[str, Path]) -> set[str]:
+    return {name for name, path in modules.items() if path.name != "__init__.py"}
 
 
 def _folder(modules: dict[str, Path], name: str) -> str:

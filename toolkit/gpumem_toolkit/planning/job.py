@@ -175,6 +175,6 @@ class Description:
 
 
 def _make(layers: int, hidden: int, heads: int, wide: int, vocabulary: int) -> Any:
-    from gpumem_toolkit.planning.model import Decoder  # imports torch
+    from gpumem_toolkit.planning.decoder import Decoder  # imports torch
 
     return Decoder(layers, hidden, heads, wide, vocabulary)
