@@ -7,18 +7,16 @@ initializes CUDA or creates a context. If an older release or another allocator 
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
-import operator
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Mapping
 
 from gpumem_client.guest_safety import guest_safety
+from gpumem_client.uninterrupted import CALL, Uninterrupted
 
 DeviceState = Mapping[str, Any]
 """The statistics of one device: `state[name][metric]`, summed over its pools, and `state[counter]`."""
@@ -36,7 +34,6 @@ _ASYNC_STATISTICS = ("allocated_bytes", "reserved_bytes", "active_bytes")
 _THREAD_KEY = "gpumem_thread"
 # The id of no pool: its snapshot has no segments.
 _NO_POOL = (1 << 62, 1)
-_CALL: Callable[[Callable[[], Any]], Any] = operator.methodcaller("__call__")
 
 
 def initialized_torch() -> Any | None:
@@ -300,36 +297,27 @@ def _snapshot_parameters(torch: Any) -> Mapping[str, Any]:
 
 
 def _snapshot(torch: Any, *arguments: Any, paused: Callable[[float], None] = lambda _: None) -> dict[str, Any]:
-    """Call torch's snapshot such that it imports nothing and runs no garbage collection."""
-    function = functools.partial(torch._C._cuda_memorySnapshot, *arguments)
-    names = vars(torch)
-    placeholder = ModuleType("torch._inductor")
-    collects = gc.isenabled()
-    calls: list[Callable[[], Any]] = [function]
-    if "_inductor" not in names:
+    """Call torch's snapshot such that it imports nothing and runs no garbage collection.
+
+    The objects of the result would start collections, which take four times as long as the snapshot.
+    """
+    names, call = vars(torch), Uninterrupted()
+    lacks_inductor = "_inductor" not in names
+    if lacks_inductor:
         # For the names of frames, torch asks for its attribute `_inductor`, which is a lazy import: 7 to 16 s and 150
-        # MiB. A placeholder avoids it; only compiled code, which imports the real one, needs more.
-        calls = [
-            functools.partial(names.__setitem__, "_inductor", placeholder),
-            function,
-            functools.partial(names.pop, "_inductor"),
-        ]
-    if collects:
-        # Otherwise the objects of the result start collections, which take four times as long as the snapshot.
-        calls = [gc.disable, *calls, gc.enable]
-    calls = [time.perf_counter, *calls, time.perf_counter]
+        # MiB. A placeholder avoids it; only compiled code, which imports the real one, needs more. No other thread runs
+        # in between, so none sees the placeholder, or forks.
+        call.call(names.__setitem__, "_inductor", ModuleType("torch._inductor"))
+    taken: list[dict[str, Any]] = call.kept(map(CALL, (functools.partial(torch._C._cuda_memorySnapshot, *arguments),)))
+    if lacks_inductor:
+        call.call(names.pop, "_inductor")
     try:
-        # `map` calls C functions from C: no other thread runs in between, so none sees the placeholder, or forks.
-        results = list(map(_CALL, calls))
+        paused(call.run())
     except BaseException:
-        if names.get("_inductor") is placeholder:
-            del names["_inductor"]
-        if collects:
-            gc.enable()
+        if lacks_inductor:
+            names.pop("_inductor", None)
         raise
-    paused(results[-1] - results[0])
-    taken: dict[str, Any] = results[calls.index(function)]
-    return taken
+    return taken[0]
 
 
 def start_history(torch: Any, entries_max: int) -> None:

@@ -15,7 +15,7 @@ from gpumem_client.allocator.allocator import AnyAllocator
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.allocator.unmapped import Unmapped
-from gpumem_client.commands.still_free import Settling
+from gpumem_client.commands.settling import Settling
 from gpumem_client.engines.reader import process_engine
 from gpumem_client.guest_safety import raised_by_signal_handler
 from gpumem_client.hooks.graph_captures import no_capture_starts

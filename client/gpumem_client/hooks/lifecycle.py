@@ -108,12 +108,12 @@ def _run() -> None:
 
 
 def _status_of_files() -> tuple[int, int] | None:
-    """Return what changes when an installer writes this file again; None without a file."""
+    """Return what changes when an installer writes this file again; None if it was removed, or is in an archive."""
     try:
         status = os.stat(__file__)  # noqa: PTH116 - pathlib takes long to import
     except OSError:
         return None
-    return status.st_ino, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns  # some file systems change the inode of a file that stays
 
 
 _STATUS = _status_of_files()

@@ -21,7 +21,6 @@ from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, N
 
 import gpumem_client
 from gpumem_client import torch_access
-from gpumem_client.objects.interpreter import COPIED_LOCALS, OPTIMIZED, SHOWS_LOCALS
 from gpumem_client.objects.tensors import TensorReader, subclasses
 from gpumem_client.uninterrupted import Slices, Uninterrupted
 
@@ -33,6 +32,10 @@ _FROZEN_LEVELS = 24
 _LENGTH_MAX, _CHILDREN_MAX = 100_000, 300_000
 # The depth of the stacks whose local variables are read.
 _FRAMES_MAX = 200
+_SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
+_OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
+# From Python 3.13 on (PEP 667), `f_locals` is a view, and reading it has no effect.
+_COPIED_LOCALS = sys.version_info < (3, 13)
 _OWN = f"{Path(gpumem_client.__file__).parent}/"
 _INSTALLED = (f"{Path(os.__file__).parent}/", "site-packages", "dist-packages")
 # The references to a frame's own dictionary: of the frame, of a list, and of the call that counts them.
@@ -201,14 +204,16 @@ def variables_in(
     own = map(str.startswith, map(attrgetter("f_code.co_filename"), frames), repeat(_OWN))
     frames = read.held(compress(frames, map(not_, own)))
     # Other code, such as a module's, has its variables in a dictionary of its own.
-    frames = read.held(compress(frames, map(and_, map(attrgetter("f_code.co_flags"), frames), repeat(OPTIMIZED))))
-    if COPIED_LOCALS:  # see `variables_of`
-        shown = map(SHOWS_LOCALS.isdisjoint, map(attrgetter("f_code.co_names"), frames))
+    frames = read.held(compress(frames, map(and_, map(attrgetter("f_code.co_flags"), frames), repeat(_OPTIMIZED))))
+    if _COPIED_LOCALS:
+        # Reading f_locals would overwrite the dictionary that `locals()` has returned, and write a debugger's changes
+        # back to the variables.
+        shown = map(_SHOWS_LOCALS.isdisjoint, map(attrgetter("f_code.co_names"), frames))
         frames = read.held(compress(frames, shown))
         frames = read.held(compress(frames, map(is_, map(attrgetter("f_trace"), frames), repeat(None))))
     locals_ = read.held(map(attrgetter("f_locals"), frames))
     copies = read.held(map(dict, locals_))
-    if COPIED_LOCALS:  # the frame has kept its dictionary, and the user's code may have it, too
+    if _COPIED_LOCALS:  # the frame has kept its dictionary, and the user's code may have it, too
         counts = read.kept(map(sys.getrefcount, locals_))
         read.call(any, map(dict.clear, compress(locals_, map(_UNSHARED.__eq__, counts))))
     functions = read.kept(map(attrgetter("f_code.co_filename", "f_code.co_firstlineno", "f_code.co_name"), frames))

@@ -19,15 +19,15 @@ from typing import Any
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import no_cuda
-from gpumem_client.objects.interpreter import (
+from gpumem_client.objects.referrers import describe_referrers
+from gpumem_client.objects.tensors import TensorReader
+from gpumem_client.objects.tracked import (
     MAX_OBJECTS,
     Frozen,
     count_tracked,
     each_tracked,
     find_frozen,
 )
-from gpumem_client.objects.referrers import describe_referrers
-from gpumem_client.objects.tensors import TensorReader
 from gpumem_client.torch_access import initialized_torch
 from gpumem_client.uninterrupted import GENERATIONS, Slices
 from gpumem_client.wire.units import ShownAsText, human_bytes
