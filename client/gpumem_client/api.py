@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from gpumem_client.hooks.steps import Steps
     from gpumem_client.reporter.plan import AnyPlan
     from gpumem_client.reporter.reporter import Reporter
-    from gpumem_client.wire.protocol import OutOfMemory
 
 
 def start(
@@ -62,12 +61,6 @@ def start(
         from gpumem_client.release import clean_start
 
         clean_start()
-
-
-def latest_oom() -> tuple[float, OutOfMemory] | None:
-    """Return the last out-of-memory error that the reporter has observed, and its monotonic time."""
-    reporter: Reporter | None = made_singleton("reporter")
-    return None if reporter is None else reporter.latest_oom()
 
 
 def stop() -> None:

@@ -24,11 +24,11 @@ DeviceState = Mapping[str, Any]
 # Torch never drops a dead private pool: after 1000 pools the statistics that list them take 2 ms instead of 14 µs. With
 # more pools than this they are not read.
 _MANY_POOLS = 32
-# The statistics that torch keeps for small blocks, for large ones, and for all of them.
-_SUMMED = (
+SUMMED = (
     *("allocation", "segment", "active", "inactive_split"),
     *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
 )
+"""The statistics that torch keeps for small blocks, for large ones, and for all of them."""
 # The statistics of the backend cudaMallocAsync; all others are always 0, which would be taken for values.
 _ASYNC_STATISTICS = ("allocated_bytes", "reserved_bytes", "active_bytes")
 _THREAD_KEY = "gpumem_thread"
@@ -145,7 +145,7 @@ class Statistics:
                 for name in _ASYNC_STATISTICS
             }
         # What nothing here reads is dropped at once: the next device's statistics take its place in the CPU's cache.
-        for name in _SUMMED:
+        for name in SUMMED:
             if name in state:
                 state[name] = state[name]["all"]
         pools = state.get("reserved_bytes_by_private_pools")
@@ -158,6 +158,20 @@ class Statistics:
     def reset_peaks(self, index: int) -> None:
         """Reset every peak of one device to the current value."""
         self._c._cuda_resetPeakMemoryStats(index)
+
+
+def process_statistics() -> Statistics | None:
+    """Return the statistics of this process; None before CUDA is initialized, and in a forked child of such a process.
+
+    Any thread may call this.
+    """
+    torch = initialized_torch()
+    return None if torch is None else _statistics_of(torch)
+
+
+@functools.lru_cache(maxsize=1)
+def _statistics_of(torch: Any) -> Statistics:
+    return Statistics(torch)
 
 
 def driver_uuid(index: int) -> str:
@@ -320,17 +334,18 @@ def _snapshot(torch: Any, *arguments: Any, paused: Callable[[float], None] = lam
     return taken[0]
 
 
-def start_history(torch: Any, entries_max: int) -> None:
-    """Record the stack of each allocation, and the last `entries_max` changes of each device's heap.
+def start_history(torch: Any, entries_max: int, context: str | None = "alloc") -> None:
+    """Record the last `entries_max` changes of each device's heap, and the stack of each allocation.
 
-    The same thread must stop the recording: torch prints a warning otherwise. Drops an older history.
+    There are no stacks if `context` is None. The same thread must stop the recording: torch prints a warning otherwise.
+    Drops an older history.
 
     Raises:
         AttributeError, RuntimeError, TypeError: this allocator, or this release, has no such recording.
     """
     if history_is_recorded(torch):
         stop_history(torch)
-    torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=entries_max)
+    torch.cuda.memory._record_memory_history(enabled="all", context=context, stacks="python", max_entries=entries_max)
 
 
 def stop_history(torch: Any) -> None:
@@ -358,12 +373,12 @@ def recorded_history(torch: Any, entries_max: int) -> Iterator[Callable[[int], l
         yield None
         return
     try:
-        torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=entries_max)
+        start_history(torch, entries_max, context=None)
     except (AttributeError, RuntimeError, TypeError):
         yield None
         return
     try:
-        yield lambda index: list(take_snapshot(torch)["device_traces"][index])
+        yield lambda index: snapshot_traces(torch)[index]
     finally:
         stop_history(torch)
 

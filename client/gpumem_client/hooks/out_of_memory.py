@@ -21,6 +21,7 @@ _KEPT = 32
 # Errors in quick succession wake the reporter once.
 _WAKE_SECONDS = 0.5
 _CHAIN_MAX = 8
+_latest: tuple[float, OutOfMemory] | None = None
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"(\d+(?:\.\d+)? (?:bytes|KiB|MiB|GiB))"
@@ -83,17 +84,16 @@ class OutOfMemoryLog:
         self._noted: deque[tuple[float, OutOfMemory]] = deque(maxlen=_KEPT)
         self._number = 0
         self._woken_seconds = float("-inf")
-        self.latest: tuple[float, OutOfMemory] | None = None
-        """Time and value of the last error, also after it was reported."""
 
     def note(self, oom: OutOfMemory) -> OutOfMemory:
         """Record an error in the thread in which it happened, and return it with its number."""
+        global _latest
         now = self._clock()
         with self._lock:
             self._number += 1
             oom = replace(oom, number=self._number)
             self._noted.append((now, oom))
-            self.latest = now, oom
+            _latest = now, oom
             wake = now - self._woken_seconds >= _WAKE_SECONDS
             if wake:
                 self._woken_seconds = now
@@ -113,6 +113,11 @@ class OutOfMemoryLog:
         if numbers:
             with self._lock:
                 self._noted = deque((each for each in self._noted if each[1].number not in numbers), maxlen=_KEPT)
+
+
+def latest_oom() -> tuple[float, OutOfMemory] | None:
+    """Return the last error that a reporter of this process has observed, and its monotonic time."""
+    return _latest
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from gpumem_client.guest_safety import log
 from gpumem_client.hooks.lifecycle import after_fork_in_child, process_singleton
 from gpumem_client.phases.peaks import PeakBounds, PeakWatch, PhasePeak, Span
-from gpumem_client.torch_access import Statistics, calling_thread, initialized_torch, mark_thread
+from gpumem_client.torch_access import Statistics, calling_thread, mark_thread, process_statistics
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, MAX_PHASES
 
 _LIFTED = ("allocated_bytes", "reserved_bytes")
@@ -36,8 +36,7 @@ class Observed:
     """
 
     def __init__(self, statistics: Callable[[], Statistics | None] | None = None) -> None:
-        self._find_statistics = statistics or self._of_torch
-        self._found: tuple[Any, Statistics] | None = None
+        self._find_statistics = statistics or process_statistics
         self._hooked = False
         self._clear()
 
@@ -246,14 +245,6 @@ class Observed:
         if not warned:
             log.warning("phase %r is measured but not reported: the limit is %d names per process", name, MAX_PHASES)
         return name
-
-    def _of_torch(self) -> Statistics | None:
-        torch = initialized_torch()
-        if torch is None:
-            return None
-        if self._found is None or self._found[0] is not torch:
-            self._found = torch, Statistics(torch)
-        return self._found[1]
 
     def _survive_forks(self) -> None:
         if not self._hooked:

@@ -13,17 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_STATISTICS = (
-    "allocated_bytes",
-    "reserved_bytes",
-    "active_bytes",
-    "requested_bytes",
-    "inactive_split_bytes",
-    "allocation",
-    "segment",
-    "active",
-    "inactive_split",
-)
+from gpumem_client.torch_access import SUMMED
 
 
 class PeakWatch:
@@ -40,7 +30,7 @@ class PeakWatch:
     def note(self, index: int, state: Mapping[str, Any]) -> None:
         """Compare a device's peaks in its nested statistics with the peaks of the previous call."""
         before = self._peaks.get(index, {})
-        peaks = {name: state[name]["peak"] for name in _STATISTICS if name in state}
+        peaks = {name: state[name]["peak"] for name in SUMMED if name in state}
         self._peaks[index] = peaks
         # A peak rises, and only a reset lets it fall. A reset affects all peaks of a device, so any of them shows it.
         if peaks != before and any(peaks.get(name, then) < then for name, then in before.items()):

@@ -15,7 +15,6 @@ from gpumem_client.hooks.steps import Steps, process_steps
 from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.reporter.worker import Worker
 from gpumem_client.wire.http import Connection
-from gpumem_client.wire.protocol import OutOfMemory
 
 # The longest that `stop`, or an ending interpreter, waits for the final report.
 _FAREWELL_SECONDS = 0.3
@@ -83,11 +82,6 @@ class Reporter:
         """
         self._stop_reporting(timeout_seconds)
         self._remove_process_hooks(None)
-
-    def latest_oom(self) -> tuple[float, OutOfMemory] | None:
-        """Return the last out-of-memory error that was observed, and its monotonic time."""
-        worker = self._worker
-        return worker.latest_oom if worker is not None else None
 
     def _stop_reporting(self, timeout_seconds: float) -> None:
         with self._lock:

@@ -22,7 +22,6 @@ from gpumem_client.reporter.loop import ReportLoop
 from gpumem_client.reporter.plan import planned_peak_bytes
 from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.torch_access import in_torch
-from gpumem_client.wire.protocol import OutOfMemory
 
 if TYPE_CHECKING:
     from gpumem_client.profile.heap_reader import HeapReader
@@ -83,11 +82,6 @@ class Worker:
     def alive(self) -> bool:
         """Whether the thread still runs."""
         return self._thread.is_alive()
-
-    @property
-    def latest_oom(self) -> tuple[float, OutOfMemory] | None:
-        """The last out-of-memory error and its monotonic time. Any thread may read it."""
-        return self._ooms.latest
 
     def start(self) -> None:
         """Start the thread. Waits a moment for a recording that shall be on from the start of CUDA."""

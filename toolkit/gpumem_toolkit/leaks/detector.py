@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 from gpumem_client.guest_safety import GuestLog
 from gpumem_client.hooks.steps import OneStep, process_steps
-from gpumem_client.torch_access import Statistics, initialized_torch
+from gpumem_client.torch_access import process_statistics
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.leaks.suspects import SuspectSearch
 from gpumem_toolkit.leaks.trend import Growing, Trend
@@ -63,7 +64,6 @@ class LeakDetector:
     def __init__(self, on_leak: Callable[[Leak], None], *, name_suspects: bool = True, **bounds: int) -> None:
         self._on_leak = on_leak
         self._name_suspects = name_suspects
-        self._statistics: Statistics | None = None
         self._devices: dict[int, _Device] = defaultdict(lambda: _Device(Trend(**bounds)))
         self._step = OneStep()
         self._stop_listening: Callable[[], None] = lambda: None
@@ -125,16 +125,14 @@ class LeakDetector:
             self._examine()
 
     def _examine(self) -> None:
-        torch = initialized_torch()
-        if torch is None:
+        statistics = process_statistics()
+        if statistics is None:
             return
-        if self._statistics is None:
-            self._statistics = Statistics(torch)
         self.steps += 1
-        for device in self._statistics.devices():
-            state = self._statistics.state(device)
+        for device in statistics.devices():
+            state = statistics.state(device)
             if state is not None:
-                self.add(device, state["allocated_bytes"]["current"], functools.partial(_memory, torch, device))
+                self.add(device, state["allocated_bytes"]["current"], functools.partial(_memory, device))
 
 
 # The detectors of this process: the diagnosis of an out-of-memory error reads their leaks.
@@ -182,10 +180,10 @@ def _log_leak(leak: Leak) -> None:
     _log.warning("%s", leak)
 
 
-def _memory(torch: Any, device: int) -> _Memory:
+def _memory(device: int) -> _Memory:
     """Return the free and the total bytes of a device."""
     try:
-        free, total = torch.cuda.cudart().cudaMemGetInfo(device)
+        free, total = sys.modules["torch"].cuda.cudart().cudaMemGetInfo(device)
     except RuntimeError:
         return None, None
     return int(free), int(total)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.steps import Steps, process_steps
 from gpumem_client.phases.observed import process_observed
-from gpumem_client.torch_access import Statistics, initialized_torch, without_torch_function
+from gpumem_client.torch_access import process_statistics, without_torch_function
 from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
 from gpumem_toolkit.measure.components import inner_optimizer
 
@@ -148,11 +148,10 @@ class Milestones(ShownAsText):
         return milestone
 
     def _devices(self) -> tuple[DeviceMilestone, ...]:
-        torch = initialized_torch()
-        if torch is None:
+        statistics = process_statistics()
+        if statistics is None:
             return ()
         before = {device.index: device.allocated_bytes for device in self._records[-1].devices} if self._records else {}
-        statistics = Statistics(torch)
         found = []
         for index in statistics.devices():
             state = self._observed.read(index, statistics.state)

@@ -11,13 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from gpumem_client.allocator.allocator import attached
-from gpumem_client.allocator.reclaimable import known
-from gpumem_client.api import latest_oom
 from gpumem_client.guest_safety import GuestLog
-from gpumem_client.hooks.out_of_memory import OomMessage, parse_oom_message
+from gpumem_client.hooks.out_of_memory import OomMessage, latest_oom, parse_oom_message
 from gpumem_client.objects.referrers import instance_dictionary
 from gpumem_client.phases.measured import phase_at_error
-from gpumem_client.torch_access import DeviceState, rank_and_size, tensor_base_class
+from gpumem_client.torch_access import rank_and_size, tensor_base_class
 from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.leaks.detector import known_leak
@@ -132,9 +130,8 @@ def _memory(message: OomMessage, device: int | None) -> dict[str, Any]:
         if allocated is None or reserved is None:
             # A library has raised the error, not the allocator, which writes these values. The current statistics
             # describe the error, and the cache is still full.
-            state = allocator.state(device)
-            allocated, reserved = known(state, "allocated_bytes"), known(state, "reserved_bytes")
-            reclaimable = _reclaimable(state)
+            sample = allocator.sample_now(device)
+            allocated, reserved, reclaimable = sample.allocated_bytes, sample.reserved_bytes, sample.reclaimable_bytes
         free = allocator.free_bytes(device) if free is None else free
         seen = _observed(message, allocator.uuid(device))
     if seen is not None and seen.sample is not None:
@@ -161,11 +158,6 @@ def _memory(message: OomMessage, device: int | None) -> dict[str, Any]:
         "expandable": "expandable_segments:true" in settings.lower().replace(" ", ""),
         "expandable_conflict": expandable_segments_conflict() if fragmented else "",
     }
-
-
-def _reclaimable(state: DeviceState | None) -> int | None:
-    reserved, split, active = (known(state, f"{name}_bytes") for name in ("reserved", "inactive_split", "active"))
-    return None if reserved is None or split is None or active is None else max(0, reserved - active - split)
 
 
 def _observed(message: OomMessage, uuid: str) -> OutOfMemory | None:

@@ -18,7 +18,7 @@ from gpumem_client.allocator.reclaimable import known
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.out_of_memory import chain, is_out_of_memory, out_of_memory_in
 from gpumem_client.phases.blocks import RunningBlocks, run_calls_in
-from gpumem_client.torch_access import DeviceState, Statistics, initialized_torch
+from gpumem_client.torch_access import DeviceState, initialized_torch, process_statistics
 from gpumem_toolkit.oom.diagnosis import NOTE_PREFIX, OomDiagnosis, Run, diagnose
 from gpumem_toolkit.oom.growth import BlockHistory
 
@@ -157,16 +157,13 @@ class _Blocks:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a finalizer may enter a guard while its thread has the lock
         self._histories: OrderedDict[tuple[tuple[str, int], int], BlockHistory] = OrderedDict()
-        self._statistics: Statistics | None = None
 
     def start(self, block: tuple[str, int], batch_size: int | None) -> Run | None:
-        torch = initialized_torch()
-        if torch is None:
+        statistics = process_statistics()
+        if statistics is None:
             return None
-        if self._statistics is None:
-            self._statistics = Statistics(torch)
-        device = int(torch.cuda.current_device())
-        state = self._statistics.state(device)
+        device = int(sys.modules["torch"].cuda.current_device())
+        state = statistics.state(device)
         if state is None:
             return None
         allocated = state["allocated_bytes"]
@@ -179,10 +176,9 @@ class _Blocks:
         return Run(device, allocated["current"], allocated["peak"], *_reserved(state), batch_size, history)
 
     def end(self, run: Run | None, batch_size: int | None) -> None:
-        if run is None or self._statistics is None or initialized_torch() is None:
-            return
-        state = self._statistics.state(run.device)
-        if state is None:
+        statistics = process_statistics()
+        state = None if run is None or statistics is None else statistics.state(run.device)
+        if run is None or state is None:
             return
         peak = state["allocated_bytes"]["peak"]
         with self._lock:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.measure.tensor_bytes import Storages
 from gpumem_toolkit.planning.devices import Gpu
 from gpumem_toolkit.planning.job import Job
 from gpumem_toolkit.planning.model import DTYPES, checkpoint_blocks
@@ -71,12 +72,6 @@ def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int, notify: Calla
     )
 
 
-def _bytes(tensors: Any) -> int:
-    parts = [part for t in tensors for part in ((t._indices(), t._values()) if t.is_sparse else (t,))]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
-    return sum(storages.values())
-
-
 def _measure(job: Job, batch: int, notify: Callable[[int], None]) -> _Measured:
     notify(batch)
     torch.cuda.init()
@@ -92,10 +87,11 @@ def _measure(job: Job, batch: int, notify: Callable[[int], None]) -> _Measured:
     for event, optimizer, _ in train(job, model, batch, STEPS, "cuda"):
         if event is Event.OPTIMIZER:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            shares = {"parameters": _bytes(model.parameters()), "buffers": _bytes(model.buffers())}
-            shares |= {"gradients": _bytes(gradients), "optimizer": 0}
+            kinds = {"parameters": model.parameters(), "buffers": model.buffers(), "gradients": gradients}
+            shares = {kind: Storages(torch, tensors).total() for kind, tensors in kinds.items()} | {"optimizer": 0}
         elif event is Event.STEPPED and optimizer is not None:
             values = [value for state in optimizer.state.values() for value in state.values()]
-            shares["optimizer"] = _bytes(value for value in values if isinstance(value, Tensor) and value.is_cuda)
+            on_device = (value for value in values if isinstance(value, Tensor) and value.is_cuda)
+            shares["optimizer"] = Storages(torch, on_device).total()
     torch.cuda.synchronize()
     return _Measured(torch.cuda.max_memory_allocated(0), torch.cuda.max_memory_reserved(0), shares)
