@@ -1,6 +1,6 @@
 """The life of this process: its objects that exist once, code that it loads later, its exit, its forked children.
 
-Only this module registers calls at the exit and in forked children.
+Only this module registers calls at the exit and around forks.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _go_on() -> None:
         if lock is not None:
             lock.release()
     except RuntimeError:
-        pass
+        pass  # the load took longer than this thread has waited, or started after that
 
 
 def _run() -> None:
