@@ -130,7 +130,8 @@ def _memory(message: OomMessage, device: int | None) -> dict[str, Any]:
         if allocated is None or reserved is None:
             # A library has raised the error, not the allocator, which writes these values. The current statistics
             # describe the error, and the cache is still full.
-            sample = allocator.sample_now(device)
+            samples = {each.uuid: each for each in (() if allocator.capturing else allocator.samples())}
+            sample = samples.get(allocator.uuid(device)) or allocator.sample_now(device)
             allocated, reserved, reclaimable = sample.allocated_bytes, sample.reserved_bytes, sample.reclaimable_bytes
         free = allocator.free_bytes(device) if free is None else free
         seen = _observed(message, allocator.uuid(device))
