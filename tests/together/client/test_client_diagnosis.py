@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, EmulatedNode
 from tests.support.recording_exporter import RecordingExporter
@@ -326,3 +328,26 @@ def test_the_frames_and_the_live_tensors_show_what_is_kept_for_a_backward_pass(s
     assert (seen["copied"][0], seen["copied"][3][0]) == ("a copy", "host_copy")
     assert (seen["loaded"][0], seen["loaded"][3][0]) == ("loading", "host_load")
     assert [seen[name][2] for name in ("trained", "agreeing", "differing")] == [None, 32, None]
+
+
+RAISED_BY_A_LIBRARY = """
+import gpumem_toolkit as toolkit
+guard = toolkit.oom_guard(clean=False)
+try:
+    with guard:
+        held = torch.empty(40 << 20, dtype=torch.uint8, device="cuda")
+        del held
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+except RuntimeError:
+    before = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+result = guard.diagnosis.values.reclaimable, before - torch.cuda.memory_reserved()
+"""
+
+
+@pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments:True"])
+def test_an_error_of_a_library_shows_what_a_clear_would_release(start_torch: StartTorch, settings: str) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=settings)
+    process.exec("kept = torch.empty(3 << 20, dtype=torch.uint8, device='cuda')")
+    shown, released = process.exec(RAISED_BY_A_LIBRARY)
+    assert shown == released > 0
