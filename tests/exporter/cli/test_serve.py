@@ -7,6 +7,7 @@ import pytest
 
 from gpumem_exporter.main import main
 from gpumem_exporter.settings import Settings
+from gpumem_exporter.settings_sources import models
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, object], boo
 
     stand_in.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    for name in Settings.model_fields:
+    for name in (field for model in models() for field in model.model_fields):
         monkeypatch.delenv(f"GPUMEM_{name.upper()}", raising=False)
     monkeypatch.delenv("GPUMEM_CONFIG_FILE", raising=False)
     return calls
