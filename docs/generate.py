@@ -26,7 +26,7 @@ from gpumem_exporter.features.policy.policy_values import FIELDS
 from gpumem_exporter.main import main
 from gpumem_exporter.metrics.catalog import METRICS
 from gpumem_exporter.metrics.subjects import Metric
-from gpumem_exporter.settings import Settings
+from gpumem_exporter.settings_sources import models
 
 HERE = Path(__file__).resolve().parent
 CHART_SCHEMA = HERE.parent / "deploy" / "helm" / "gpumem-exporter" / "values.schema.json"
@@ -168,7 +168,8 @@ def _keys(section: Any) -> dict[str, bool]:
 
 def _rules_of_settings() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the JSON schema of each setting that the chart leaves to its user, by key."""
-    for key, rule in Settings.model_json_schema(by_alias=True)["properties"].items():
+    rules = {key: rule for model in models() for key, rule in model.model_json_schema()["properties"].items()}
+    for key, rule in rules.items():
         if key in FIXED_BY_THE_CHART:
             continue
         kept = {name: value for name, value in rule.items() if name not in ("default", "description", "title")}
