@@ -99,6 +99,8 @@ def test_two_servers_at_one_time(node: EmulatedNode, exporter: ExporterProcess, 
             path = f"/api/v1/actions/{waiting['id']}"
             ended = wait_for(lambda: (found := exporter.get(path))["results"] and found, "the wake to end")
             assert outcomes(ended) == [("refused", "device_memory_short")]
+    would = [("would_resume", None)] * 2
+    wait_for(lambda: outcomes(exporter.act("resume_memory", dry_run=True, **both)) == would, "the neighbor's end")
     assert outcomes(exporter.act("resume_memory", **both)) == [("done", None)] * 2
     assert [vllm.serves() for vllm in servers] == [True, True]
     assert needed - 64 * MIB < node.books().used_by(first) - (before - needed) <= needed
