@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -36,6 +36,7 @@ from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, Selected
 from gpumem_exporter.actions.timing import Turn
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess
+from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
 
 MAX_BYTES = 16 << 20
@@ -466,14 +467,13 @@ class ActionRegistry:
 
 
 class _Kept:
-    """Actions of a limited number and size. The share with the most actions, or most bytes, loses its oldest one."""
+    """Actions of a limited number and size. Who has the most actions, or the most bytes, loses its oldest one."""
 
     def __init__(self, maximum: int, max_bytes: int) -> None:
         self._maximum = maximum
         self._max_bytes = max_bytes
         self._actions: OrderedDict[str, Action] = OrderedDict()
-        self._of_share: Counter[str] = Counter()
-        self._bytes_of_share: Counter[str] = Counter()
+        self._number, self._bytes = Shares(maximum), Shares(max_bytes)
 
     def __iter__(self) -> Iterator[Action]:
         return iter(self._actions.values())
@@ -482,41 +482,34 @@ class _Kept:
         return self._actions.get(action_id)
 
     def replace(self, action: Action) -> None:
-        if action.id in self._actions:
+        known = self._actions.get(action.id)
+        if known is not None:
+            self._bytes.drop(known.share, known.kept_bytes)
+            self._bytes.put(action.share, action.kept_bytes)
             self._actions[action.id] = action
 
     def add(self, action: Action) -> set[str]:
         """Add the newest action, and return the ids of forgotten ones."""
         self._actions[action.id] = action
-        self._count(action, 1)
+        self._number.put(action.share)
+        self._bytes.put(action.share, action.kept_bytes)
         forgotten = set()
-        while len(self._actions) > self._maximum:
-            forgotten.add(self._forget_oldest_of(self._of_share))
-        while self._bytes_of_share.total() > self._max_bytes and len(self._actions) > 1:
-            forgotten.add(self._forget_oldest_of(self._bytes_of_share))
+        for shares in (self._number, self._bytes):
+            while (loser := shares.over()) is not None and len(self._actions) > 1:
+                forgotten.add(self._forget_oldest_of(loser))
         return forgotten
 
     def add_oldest(self, action: Action) -> bool:
         """Add an action before all others; return False if there is no room."""
-        if len(self._actions) >= self._maximum:
-            return False
-        if self._bytes_of_share.total() + action.kept_bytes > self._max_bytes:
+        if len(self._actions) >= self._maximum or self._bytes.total + action.kept_bytes > self._max_bytes:
             return False
         self.add(action)
         self._actions.move_to_end(action.id, last=False)
         return True
 
-    def _forget_oldest_of(self, shares: Counter[str]) -> str:
-        # A caller with many actions loses its own actions, and other callers lose none.
-        share = max(shares, key=shares.__getitem__)
+    def _forget_oldest_of(self, share: str) -> str:
         oldest = next(action for action in self._actions.values() if action.share == share)
         del self._actions[oldest.id]
-        self._count(oldest, -1)
+        self._number.drop(share)
+        self._bytes.drop(share, oldest.kept_bytes)
         return oldest.id
-
-    def _count(self, action: Action, number: int) -> None:
-        share = action.share
-        self._of_share[share] += number
-        self._bytes_of_share[share] += number * action.kept_bytes
-        if not self._of_share[share]:
-            del self._of_share[share], self._bytes_of_share[share]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 
+from gpumem_exporter.core.shares import Shares
+
 SHOWN_SECONDS = 3600.0
 """Seconds for which an error is shown: long enough for a scrape, an alert and a person."""
 FATAL_SECONDS = 60.0
@@ -98,11 +100,13 @@ class LastOoms:
 
     def _keep(self, ooms: Iterable[LastOom]) -> None:
         by_owner: defaultdict[str, deque[LastOom]] = defaultdict(deque)
+        shares = Shares(MAX_SHOWN)
         for oom in sorted(ooms, key=_by_time):
             by_owner[oom.owner].append(oom)
-        # Not counted again for each dropped error: a restart may restore all that a user reported within an hour.
-        for _ in range(sum(map(len, by_owner.values())) - MAX_SHOWN):
-            max(by_owner.values(), key=len).popleft()
+            shares.put(oom.owner)
+        while (loser := shares.over()) is not None:
+            by_owner[loser].popleft()
+            shares.drop(loser)
         self.shown = tuple(sorted(chain.from_iterable(by_owner.values()), key=_by_time))
         self._ooms = {(oom.uuid, oom.pid): oom for oom in self.shown}
         self.expires_seconds = self.shown[0].happened_seconds + SHOWN_SECONDS if self.shown else float("inf")

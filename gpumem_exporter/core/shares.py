@@ -7,6 +7,8 @@ An owner is a user, a container or a machine: the part of a name that its client
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class Shares:
     """What each owner has of something limited: a number of items, or their bytes. Not thread-safe.
@@ -19,16 +21,18 @@ class Shares:
             shares.drop(loser, its_size)
 
     An owner that has at most an equal part of the limit loses nothing. With `of_owner`, each owner also has a limit of
-    its own.
+    its own. `owners` has the owner of each item that is there already.
     """
 
-    def __init__(self, limit: int, *, of_owner: int | None = None) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, owners: Iterable[str] = (), *, of_owner: int | None = None) -> None:
+        self._limit = limit
         self._of_owner = limit if of_owner is None else of_owner
         # The owner that put last is the last one.
         self._sizes: dict[str, int] = {}
         self.total = 0
         """What all owners have."""
+        for owner in owners:
+            self.put(owner)
 
     def __getitem__(self, owner: str) -> int:
         """Return what an owner has."""
@@ -48,7 +52,7 @@ class Shares:
 
     def over(self) -> str | None:
         """Return the owner that loses; None if nothing has to be lost."""
-        if not self._sizes or (self.total <= self.limit and max(self._sizes.values()) <= self._of_owner):
+        if not self._sizes or (self.total <= self._limit and max(self._sizes.values()) <= self._of_owner):
             return None
         # Of equal owners, the one that put last loses. Otherwise two owners would take the last place from each other
         # for ever.

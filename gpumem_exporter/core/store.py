@@ -10,7 +10,6 @@ its thread, everything else from the event loop. No method does I/O.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,6 +30,7 @@ from gpumem_exporter.core.samples import (
     Snapshot,
     StartingEngine,
 )
+from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.core.starting_engines import StartingEngines
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
 
@@ -289,13 +289,15 @@ class Store:
         # Among equally known ones, the largest share loses its latest to a smaller share.
         lowest = min(entry.rank for entry in self._entries.values())
         candidates = [entry for entry in self._entries.values() if entry.rank == lowest]
-        counts = Counter(entry.share for entry in candidates)
-        largest = max(counts, key=counts.__getitem__)
-        if lowest > rank or (lowest == rank and counts[largest] <= counts[key.share] + 1):
+        shares = Shares(0, [entry.share for entry in candidates])
+        if lowest == rank:
+            shares.put(key.share)
+        loser = shares.over()
+        if lowest > rank or (lowest == rank and loser == key.share):
             raise TooManyProcessesError(
                 f"{len(self._entries)} processes report already; raise --report.max-processes to accept more"
             )
-        return [next(entry.process.key for entry in reversed(candidates) if entry.share == largest)]
+        return [next(entry.process.key for entry in reversed(candidates) if entry.share == loser)]
 
     def _displaced_in_share(self, process: ReportingProcess, size: int) -> list[ProcessKey]:
         """Return the processes of the same share that lose their place, because the share of the page is exceeded.
@@ -344,8 +346,8 @@ class Store:
             while len(self._silent) > self.max_processes:
                 unseen = [key for key, silent in self._silent.items() if silent.host_pid is None]
                 candidates = unseen or list(self._silent)
-                (largest, _), *_ = Counter(key.share for key in candidates).most_common(1)
-                del self._silent[next(key for key in candidates if key.share == largest)]
+                loser = Shares(0, [key.share for key in candidates]).over()
+                del self._silent[next(key for key in candidates if key.share == loser)]
         self._next_expiry_seconds = min((e.expires_seconds for e in self._entries.values()), default=float("inf"))
 
     def _without_unknown_devices(self, report: Report) -> Report:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.features.profiles.profile_document import facts_line, read_facts, read_profile
 from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY, ProfileFacts, StoredProfile
@@ -161,15 +162,12 @@ class Profiles:
             each.facts.id: max(each.facts.size_bytes, least) for each in self._entries.values() if each.has_file
         }
         for sizes, limit in ((in_memory, MAX_IN_MEMORY), (in_files, self._max_bytes)):
-            if sum(sizes.values()) <= limit:
-                continue
-            of_share: Counter[str] = Counter()
+            shares = Shares(limit)
             for profile_id, size in sizes.items():
-                of_share[self._entries[profile_id].facts.share] += size
-            # The share with the most profiles loses one: no user can push out the last profile of another one.
-            largest = max(of_share, key=of_share.__getitem__)
-            own = [each for each in sizes if self._entries[each].facts.share == largest]
-            return next(self._first_victims(own), own[0])
+                shares.put(self._entries[profile_id].facts.share, size)
+            if (loser := shares.over()) is not None:
+                own = [each for each in sizes if self._entries[each].facts.share == loser]
+                return next(self._first_victims(own), own[0])
         return None
 
     def _first_victims(self, own: Iterable[str]) -> Iterator[str]:

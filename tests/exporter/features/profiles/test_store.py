@@ -97,11 +97,11 @@ def test_files_survive_a_restart_and_other_files_are_left_alone(
     assert sum(record.message == "a file is not a profile" for record in caplog.records) == 4
     third = Profiles(tmp_path, max_bytes=limit(1))
     third.load()
-    assert numbers(third) == [2]  # of equal shares, the oldest makes room
-    third.forget(f"{2:032x}")
+    assert numbers(third) == [1]  # of equal shares, the one with the latest profile loses
+    third.forget(f"{1:032x}")
     third.forget(f"{3:032x}")
     assert numbers(third) == []
-    assert not (folder / f"{2:032x}.profile").exists()
+    assert not (folder / f"{1:032x}.profile").exists()
 
 
 def test_a_profile_whose_file_is_lost_is_unknown(tmp_path: Path) -> None:
