@@ -182,8 +182,7 @@ def _events_check(events: EventLogStatus) -> Check:
         return _check("degraded", f"the event log has stopped{lost}")
     if not events.prompt:
         return _check("degraded", f"{events.where} has not answered for {events.busy_seconds or 0:.0f} s{lost}")
-    damaged = f"; a damaged file was renamed to {events.damaged_file}" if events.damaged_file else ""
-    return _check("ok", f"stored in {events.where}{damaged}{lost}")
+    return _check("ok", f"stored in {events.where}{lost}")
 
 
 def _check(status: Status, detail: str) -> Check:

@@ -10,25 +10,24 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TypeVar
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.event import AUDIT_TYPES, Event, Page, Query
+from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.features.events.event_storage import Storage
 from gpumem_exporter.node.failures import FailureLog
 
 T = TypeVar("T")
 
-MAX_WAITING = 2048
-"""The maximum number of events of the audit trail in the queue, and of other events. The largest event, an action on
-many processes, has tens of KiB."""
+MAX_WAITING = 4096
+"""The maximum number of events in the queue. The largest event, an action on many processes, has tens of KiB."""
 MAX_READERS = 16
-OWNER_SHARE = 4
-"""One owner may have this part of the queue, so that a user who fills it while the disk hangs loses its own events."""
 # An event with long lists, such as an action on many processes, counts once for each of this number of items.
 _ITEMS = 16
 # The maximum number of events in one commit.
@@ -60,8 +59,6 @@ class EventLogStatus:
     """The number of events in the queue."""
     dropped: int
     """The number of events dropped since the exporter started."""
-    damaged_file: str
-    """The path to which a damaged file was moved; empty if there was none."""
 
     @property
     def prompt(self) -> bool:
@@ -76,17 +73,17 @@ class _Waiting:
         self.events = tuple(events)
         self.committed: Future[bool] = Future()
         self.audit = any(event.type in AUDIT_TYPES for event in events)
-        self.owner = (self.audit, events[0].owner if events else "")
-        """Whose part of the queue they take."""
+        self.owner = events[0].owner
         self.size = len(events) + sum(event.items for event in events) // _ITEMS
+        self.being_stored = False
 
 
 class EventLog:
     """Stores and reads events in its own thread, which alone uses the storage. Thread-safe.
 
     `on_dropped` receives the number of dropped events in the thread that dropped them. `on_committed` receives the new
-    events after a commit, before they can be read, in the log's thread. At most `max_waiting` events of the audit trail
-    are in the queue, and as many others.
+    events after a commit, before they can be read, in the log's thread. If more than `max_waiting` events are in the
+    queue while the disk hangs, the owner with the most loses its latest ones, and at last those of the audit trail.
     """
 
     def __init__(
@@ -104,14 +101,13 @@ class EventLog:
         self._on_dropped = on_dropped
         self._on_committed = on_committed
         self._retry_seconds = retry_seconds
-        self._max_waiting = max_waiting
         self._failures = FailureLog(_log, clock)
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
+        # Without the events that are being stored.
+        self._shares = Shares(max_waiting)
         # The number of events in the queue. `status` reads it without the lock, so it does not count the queue.
         self._waiting_events = 0
-        # The part of the queue that each owner takes.
-        self._waiting_sizes: Counter[tuple[bool, str]] = Counter()
         self._readers: deque[tuple[Query, Future[Page]]] = deque()
         self._dropped = 0
         self._stopping = False
@@ -143,25 +139,28 @@ class EventLog:
         """
         new = _Waiting(events)
         with self._changed:
-            accepted = not self._stopping and self._has_room(new)
-            if accepted:
-                self._waiting.append(new)
-                self._waiting_events += len(events)
-                self._waiting_sizes[new.owner] += new.size
-                self._changed.notify_all()
-        if not accepted:
-            self._drop([new])
-        elif self._error:
+            lost = [new] if self._stopping else self._queue(new)
+            self._changed.notify_all()
+        if lost:
+            self._drop(lost)
+        if self._error:
             # The disk fails. The events stay in the queue until a retry succeeds, but no caller waits for that.
             _complete(new.committed, False)
         return new.committed
 
-    def _has_room(self, new: _Waiting) -> bool:
-        waiting = sum(size for (audit, _), size in self._waiting_sizes.items() if audit == new.audit)
-        own = self._waiting_sizes[new.owner] + new.size
-        # The events of the node itself belong to no user, and have no share.
-        is_node = not new.owner[1]
-        return waiting + new.size <= self._max_waiting and (is_node or own <= max(1, self._max_waiting // OWNER_SHARE))
+    def _queue(self, new: _Waiting) -> list[_Waiting]:
+        """Put events into the queue, and return the ones that make room for others."""
+        self._waiting.append(new)
+        self._waiting_events += len(new.events)
+        self._shares.put(new.owner, new.size)
+        lost: list[_Waiting] = []
+        while (loser := self._shares.over()) is not None:
+            own = [each for each in reversed(self._waiting) if each.owner == loser and not each.being_stored]
+            lost.append(min(own, key=attrgetter("audit")))
+            self._waiting.remove(lost[-1])
+            self._waiting_events -= len(lost[-1].events)
+            self._shares.drop(loser, lost[-1].size)
+        return lost
 
     def read(self, query: Query) -> Future[Page]:
         """Query events without blocking. The future raises StorageError on an error, or if too many queries wait."""
@@ -214,7 +213,6 @@ class EventLog:
             busy_seconds=None if busy_since is None else max(0.0, self._clock() - busy_since),
             waiting=self._waiting_events,
             dropped=self._dropped,
-            damaged_file=self._storage.damaged_file,
         )
 
     def _run(self) -> None:
@@ -265,8 +263,6 @@ class EventLog:
         self._due_seconds = self._clock() + _MAINTENANCE_SECONDS
         self._error = ""
         self._failures.recovered("events")
-        if damaged := self._storage.damaged_file:
-            self._failures.failed("events file", f"it was damaged and was moved to {damaged}; a new file was created")
         self._remove(batch)
         self._on_committed(new_events)
         for each in batch:
@@ -282,6 +278,9 @@ class EventLog:
                 if batch and size > _BATCH:
                     break
                 batch.append(each)
+            for each in batch:
+                each.being_stored = True
+                self._shares.drop(each.owner, each.size)
         return batch
 
     def _remove(self, batch: list[_Waiting]) -> None:
@@ -289,14 +288,15 @@ class EventLog:
             for each in batch:
                 self._waiting.popleft()
                 self._waiting_events -= len(each.events)
-                self._waiting_sizes[each.owner] -= each.size
-                if not self._waiting_sizes[each.owner]:
-                    del self._waiting_sizes[each.owner]
 
     def _fail(self, text: str) -> None:
         with self._changed:
             self._error = text
             waiting = list(self._waiting)
+            for each in waiting:
+                if each.being_stored:
+                    each.being_stored = False
+                    self._shares.put(each.owner, each.size)
         self._failures.failed("events", text)
         for each in waiting:
             _complete(each.committed, False)

@@ -9,7 +9,6 @@ import contextlib
 import json
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.event import AUDIT_TYPES, Event, Page, Query, detail_json
 from gpumem_exporter.core.naming import json_pid
+from gpumem_exporter.core.shares import Shares
 
 T = TypeVar("T")
 
@@ -43,8 +43,10 @@ _SETTINGS = (
 # The maximum number of characters of detail in one page, so that a reply does not block the event loop for long.
 _PAGE_TEXT = 1 << 20
 
+# A file of version 0.2 has this table. Later exporters have added the rest, so that the earlier ones can still use the
+# file: the format stays 1.
 _SCHEMA = """
-CREATE TABLE events (
+CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY,
     type TEXT NOT NULL,
     time REAL NOT NULL,
@@ -52,13 +54,12 @@ CREATE TABLE events (
     detail TEXT NOT NULL,
     subject TEXT
 );
-CREATE INDEX events_time ON events (time);
-CREATE INDEX events_subject ON events (subject, id) WHERE subject IS NOT NULL;
 """
-_COLUMNS_OF_LATER_VERSIONS = {"owner": "TEXT", "stored": "REAL", "job": "TEXT"}
-# Added to a file of an earlier exporter, which can still use the file: the format stays 1.
+_LATER_COLUMNS = {"owner": "TEXT", "stored": "REAL", "job": "TEXT"}
 _LATER_SCHEMA = """
 CREATE TABLE IF NOT EXISTS running_time (seconds REAL NOT NULL, monotonic_seconds REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS events_time ON events (time);
+CREATE INDEX IF NOT EXISTS events_subject ON events (subject, id) WHERE subject IS NOT NULL;
 CREATE INDEX IF NOT EXISTS events_owner ON events (owner);
 CREATE INDEX IF NOT EXISTS events_stored ON events (stored);
 CREATE INDEX IF NOT EXISTS events_job ON events (job) WHERE job != '';
@@ -67,6 +68,21 @@ CREATE INDEX IF NOT EXISTS events_slurm_job ON events (json_extract(detail, '$.s
 CREATE INDEX IF NOT EXISTS events_ray_job ON events (json_extract(detail, '$.ray_job_id'))
     WHERE type = 'process_ended';
 """
+# The processes and devices of events whose columns do not have them, because they are several. Triggers fill the table,
+# so that it is complete also after an earlier exporter has used the file.
+_PLACES_OF_EVENTS = """INSERT INTO places
+    SELECT DISTINCT events.id, json_extract(value, '$.uuid'), CAST(json_extract(value, '$.pid') AS TEXT),
+        json_extract(value, '$.workload')
+    FROM events, json_each(detail, CASE events.type WHEN 'action' THEN '$.results' ELSE '$.devices' END)
+    WHERE events.type IN ('action', 'process_started', 'process_ended')
+    AND (uuid IS NULL OR pid IS NULL OR workload IS NULL)"""
+_PLACES_SCHEMA = f"""
+CREATE TABLE places (event INTEGER NOT NULL, uuid TEXT, pid TEXT, workload TEXT);
+CREATE INDEX places_event ON places (event);
+{_PLACES_OF_EVENTS};
+CREATE TRIGGER event_stored AFTER INSERT ON events BEGIN {_PLACES_OF_EVENTS} AND events.id = new.id; END;
+CREATE TRIGGER event_deleted AFTER DELETE ON events BEGIN DELETE FROM places WHERE event = old.id; END;
+"""  # noqa: S608 - constant names
 # The running time is written this often; so much may be lost if the machine loses power.
 _RUNNING_TIME_STEP_SECONDS = 60.0
 _COLUMNS = (
@@ -75,21 +91,17 @@ _COLUMNS = (
 )
 _INSERT = f"INSERT INTO events ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"  # noqa: S608
 _IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
-# Selects the bytes of each owner's events, of the audit trail and of the others. 256 bytes are the other columns.
+# The bytes of each owner's events, of the audit trail and of the others. 256 bytes are the other columns.
 _SIZES = f"SELECT {_IS_AUDIT}, owner, sum(length(detail) + 256) FROM events GROUP BY 1, 2"  # noqa: S608 - constant names
 _OLDEST_OF_OWNER = f"""SELECT id, length(detail) + 256 FROM events
     WHERE owner = ? AND ({_IS_AUDIT}) = ? ORDER BY id"""  # noqa: S608 - constant names
-_EXPIRED = f"SELECT id, {_IS_AUDIT}, owner, length(detail) + 256 FROM events WHERE stored < ?"  # noqa: S608
-# Selects the events with a value in a column, and the actions with a result that has it.
-_ABOUT = """({0} = :{0} OR (type = 'action' AND EXISTS (
-    SELECT 1 FROM json_each(detail, '$.results') WHERE CAST(json_extract(value, '$.{0}') AS TEXT) = :{0})))"""
-_OF_DEVICE = f"""({_ABOUT.format("uuid")} OR (type IN ('process_started', 'process_ended') AND EXISTS (
-    SELECT 1 FROM json_each(detail, '$.devices') WHERE json_extract(value, '$.uuid') = :uuid)))"""  # noqa: S608 - constant names
+# More is deleted than is needed, because each time the size of every event is read.
+_SPARE_PART = 32
+_OF_PROCESS = "(pid = :pid OR id IN (SELECT event FROM places WHERE pid = :pid))"
+_OF_DEVICE = "(uuid = :device OR id IN (SELECT event FROM places WHERE uuid = :device))"
 _PIDS_OF_JOB = "(SELECT pid FROM events WHERE job = :job AND job != '')"
-_OF_JOB = f"""(job = :job OR workload = :job OR (type IN ('action', 'policy_stopped') AND (
-    pid IN {_PIDS_OF_JOB} OR EXISTS (
-        SELECT 1 FROM json_each(detail, '$.results') WHERE json_extract(value, '$.workload') = :job
-        OR CAST(json_extract(value, '$.pid') AS TEXT) IN {_PIDS_OF_JOB}))))"""  # noqa: S608 - constant names
+_OF_JOB = f"""(job = :job OR workload = :job OR (type IN ('action', 'policy_stopped') AND pid IN {_PIDS_OF_JOB})
+    OR id IN (SELECT event FROM places WHERE workload = :job OR pid IN {_PIDS_OF_JOB}))"""  # noqa: S608 - constant names
 _LAST_OF_SUBJECT = """NOT EXISTS (
     SELECT 1 FROM events AS later WHERE later.subject = events.subject AND later.id > events.id)"""
 _OF_JOB_ID = """id IN (
@@ -123,12 +135,7 @@ class Storage:
         # On the clock, the start of the running time: the time in which exporters have had this file open.
         self._running_since_seconds = 0.0
         self._written_running_seconds = 0.0
-        # The bytes of the audit trail and of the other events of each owner; None if they have to be read.
-        self._sizes: Counter[tuple[bool, str]] | None = None
         self._connection: sqlite3.Connection | None = None
-        self._inode = 0
-        self.damaged_file = ""
-        """The path to which the last damaged file was moved; empty if there was none."""
 
     def __str__(self) -> str:
         return "memory" if self._path is None else str(self._path)
@@ -154,25 +161,17 @@ class Storage:
                 connection.close()
 
     def _attempt(self, operation: Callable[[sqlite3.Connection], T]) -> T:
-        """Run an operation on the open file. A damaged file is moved, and the operation runs on a new file."""
+        """Run an operation on the open file."""
         try:
-            try:
-                return operation(self._open())
-            except sqlite3.DatabaseError as error:
-                # Python raises the base class only for SQLITE_CORRUPT and SQLITE_NOTADB, a subclass for other errors.
-                if type(error) is not sqlite3.DatabaseError or self._path is None:
-                    raise
-                self._move_damaged_file(self._path)
-                return operation(self._open())
+            return operation(self._open())
         except (sqlite3.Error, OSError) as error:
             if self._path is not None:
                 self.close()
             raise StorageError(self._error_text(error)) from error
 
     def _open(self) -> sqlite3.Connection:
-        if self._connection is not None and not self._was_replaced():
+        if self._connection is not None:
             return self._connection
-        self.close()
         if self._path is not None:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.touch(mode=0o600)  # the mode of SQLite's other files too
@@ -188,7 +187,6 @@ class Storage:
         except BaseException:
             connection.close()
             raise
-        self._inode = 0 if self._path is None else self._path.stat().st_ino
         self._connection = connection
         return connection
 
@@ -199,17 +197,14 @@ class Storage:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(found)
-        if version == 0:
-            connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
-        known = {row[1] for row in connection.execute("PRAGMA table_info(events)")}
+        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+        known = {row["name"] for row in connection.execute("PRAGMA table_info(events)")}
         added = [
-            f"ALTER TABLE events ADD COLUMN {name} {type_};"
-            for name, type_ in _COLUMNS_OF_LATER_VERSIONS.items()
-            if name not in known
+            f"ALTER TABLE events ADD COLUMN {name} {_LATER_COLUMNS[name]};" for name in _LATER_COLUMNS.keys() - known
         ]
-        connection.executescript(f"BEGIN IMMEDIATE; {''.join(added)} {_LATER_SCHEMA} COMMIT;")
+        places = "" if connection.execute("PRAGMA table_info(places)").fetchone() else _PLACES_SCHEMA
+        connection.executescript(f"BEGIN IMMEDIATE; {''.join(added)} {_LATER_SCHEMA} {places} COMMIT;")
         self._start_running_time(connection)
-        self._sizes = None
 
     def _start_running_time(self, connection: sqlite3.Connection) -> None:
         """Continue the running time of the file."""
@@ -232,34 +227,13 @@ class Storage:
             (running_seconds,),
         )
 
-    def _was_replaced(self) -> bool:
-        """Return whether the file was removed or replaced."""
-        # SQLite would go on with the file that it has open, and the events would be lost with it.
-        if self._path is None:
-            return False
-        try:
-            return self._path.stat().st_ino != self._inode
-        except FileNotFoundError:
-            return True
-
-    def _move_damaged_file(self, path: Path) -> None:
-        self.close()
-        damaged = path.with_name(path.name + ".damaged")
-        for suffix in ("-wal", "-shm", ""):
-            with contextlib.suppress(FileNotFoundError):
-                path.with_name(path.name + suffix).replace(damaged.with_name(damaged.name + suffix))
-        self.damaged_file = str(damaged)
-
     def _transaction(self, connection: sqlite3.Connection, rows: Sequence[tuple[Event, dict[str, Any]]]) -> list[Event]:
         stored: list[Event] = []
         connection.execute("BEGIN IMMEDIATE")
         try:
             running_seconds = self._clock() - self._running_since_seconds
-            if self._sizes is None:
-                self._sizes = Counter({(bool(audit), owner): size for audit, owner, size in connection.execute(_SIZES)})
-            sizes = self._sizes
-            self._delete_expired(connection, sizes, running_seconds)
-            self._make_room(connection, sizes, sum(_PAGE_BYTES + 2 * len(row["detail"]) for _, row in rows))
+            connection.execute("DELETE FROM events WHERE stored < ?", (running_seconds - self._retention_seconds,))
+            self._make_room(connection, sum(_PAGE_BYTES + 2 * len(row["detail"]) for _, row in rows))
             if running_seconds - self._written_running_seconds >= _RUNNING_TIME_STEP_SECONDS:
                 self._written_running_seconds = running_seconds
                 times = (running_seconds, self._clock())
@@ -270,58 +244,52 @@ class Storage:
                     # Ids are based on the clock, so that they increase after a restart also without a folder.
                     last = row["id"] = max(last + 1, int(self._wall_clock() * 1000))
                     row["stored"] = running_seconds
-                    sizes[event.type in AUDIT_TYPES, row["owner"]] += len(row["detail"]) + 256
                     connection.execute(_INSERT, row)
                     stored.append(event)
             connection.execute("COMMIT")
         except BaseException:
-            self._sizes = None
             with contextlib.suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
             raise
         return stored
 
-    def _delete_expired(
-        self, connection: sqlite3.Connection, sizes: Counter[tuple[bool, str]], running_seconds: float
-    ) -> None:
-        """Delete the events that were stored longer ago than the retention time."""
-        expired = connection.execute(_EXPIRED, (running_seconds - self._retention_seconds,)).fetchall()
-        for _, audit, owner, size in expired:
-            _subtract(sizes, (bool(audit), owner), size)
-        connection.executemany("DELETE FROM events WHERE id = ?", [(row["id"],) for row in expired])
+    def _make_room(self, connection: sqlite3.Connection, needed_bytes: int) -> None:
+        """Delete old events of the audit trail or of the others, whichever use more space.
 
-    def _make_room(self, connection: sqlite3.Connection, sizes: Counter[tuple[bool, str]], needed_bytes: int) -> None:
-        """Delete old events of the kind that uses more space, each of the owner that uses most of it.
-
-        So no user can push out the events of others. SQLite reuses the space; the file never shrinks.
+        The owner with the most loses first, so that no user can push out the events of others. SQLite reuses the
+        space; the file never shrinks.
         """
-        while True:
-            (pages,) = connection.execute("PRAGMA page_count").fetchone()
-            (unused,) = connection.execute("PRAGMA freelist_count").fetchone()
-            if (pages - unused) * _PAGE_BYTES + needed_bytes <= self._bytes or not sizes:
+        if self._free_bytes(connection) >= needed_bytes:
+            return
+        halves = Shares(0), Shares(0)
+        for is_audit, owner, size in connection.execute(_SIZES):
+            halves[is_audit].put(owner, size)
+        while self._free_bytes(connection) < needed_bytes + self._bytes // _SPARE_PART:
+            audit = halves[True].total > halves[False].total
+            loser = halves[audit].over()
+            if loser is None:
                 return
-            audit = sum(size for (is_audit, _), size in sizes.items() if is_audit) * 2 > sizes.total()
-            largest = max((each for each in sizes if each[0] == audit), key=sizes.__getitem__)
-            freed, ids = 0, []
-            for id_, size in connection.execute(_OLDEST_OF_OWNER, (largest[1], audit)):
+            ids, goal = [], halves[audit][loser] * (_SPARE_PART - 1) // _SPARE_PART
+            for id_, size in connection.execute(_OLDEST_OF_OWNER, (loser, audit)):
                 ids.append((id_,))
-                freed += size
-                if freed * 32 >= sizes[largest]:
+                halves[audit].drop(loser, size)
+                if halves[audit][loser] <= goal:
                     break
             connection.executemany("DELETE FROM events WHERE id = ?", ids)
-            _subtract(sizes, largest, freed)
+
+    def _free_bytes(self, connection: sqlite3.Connection) -> int:
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        (unused,) = connection.execute("PRAGMA freelist_count").fetchone()
+        return self._bytes - (int(pages) - int(unused)) * _PAGE_BYTES
 
     def _error_text(self, error: Exception) -> str:
         if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
             return f"{self}: another exporter uses it"
+        # Python raises the base class only for SQLITE_CORRUPT and SQLITE_NOTADB, a subclass for other errors.
+        if type(error) is sqlite3.DatabaseError:
+            return f"{self}: the file is damaged; move it away, and a new one is created"
         reason = error.strerror if isinstance(error, OSError) else ""
         return f"{self}: {reason or error}"
-
-
-def _subtract(sizes: Counter[tuple[bool, str]], of: tuple[bool, str], size: int) -> None:
-    sizes[of] -= size
-    if sizes[of] <= 0:
-        del sizes[of]
 
 
 def _is_new(connection: sqlite3.Connection, event: Event) -> bool:
@@ -364,7 +332,7 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
     after = query.after or 0
     optional = {
         "time >= :since_unix_seconds": query.since_unix_seconds,
-        _ABOUT.format("pid"): query.pid,
+        _OF_PROCESS: query.pid,
         _OF_JOB: query.job,
         _OF_DEVICE: query.device,
         _OF_JOB_ID: query.job_id,
@@ -398,7 +366,6 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
         {
             **{field.name: getattr(query, field.name) for field in fields(query)},
             **{f"type{i}": type_ for i, type_ in enumerate(query.types)},
-            "uuid": query.device,
             "after": after,
             "limit": query.limit + 1,
         },

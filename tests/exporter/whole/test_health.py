@@ -23,7 +23,7 @@ from tests.support.waiting import wait_until_equal
 
 WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, stuck=False, error="")
 
-KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None, waiting=0, dropped=0, damaged_file="")
+KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None, waiting=0, dropped=0)
 
 
 def health(snapshot: Snapshot, events: EventLogStatus = KEEPING, **poller: Any) -> HealthDocument:
@@ -78,7 +78,6 @@ def test_a_check_shows_what_is_wrong(
         ),
         ({"alive": False}, "degraded", "event log has stopped"),
         ({"busy_seconds": 7.2}, "degraded", r"\b7 s\b"),
-        ({"damaged_file": "/e/events.db.damaged"}, "ok", "/e/events.db.damaged"),
     ],
 )
 def test_events_that_cannot_be_stored_are_degraded_with_the_reason(

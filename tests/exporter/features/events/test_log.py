@@ -147,32 +147,35 @@ def test_events_beyond_the_queue_are_dropped_and_counted(caplog: pytest.LogCaptu
         assert bench.put("g").result(0) is False
     assert bench.dropped == [2, 1, 1]
     assert bench.log.status().dropped == 4
+    assert bench.log.status().waiting == 3
     assert len(caplog.records) == 1
     bench.log.start()
     assert bench.stored() == ["a", "b", "e"]
     assert bench.log.stop(WAIT)
 
 
-def test_a_flood_of_one_kind_leaves_the_queue_to_the_other() -> None:
-    bench = Bench(max_waiting=3)
-    flood = [bench.put("a") for _ in range(5)]
-    audit = [bench.log.put([Event("action", 0.0)]) for _ in range(5)]
-    assert [future.done() for future in flood] == [future.done() for future in audit] == [False] * 3 + [True] * 2
+def test_of_its_own_events_an_owner_loses_the_audit_trail_last() -> None:
+    bench = Bench(max_waiting=4)
+    audit = [bench.log.put([Event("action", 0.0)]) for _ in range(3)]
+    others = [bench.put("a") for _ in range(3)]
+    audit += [bench.log.put([Event("action", 0.0)]) for _ in range(3)]
+    assert [future.done() for future in others] == [True] * 3
+    assert [future.done() for future in audit] == [False] * 4 + [True] * 2
     bench.log.start()
-    assert all(future.result(WAIT) for future in (*flood[:3], *audit[:3]))
+    assert all(future.result(WAIT) for future in audit[:4])
     assert bench.log.stop(WAIT)
 
 
-def test_one_owner_leaves_most_of_the_queue_to_the_others() -> None:
+def test_the_owner_that_fills_the_queue_loses_its_latest_events() -> None:
     bench = Bench(max_waiting=40)
-    flood = [bench.log.put([Event("oom", 0.0, owner="uid:1")]) for _ in range(40)]
-    large = [Event("action", 0.0, owner="uid:1", detail={"results": [{}] * 160}) for _ in range(2)]
-    assert [bench.log.put([event]).done() for event in large] == [True, True]
-    others = [bench.log.put([Event("oom", 0.0, owner=f"uid:{number}")]) for number in range(2, 12)]
-    assert [future.done() for future in flood] == [False] * 10 + [True] * 30
-    assert not any(future.done() for future in others)
+    first = bench.log.put([Event("oom", 0.0, owner="uid:2")])
+    flood = [bench.log.put([Event("oom", 0.0, owner="uid:1")]) for _ in range(60)]
+    large = bench.log.put([Event("action", 0.0, owner="uid:1", detail={"results": [{}] * 160})])
+    others = [bench.log.put([Event("oom", 0.0, owner=f"uid:{number}")]) for number in range(3, 13)]
+    assert not any(future.done() for future in (first, large, *others))
+    assert [future.done() for future in flood] == [False] * 18 + [True] * 42
     bench.log.start()
-    assert all(future.result(WAIT) for future in others)
+    assert all(future.result(WAIT) for future in (first, large, *others, *flood[:18]))
     assert bench.log.stop(WAIT)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,29 +182,60 @@ def test_the_retention_time_continues_after_a_restart_of_the_machine(
     second.close()
 
 
-def test_a_file_of_an_earlier_exporter_keeps_its_events_and_their_callers(tmp_path: Path) -> None:
-    connection = sqlite3.connect(tmp_path / FILE_NAME)
-    connection.executescript(
-        """CREATE TABLE events (id INTEGER PRIMARY KEY, type TEXT NOT NULL, time REAL NOT NULL, gpu TEXT, uuid TEXT,
-        pid TEXT, workload TEXT, rank TEXT, detail TEXT NOT NULL, subject TEXT);
-        INSERT INTO events (id, type, time, detail) VALUES (5, 'action', 9.0, '{"number": 1, "caller": "uid:7"}');
-        PRAGMA user_version = 1;"""
-    )
-    connection.close()
+# The schemas of the files of versions 0.2 and 0.3.
+SCHEMA_0_2 = """CREATE TABLE events (id INTEGER PRIMARY KEY, type TEXT NOT NULL, time REAL NOT NULL, gpu TEXT,
+uuid TEXT, pid TEXT, workload TEXT, rank TEXT, detail TEXT NOT NULL, subject TEXT);
+CREATE INDEX events_time ON events (time);
+CREATE INDEX events_subject ON events (subject, id) WHERE subject IS NOT NULL;
+PRAGMA user_version = 1;"""
+SCHEMA_0_3 = f"""{SCHEMA_0_2}
+ALTER TABLE events ADD COLUMN owner TEXT;
+ALTER TABLE events ADD COLUMN stored REAL;
+ALTER TABLE events ADD COLUMN job TEXT;
+CREATE TABLE running_time (seconds REAL NOT NULL, monotonic_seconds REAL NOT NULL);
+INSERT INTO running_time VALUES (50.0, 50.0);
+CREATE INDEX events_owner ON events (owner);
+CREATE INDEX events_stored ON events (stored);
+CREATE INDEX events_job ON events (job) WHERE job != '';"""
+
+
+@pytest.mark.parametrize("schema", [SCHEMA_0_2, SCHEMA_0_3], ids=["0.2", "0.3"])
+def test_a_file_of_an_earlier_exporter_loses_nothing(tmp_path: Path, schema: str) -> None:
+    results = [{"uuid": "GPU-0", "pid": 7, "workload": "llm"}, {"uuid": "GPU-1", "pid": "1@5", "workload": ""}]
+    action = json.dumps({"number": 1, "caller": "uid:7", "results": results})
+    started = json.dumps({"number": 2, "devices": [{"uuid": "GPU-1"}, {"uuid": "GPU-2"}]})
+
+    def insert(connection: sqlite3.Connection, id_: int, type_: str, pid: str | None, detail: str) -> None:
+        row = (id_, type_, 9.0, pid, "llm" if pid else None, detail)
+        connection.execute("INSERT INTO events (id, type, time, pid, workload, detail) VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.executescript(schema)
+        insert(connection, 5, "action", None, action)
+        insert(connection, 6, "process_started", "8", started)
+        connection.commit()
     bench = Bench(tmp_path)
-    bench.put(2)
-    assert bench.numbers() == [1, 2]
+    bench.put(3)
+    assert bench.numbers() == [1, 2, 3]
+    assert bench.numbers(owner="uid:7") == [1]
     bench.storage.close()
-    connection = sqlite3.connect(tmp_path / FILE_NAME)
-    assert connection.execute("SELECT owner FROM events ORDER BY id").fetchall() == [("uid:7",), ("",)]
-    # The earlier exporter can still write to it.
-    connection.execute("INSERT INTO events (id, type, time, detail) VALUES (6, 'oom', 9.0, '{\"number\": 3}')")
-    connection.commit()
-    connection.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        # The earlier exporter can still write to it.
+        insert(connection, 7, "action", None, action.replace('"number": 1', '"number": 4'))
+        connection.commit()
     bench.again()
     bench.storage.maintain()
-    assert sorted(bench.numbers()) == [1, 2, 3]
+    assert sorted(bench.numbers()) == [1, 2, 3, 4]
+    assert sorted(bench.numbers(pid="1@5")) == [1, 4]
+    assert sorted(bench.numbers(device="GPU-1")) == [1, 2, 4]
+    assert bench.numbers(device="GPU-2") == [2]
+    assert sorted(bench.numbers(job="llm")) == [1, 2, 4]
+    bench.now += 8 * DAY
+    bench.storage.maintain()
+    assert bench.numbers() == []
     bench.storage.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        assert connection.execute("SELECT count(*) FROM places").fetchone() == (0,)
 
 
 def test_the_owner_with_the_most_events_loses_its_oldest_first_also_after_a_restart(tmp_path: Path) -> None:
@@ -283,7 +316,9 @@ def test_ids_increase_over_a_restart_with_and_without_a_file(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", [b"this is no database" * 500, None], ids=["overwritten", "one page overwritten"])
-def test_a_damaged_file_is_moved_and_a_new_one_is_created(on_disk: Bench, tmp_path: Path, damage: bytes | None) -> None:
+def test_a_damaged_file_is_not_changed_and_can_be_moved_away(
+    on_disk: Bench, tmp_path: Path, damage: bytes | None
+) -> None:
     bench = on_disk
     bench.put(*range(200))
     bench.storage.close()
@@ -292,11 +327,12 @@ def test_a_damaged_file_is_moved_and_a_new_one_is_created(on_disk: Bench, tmp_pa
     content[4096:8192] = b"\xff" * 4096
     file.write_bytes(damage or content)
     bench.again()
+    with pytest.raises(StorageError, match="damaged"):
+        bench.put(1000)
+    assert file.read_bytes() == (damage or content)
+    file.rename(tmp_path / "moved")
     bench.put(1000)
     assert bench.numbers() == [1000]
-    assert bench.storage.damaged_file == str(tmp_path / (FILE_NAME + ".damaged"))
-    assert Path(bench.storage.damaged_file).read_bytes() == (damage or content)
-    bench.storage.close()
 
 
 def test_a_file_of_another_version_is_not_changed(on_disk: Bench, tmp_path: Path) -> None:
@@ -305,17 +341,7 @@ def test_a_file_of_another_version_is_not_changed(on_disk: Bench, tmp_path: Path
     connection.close()
     with pytest.raises(StorageError, match=r"\bversion\b"):
         on_disk.put(1)
-    assert on_disk.storage.damaged_file == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME]
-
-
-def test_a_removed_file_is_created_again(on_disk: Bench, tmp_path: Path) -> None:
-    on_disk.put(1)
-    (tmp_path / FILE_NAME).unlink()
-    on_disk.put(2)
-    on_disk.storage.close()
-    on_disk.again()
-    assert on_disk.numbers() == [2]
 
 
 def test_events_about_a_job_are_found_by_its_id_and_by_its_workload(bench: Bench) -> None:
