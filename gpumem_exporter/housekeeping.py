@@ -1,4 +1,4 @@
-"""Work that no request triggers: chores once a second, errors restored at the start, and files read again on SIGHUP."""
+"""Work that no request triggers: chores once a second, ends of processes before a start, and files read on SIGHUP."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from typing import Any
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.event import Event, Query
-from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom
-from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.features.events.event_recorder import Recorder
-from gpumem_exporter.features.events.process_events import process_subject
-from gpumem_exporter.features.oom.oom_events import last_ooms
 from gpumem_exporter.node.host import Host
 
 INTERVAL_SECONDS = 1.0
@@ -55,34 +50,6 @@ async def release_free_memory() -> None:
         await asyncio.to_thread(malloc_trim, 0)
 
 
-async def restore_ooms(
-    store: Store, log: EventLog, *, clock: Callable[[], float], wall_clock: Callable[[], float]
-) -> None:
-    """Restore the out-of-memory errors of the last hour that an earlier run stored, and note which ended a process."""
-    # An earlier exporter may still use the storage: until no stored error would be shown any more, this retries.
-    end_seconds = clock() + SHOWN_SECONDS
-    while clock() < end_seconds:
-        try:
-            since_unix_seconds = wall_clock() - SHOWN_SECONDS
-            query = Query(since_unix_seconds=since_unix_seconds, types=("oom",), newest_of_each=True, limit=MAX_SHOWN)
-            ooms = last_ooms(await log.pages(query), clock(), wall_clock())
-            store.restore_ooms(ooms)
-            without_end = [oom for oom in ooms if not await _has_stored_end(oom, store, log)]
-            # By then each process that runs has reported again.
-            await asyncio.sleep(store.report_expiry_seconds)
-            snapshot = store.snapshot(clock())
-            for oom in without_end:
-                if _has_ended(oom, snapshot):
-                    store.note_end(oom.session, oom.happened_seconds)
-        except StorageError:
-            await asyncio.sleep(RETRY_SECONDS)  # the event log has logged the error
-        except Exception:  # noqa: BLE001 - the exporter works without them
-            _log.exception("the out-of-memory errors before this start cannot be restored")
-            return
-        else:
-            return
-
-
 async def restore_ends(
     recorder: Recorder, store: Store, host: Host, *, clock: Callable[[], float], silent_seconds: float
 ) -> None:
@@ -114,33 +81,6 @@ async def restore_ends(
         ended = [event for event in started if has_ended(event)][:_MAX_ENDS]
         recorder.ended_unseen(ended)
         started = [event for event in started if event not in ended]
-
-
-async def _has_stored_end(oom: LastOom, store: Store, log: EventLog) -> bool:
-    """Return whether the end of an error's process is stored, and note it."""
-    query = Query(types=("process_ended",), subject=process_subject(oom.session))
-    for event in (await log.page(query)).events:
-        last: float | None = event.detail["last_report_unix_seconds"]
-        last_report_unix_seconds = oom.happened_unix_seconds if last is None else last
-        store.note_end(oom.session, oom.happened_seconds + last_report_unix_seconds - oom.happened_unix_seconds)
-        return True
-    return False
-
-
-def _has_ended(oom: LastOom, snapshot: Snapshot) -> bool:
-    """Return whether an error's process neither reports nor is listed by the driver. False if that is not known."""
-    node = snapshot.node
-    if any(process.report.process.session == oom.session for process in snapshot.processes):
-        return False
-    if node is None or not node.up or not oom.pid.isdecimal():
-        return False
-    if any(device.processes is None for device in node.devices):
-        return False
-    if not any(listed.pid == int(oom.pid) for device in node.devices for listed in device.processes or ()):
-        return True
-    facts = node.facts.get(int(oom.pid))
-    started_seconds = facts.started_seconds if facts is not None else None
-    return started_seconds is not None and started_seconds > oom.happened_seconds  # the pid was reused
 
 
 def take_over_hangup() -> None:

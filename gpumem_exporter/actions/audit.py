@@ -15,11 +15,11 @@ from typing import TypeVar
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions.action_events import action_event, read_action, read_requested, requested_event
 from gpumem_exporter.actions.declarations import MAX_DEADLINE_SECONDS
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
-from gpumem_exporter.core.event import ACTION_REQUESTED, Event, Query
-from gpumem_exporter.features.events.event_recorder import Recorder, read_action, read_requested
+from gpumem_exporter.core.event import ACTION_REQUESTED, Event, Journal, Query
 
 T = TypeVar("T")
 
@@ -39,14 +39,14 @@ class Audit:
 
     def __init__(
         self,
-        events: Recorder,
+        journal: Journal,
         *,
         durable: bool,
         wall_clock: Callable[[], float],
         count: Callable[[Action], None],
         poll_soon: Callable[[], None],
     ) -> None:
-        self._events = events
+        self._journal = journal
         self.durable = durable
         self._wall_clock = wall_clock
         self._count = count
@@ -56,7 +56,7 @@ class Audit:
 
     async def record(self, submitted: SubmittedAction) -> None:
         """Record a new action; return when it is on disk, or when the disk fails."""
-        await self._events.log.wait_until_kept(self._events.action_requested(submitted))
+        await self._journal.wait_until_kept(self._journal.put([requested_event(submitted)]))
 
     def finished(self, action: Action) -> None:
         """Count, log and record the end of an action, and poll the driver."""
@@ -67,9 +67,11 @@ class Audit:
             self._poll_soon()
 
     def store_end(self, action: Action) -> None:
-        """Record the end of an action."""
-        stored = self._events.action_finished(action)
-        if stored is not None and self.durable:
+        """Record the end of an action. A dry run has no event."""
+        if action.dry_run or action.unlisted:
+            return
+        stored = self._journal.put([action_event(action, self._wall_clock())])
+        if self.durable:
             self._ends = {known: end for known, end in self._ends.items() if not end.done()}
             self._ends[action.id] = stored
 
@@ -77,7 +79,7 @@ class Audit:
         """Return when the end of an action is on disk, or when the disk fails."""
         end = self._ends.get(action.id)
         if end is not None:
-            await self._events.log.wait_until_kept(end)
+            await self._journal.wait_until_kept(end)
 
     async def wait_until_restored(self) -> None:
         """Wait until the dispatcher knows the actions before the restart, for some seconds at most."""
@@ -94,7 +96,7 @@ class Audit:
         try:
             while True:
                 try:
-                    events = await self._events.log.pages(query, max_rows=_MAX_ROWS)
+                    events = await self._journal.pages(query, max_rows=_MAX_ROWS)
                 except StorageError:
                     await asyncio.sleep(_RETRY_SECONDS)  # the event log has logged the error
                 else:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 ACTION_REQUESTED = "action_asked"
 """The type of a record that a restarted exporter reads, and no event: the event `action` of its end says the same. The
@@ -98,6 +99,37 @@ class Page:
     """`Query.after` for the next page or for future events."""
     more: bool
     """Whether there is a next page now."""
+
+
+class Journal(Protocol):
+    """The log of events, for the parts that record and read events."""
+
+    def put(self, events: Sequence[Event]) -> Future[bool]:
+        """Queue events; the future is true after their commit, and false if they are dropped or the disk fails."""
+
+    async def wait_until_kept(self, committed: Future[bool]) -> bool:
+        """Wait until events are committed and return whether they are; not long, if the disk fails or is slow."""
+
+    async def page(self, query: Query) -> Page:
+        """Return the events that match a query. Raises StorageError."""
+
+    async def pages(self, query: Query, *, max_rows: int | None = None) -> list[Event]:
+        """Return the events of all pages, oldest first, or the latest that have `max_rows`. Raises StorageError."""
+
+
+def oom_subject(session: str, number: int) -> str:
+    """Return the subject of the event of an out-of-memory error."""
+    return f"oom:{session}:{number}"
+
+
+def session_of_oom(event: Event) -> str:
+    """Return the session of the reporter that reported an out-of-memory error."""
+    return event.subject.removeprefix("oom:").rpartition(":")[0]
+
+
+def process_subject(session: str) -> str:
+    """Return the subject of the start and the end of a reporter's session."""
+    return f"process:{session}"
 
 
 def detail_json(detail: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar, cast
 
 from gpumem_client.wire.protocol import DeviceSample, Report
 from gpumem_exporter.core.container import UNKNOWN, Place
-from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.naming import pid_order, reporter_name
 
 T = TypeVar("T")
@@ -367,6 +366,41 @@ class Names:
             tuple((name, reporting[name]) for name in sorted(reporting, key=pid_order)),
             tuple((name, silent[name]) for name in sorted(silent.keys() - reporting, key=pid_order)),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LastOom:
+    """The last out-of-memory error of a process on a device, with the values at that time.
+
+    The record outlives the process, and its labels keep the values that they had at the time of the error.
+    """
+
+    gpu: str
+    """NVML index; empty if it was unknown."""
+    uuid: str
+    pid: str
+    """The name of the process by `core.naming`."""
+    workload: str
+    rank: str
+    session: str
+    """The reporter's session; together with `number` it identifies the error if it is reported twice."""
+    number: int
+    """The number of the error within the session."""
+    happened_seconds: float
+    happened_unix_seconds: float
+    requested_bytes: int | None = None
+    """The size of the allocator's request to the driver."""
+    device_free_bytes: int | None = None
+    limit_bytes: int | None = None
+    """The memory of the device, or the process' memory fraction of it."""
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    reclaimable_bytes: int | None = None
+    fragmented_bytes: int | None = None
+    owner: str = ""
+    """The holder of one share of the errors that are shown; see `ProcessKey.share`."""
+    ended_process: bool = False
+    """Whether the process ended soon after the error, or while no exporter ran. False if unknown."""
 
 
 @dataclass(frozen=True)

@@ -3,26 +3,26 @@
 Each process has an owner: its user and its place. No report of one owner changes what the store has of another. All
 reports that only a token vouches for have the same owner.
 
-The poller and the report route write to it; readers take a snapshot. The store is thread-safe: the poller writes from
-its thread, everything else from the event loop. No method does I/O.
+The poller and the report route write to it; readers take a snapshot, in any thread. The store is thread-safe: the
+poller writes from its thread, everything else from the event loop. No method does I/O.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gpumem_client.wire.protocol import Report
 from gpumem_exporter.core.activity import Activity
 from gpumem_exporter.core.container import UNKNOWN, Place
-from gpumem_exporter.core.last_ooms import LastOom, LastOoms
 from gpumem_exporter.core.orphans import Orphans
 from gpumem_exporter.core.pairing import Pairing
 from gpumem_exporter.core.samples import (
     KV_PEAK_WINDOWS,
     KvCachePeak,
+    LastOom,
     NodeReading,
     ProcessKey,
     ReportingProcess,
@@ -47,6 +47,7 @@ _LINE_BYTES = 120
 _PROCESS_BYTES = 2000
 # Without a `beat` for this time, the exporter has been paused or cannot take reports: no report expires meanwhile.
 _PAUSE_SECONDS = 3.0
+_NO_PEAKS: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,8 @@ class Store:
         # The time of the last `beat`; None before the first one.
         self._beat_seconds: float | None = None
         self._displaced: list[ProcessKey] = []
-        self._ooms = LastOoms()
         self._pairing = Pairing()
         self._starting = StartingEngines()
-        self._kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
         self._orphans = Orphans()
         self._activity = Activity()
 
@@ -202,37 +201,24 @@ class Store:
             displaced, self._displaced = tuple(self._displaced), []
             return displaced
 
-    def put_ooms(self, ooms: Iterable[LastOom]) -> None:
-        """Store new out-of-memory errors, which stay in snapshots for an hour, also after their processes exit."""
-        with self._lock:
-            self._ooms.put(ooms)
-
-    def restore_ooms(self, ooms: Iterable[LastOom]) -> None:
-        """Restore the out-of-memory errors that an earlier run of the exporter stored."""
-        with self._lock:
-            self._ooms.restore(ooms)
-
-    def note_end(self, session: str, last_report_seconds: float) -> None:
-        """Note that a process has ended whose out-of-memory errors were restored."""
-        with self._lock:
-            self._ooms.process_ended(session, last_report_seconds)
-
-    def put_kv_cache_peaks(self, peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]]) -> None:
-        """Replace the peaks of key-value caches; called by the thread of the history."""
-        with self._lock:
-            self._kv_cache_peaks = peaks
-
     def forget(self, key: ProcessKey) -> None:
         """Remove a process that exited or stopped its reporter; an unknown key is ignored."""
         with self._lock:
-            entry = self._entries.pop(key, None)
-            if entry is not None:
-                self._ooms.process_ended(entry.process.report.process.session, entry.process.received_seconds)
+            self._entries.pop(key, None)
             self._silent.pop(key, None)
             self._pairing.forget(key)
 
-    def snapshot(self, now_seconds: float) -> Snapshot:
-        """Return the current state without expired data; the readings and samples in it belong together."""
+    def snapshot(
+        self,
+        now_seconds: float,
+        *,
+        ooms: tuple[LastOom, ...] = (),
+        kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = _NO_PEAKS,
+    ) -> Snapshot:
+        """Return the current state without expired data; the readings and samples in it belong together.
+
+        `ooms` and `kv_cache_peaks` are the parts that others have derived from reports before.
+        """
         with self._lock:
             self._expire(now_seconds)
             node = self._node
@@ -247,8 +233,6 @@ class Store:
                 for entry in self._entries.values()
                 if entry.process.report.engine_starting is not None
             ]
-            if self._ooms.expires_seconds < now_seconds:
-                self._ooms.expire(now_seconds)
             starting: tuple[StartingEngine, ...] = ()
             if reporters or self._starting.titled:  # most nodes have no engine
                 starting = self._starting.at(now_seconds, reporters)
@@ -257,9 +241,9 @@ class Store:
                 node=node,
                 processes=processes,
                 silent=tuple(self._silent.values()),
-                ooms=self._ooms.shown,
+                ooms=ooms,
                 starting=starting,
-                kv_cache_peaks=self._kv_cache_peaks,
+                kv_cache_peaks=kv_cache_peaks,
                 orphans=self._orphans.found if node is not None else {},
                 activity=self._activity.found if node is not None else {},
             )

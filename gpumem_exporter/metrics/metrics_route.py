@@ -12,7 +12,7 @@ from itertools import chain
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from gpumem_exporter.core.store import Store
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.fair_queue import Turns, cut
 from gpumem_exporter.edge.problems import ProblemError, problem_response
 from gpumem_exporter.edge.replies import accepts_gzip, prefers_openmetrics
@@ -34,9 +34,9 @@ _GZIP_LEVEL = 1
 class MetricsRoute:
     """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
-    def __init__(self, exposition: Exposition, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
         def page(*, openmetrics: bool) -> Iterator[bytes]:
-            yield from exposition.render(store.snapshot(clock()), openmetrics=openmetrics)
+            yield from exposition.render(snapshot(), openmetrics=openmetrics)
 
         self._pages = SharedPages(page)
         self._turns = Turns(_SCRAPES, running_of_owner=_SCRAPES_OF_OWNER)

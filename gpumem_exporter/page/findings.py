@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gpumem_client.wire.units import counted, human_bytes, human_seconds
-from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, sum_of_known
-from gpumem_exporter.core.samples import DeviceReading, Snapshot
+from gpumem_exporter.core.samples import DeviceReading, LastOom, Snapshot
 from gpumem_exporter.page.documents import Part
 from gpumem_exporter.page.engines import ENOUGH_SECONDS, smaller_cache
 from gpumem_exporter.page.growth import GrowingPart

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -24,6 +26,7 @@ from gpumem_client.wire.protocol import (
     to_wire,
 )
 from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.core.event import Journal
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.edge.fair_queue import Held, HeldRequests, Turns
@@ -35,7 +38,6 @@ from gpumem_exporter.errors import (
     UnknownDeviceError,
 )
 from gpumem_exporter.features.engines.cache_use import CacheUse
-from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.metrics.instruments import Instruments
 from gpumem_exporter.reports.process_liveness import Presence
 from gpumem_exporter.reports.report_schema import ReportReader, shortened
@@ -56,6 +58,23 @@ _MAX_NAMED = 16
 _log = logging.getLogger(__name__)
 
 
+class ProcessRecorder(Protocol):
+    """Records which processes report."""
+
+    def take_report(self, process: ReportingProcess) -> None:
+        """Record an accepted report."""
+
+    def late_process(self, session: str, owner_uid: int | None) -> ReportingProcess | None:
+        """Return the process of a session of this user, with its last report, also if it has ended lately."""
+
+
+class ErrorRecorder(Protocol):
+    """Records the out-of-memory errors of reports."""
+
+    def take_report(self, process: ReportingProcess) -> Future[bool] | None:
+        """Record the errors of a report; the future is true once they are committed, None if there is none."""
+
+
 class ReportsRoute:
     """Takes reports: the only place that connects the parts that a report changes. Used on the event loop only."""
 
@@ -65,7 +84,9 @@ class ReportsRoute:
         senders: ReportSenders,
         cache_use: CacheUse,
         presence: Presence,
-        events: Recorder,
+        processes: ProcessRecorder,
+        errors: ErrorRecorder,
+        journal: Journal,
         dispatcher: Dispatcher,
         held_requests: HeldRequests,
         instruments: Instruments,
@@ -78,7 +99,9 @@ class ReportsRoute:
         self._senders = senders
         self._cache_use = cache_use
         self._presence = presence
-        self._events = events
+        self._processes = processes
+        self._errors = errors
+        self._journal = journal
         self._dispatcher = dispatcher
         self._held_requests = held_requests
         self._instruments = instruments
@@ -126,7 +149,7 @@ class ReportsRoute:
             before = self._reports.find(key)
             if before is None and reported.host_pid is None:
                 # A process that exited before this was read is not in /proc, so it would count as another process.
-                late = self._events.late_process(report.process.session, reported.owner_uid)
+                late = self._processes.late_process(report.process.session, reported.owner_uid)
                 if late is not None and late.host_pid is not None and _is_same(late.report.process, report.process):
                     return await self._take_late(replace(late, report=short))
             process = self._reports.put_report(
@@ -158,13 +181,14 @@ class ReportsRoute:
             self._presence.started(process)
         self._instruments.count_report("accepted" if within_limits is report else "shortened")
 
-        committed = self._events.take_report(process)
+        self._processes.take_report(process)
+        committed = self._errors.take_report(process) if process.report.ooms else None
         self._dispatcher.take_results(process)
         if process.report.final:
             self._presence.forget((process.key, "its reporter stopped"))
         # The reporter drops its errors after the reply.
         if committed is not None:
-            await self._events.log.wait_until_kept(committed)
+            await self._journal.wait_until_kept(committed)
         if process.report.final:
             return self._nothing_to_do
 
@@ -183,9 +207,9 @@ class ReportsRoute:
     async def _take_late(self, process: ReportingProcess) -> bytes:
         """Take the last report of a process that has exited."""
         self._instruments.count_report("accepted")
-        committed = self._events.take_ooms(process)
+        committed = self._errors.take_report(process)
         if committed is not None:
-            await self._events.log.wait_until_kept(committed)
+            await self._journal.wait_until_kept(committed)
         return self._nothing_to_do
 
     async def _read_in_turn(self, body: bytes, scope: Scope) -> Report:

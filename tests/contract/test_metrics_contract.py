@@ -19,12 +19,12 @@ from gpumem_client.wire.protocol import DeviceSample, EngineState, ProcessIdenti
 from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.core.event import Event
-from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
     DriverActivity,
     KvCachePeak,
+    LastOom,
     LostLauncher,
     NodeReading,
     ProcessFacts,

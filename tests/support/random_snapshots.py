@@ -15,12 +15,12 @@ from gpumem_client.wire.protocol import (
     ProcessIdentity,
     Report,
 )
-from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.samples import (
     KV_PEAK_WINDOWS,
     DeviceMemory,
     DeviceReading,
     KvCachePeak,
+    LastOom,
     NodeReading,
     ProcessFacts,
     ProcessKey,

@@ -12,7 +12,7 @@ from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.events.event_recorder import Recorder
-from gpumem_exporter.features.oom.oom_events import last_ooms
+from gpumem_exporter.features.oom.oom_recorder import OomRecorder
 from tests.support.builders import UUIDS, node, report
 
 
@@ -50,7 +50,15 @@ class RecorderBench:
             report_expiry_seconds=15,
             reading_expiry_seconds=5,
             wall_clock=lambda: self.unix,
-            on_ooms=lambda events: self.store.put_ooms(last_ooms(events, self.now, self.unix)),
+            job_of=lambda process: f"{process.report.process.workload}~1",
+            on_left_out=self.left_out.append,
+        )
+        self.ooms = OomRecorder(
+            self.log,  # type: ignore[arg-type]
+            self.store,
+            clock=lambda: self.now,
+            wall_clock=lambda: self.unix,
+            gpu_of=self.recorder.gpu_of,
             job_of=lambda process: f"{process.report.process.workload}~1",
             on_left_out=self.left_out.append,
         )
@@ -60,7 +68,7 @@ class RecorderBench:
         self.unix += seconds
 
     def snapshot(self) -> Snapshot:
-        return self.store.snapshot(self.now)
+        return self.store.snapshot(self.now, ooms=self.ooms.last.at(self.now))
 
     def report(
         self,
@@ -74,7 +82,9 @@ class RecorderBench:
         process = self.store.put_report(
             sent, host_pid=host_pid, owner_uid=owner_uid, now_seconds=self.now, now_unix_seconds=self.unix
         )
-        return self.recorder.take_report(dataclasses.replace(process, report=sent))
+        process = dataclasses.replace(process, report=sent)
+        self.recorder.take_report(process)
+        return self.ooms.take_report(process)
 
     def reading(self, *devices: DeviceReading, **changes: Any) -> None:
         reading = dataclasses.replace(node(*devices, taken=self.now), **changes)
@@ -85,6 +95,7 @@ class RecorderBench:
         self.recorder.sweep(self.store.snapshot(self.now))
 
     def forget(self, process: ReportingProcess, reason: str) -> None:
+        self.ooms.processes_ended([(process.key, reason)])
         self.recorder.processes_ended([(process.key, reason)])
         self.store.forget(process.key)
 

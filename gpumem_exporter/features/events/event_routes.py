@@ -24,7 +24,6 @@ from gpumem_exporter.edge.request_guard import EVENTS_PATH, JOBS_PATH
 from gpumem_exporter.features.events.event_entries import Entry, fold
 from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.features.events.event_recorder import Recorder
-from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY, ProfileFacts
 from gpumem_exporter.page.oom import explanation
 
 MAX_LISTED = 1000
@@ -370,10 +369,10 @@ def jobs_router(
     recorder: Recorder,
     renderer: Renderer,
     *,
-    profiles_of: Callable[[Caller], Sequence[ProfileFacts]] = lambda _: (),
+    profiles_of: Callable[[Caller, str], Sequence[Mapping[str, Any]]] = lambda _, __: (),
     hide_identities: bool,
 ) -> APIRouter:
-    """Return the route of jobs. `profiles_of` returns the profiles that a caller sees, newest first.
+    """Return the route of jobs. `profiles_of` returns the profiles of a job that a caller sees, newest first.
 
     With `hide_identities`, a caller that may not act on every process gets its own processes only.
     """
@@ -419,20 +418,10 @@ def jobs_router(
             processes.sort(key=lambda each: each[0] != caller.share)
             document = {"job_id": job_id, "processes": [process for _, process in processes], "more": more}
             return json_response(
-                await renderer.render(
-                    lambda: encoded({**document, "profiles": _job_profiles(profiles_of(caller), job_id)})
-                )
+                await renderer.render(lambda: encoded({**document, "profiles": list(profiles_of(caller, job_id))}))
             )
 
     return router
-
-
-def _job_profiles(profiles: Iterable[ProfileFacts], job_id: str) -> list[JobProfileDocument]:
-    return [
-        {"id": each.id, "unix_seconds": each.time_unix_seconds, "pid": each.pid, "rank": each.rank}
-        for each in profiles
-        if each.cause == OUT_OF_MEMORY and job_id in (each.slurm_job_id, each.ray_job_id)
-    ]
 
 
 async def _ended_processes(log: EventLog, query: Query) -> tuple[list[tuple[str, dict[str, Any]]], bool]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.event import Event
+from gpumem_exporter.core.event import Event, process_subject
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.naming import command_of, json_pid
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess
@@ -327,11 +327,6 @@ def ended_unseen(started: Event, reason: str, now_unix_seconds: float) -> Event:
             ],
         },
     )
-
-
-def process_subject(session: str) -> str:
-    """Return the subject of the start and the end of a reporter's session."""
-    return f"process:{session}"
 
 
 def _row(uuid: str, gpu: str | None, sample: DeviceSample | None, used_bytes: int | None) -> dict[str, Any]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample, OutOfMemory
-from gpumem_exporter.core.event import Event
-from gpumem_exporter.core.last_ooms import LastOom
+from gpumem_exporter.core.event import Event, oom_subject, session_of_oom
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
+from gpumem_exporter.core.samples import LastOom, ProcessKey, ReportingProcess
 
 MAX_PER_MINUTE = 60
 """The maximum number of a process's errors that are stored and logged in a minute."""
@@ -44,9 +43,9 @@ class OomDeduplicator:
         return 0 < number <= self._highest.get(session, 0)
 
     def new_events(
-        self, process: ReportingProcess, gpus: Mapping[str, str], received_unix_seconds: float
+        self, process: ReportingProcess, gpu_of: Callable[[str], str | None], received_unix_seconds: float
     ) -> list[Event]:
-        """Return the events of the new errors in the last report of a process; `gpus` are NVML indexes by uuid."""
+        """Return the events of the new errors in the last report; `gpu_of` returns the NVML index of a device."""
         ooms = process.report.ooms
         session = process.report.process.session
         # A report repeats every error that the exporter has not acknowledged, so the numbers of a session arrive in
@@ -59,7 +58,7 @@ class OomDeduplicator:
             self._highest.popitem(last=False)
         # A number that is sent twice or out of order is the same error.
         new = {oom.number: oom for oom in reversed(ooms) if oom.number > seen}
-        return [_event(process, oom, gpus.get(oom.uuid), received_unix_seconds) for _, oom in sorted(new.items())]
+        return [_event(process, oom, gpu_of(oom.uuid), received_unix_seconds) for _, oom in sorted(new.items())]
 
     def within_limit(
         self, process: ProcessKey, events: Sequence[Event], received_unix_seconds: float
@@ -82,16 +81,6 @@ class OomDeduplicator:
         return stored
 
 
-def oom_subject(session: str, number: int) -> str:
-    """Return the subject of the event of an error."""
-    return f"oom:{session}:{number}"
-
-
-def session_of(event: Event) -> str:
-    """Return the session of the reporter that reported an error."""
-    return event.subject.removeprefix("oom:").rpartition(":")[0]
-
-
 def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: float) -> list[LastOom]:
     """Convert `oom` events to the records that the metrics page shows, with the same values."""
     # After the clock was set back, an event may be in the future: it counts as happening now.
@@ -102,7 +91,7 @@ def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: flo
             pid=str(event.pid),
             workload=event.workload or "",
             rank=event.rank or "",
-            session=session_of(event),
+            session=session_of_oom(event),
             number=event.detail["number"],
             happened_seconds=now_seconds - max(0.0, now_unix_seconds - event.time_unix_seconds),
             happened_unix_seconds=event.time_unix_seconds,

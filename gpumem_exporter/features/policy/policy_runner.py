@@ -17,12 +17,12 @@ from gpumem_exporter.actions.declarations import MAX_REASON_LENGTH
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.core.caller import Caller
+from gpumem_exporter.core.event import Journal
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.edge.replies import iso_time
 from gpumem_exporter.errors import ActionRefusedError, TooManyActionsError
-from gpumem_exporter.features.events.event_log import EventLog
-from gpumem_exporter.features.events.event_recorder import policy_stopped_event
 from gpumem_exporter.features.policy.evaluation import Decision, Evaluation, PolicyEvaluator
+from gpumem_exporter.features.policy.policy_events import policy_stopped_event
 from gpumem_exporter.features.policy.policy_rules import Rule, read_policy
 from gpumem_exporter.features.policy.policy_values import RESULTS, Observation
 from gpumem_exporter.metrics.instruments import Instruments
@@ -45,7 +45,7 @@ class PolicyRunner:
         snapshot: Callable[[], Snapshot],
         stale_seconds: float,
         instruments: Instruments,
-        log: EventLog,
+        log: Journal,
         wall_clock: Callable[[], float],
     ) -> None:
         self._path = path

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 from uuid import uuid4
 
 from fastapi import Request, Response
@@ -26,7 +26,6 @@ from gpumem_exporter.edge.fair_queue import Turns
 from gpumem_exporter.edge.problems import ProblemError, retry_after
 from gpumem_exporter.edge.replies import json_response
 from gpumem_exporter.errors import ForeignProcessError, ProfileInvalidError, TooManyActionsError
-from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.features.profiles.profile_document import read_profile
 from gpumem_exporter.features.profiles.profile_store import Profiles
 from gpumem_exporter.features.profiles.stored_profile import ACTION, OUT_OF_MEMORY, KeptDevice, Profile, ProfileFacts
@@ -56,8 +55,21 @@ class _Unconfirmed(NamedTuple):
     until_seconds: float
 
 
+class KnownErrors(Protocol):
+    """The out-of-memory errors that processes have reported."""
+
+    def has_error(self, process: ReportingProcess, number: int) -> bool:
+        """Return whether a process has reported an error to this run of the exporter."""
+
+    async def knows_error(self, process: ReportingProcess, number: int) -> bool:
+        """Return whether a process has reported an error, also to an earlier run of the exporter."""
+
+
 class ProfileIntake:
-    """Takes profiles. Used on the event loop only."""
+    """Takes profiles. Used on the event loop only.
+
+    `late_process` returns the process of a user's session, also if it has ended lately.
+    """
 
     def __init__(
         self,
@@ -66,11 +78,12 @@ class ProfileIntake:
         store: Store,
         senders: ReportSenders,
         dispatcher: Dispatcher,
-        events: Recorder,
+        errors: KnownErrors,
         *,
         snapshot: Callable[[], Snapshot],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        late_process: Callable[[str, int | None], ReportingProcess | None],
         requests_per_minute: int,
     ) -> None:
         self._profiles = profiles
@@ -78,7 +91,8 @@ class ProfileIntake:
         self._store = store
         self._senders = senders
         self._dispatcher = dispatcher
-        self._events = events
+        self._errors = errors
+        self._late_process = late_process
         self._snapshot = snapshot
         self._clock = clock
         self._wall_clock = wall_clock
@@ -122,7 +136,7 @@ class ProfileIntake:
         """Return the process that sends a profile. Raises ProblemError (409) if its reporter does not report."""
         process = self._store.find(key)
         if process is None:  # no report is sent during a search, so that the process may be silent by now
-            late = self._events.late_process(identity.session, key.owner_uid)
+            late = self._late_process(identity.session, key.owner_uid)
             process = late if late is not None and late.key == key else None
         known = process.report.process if process is not None else None
         same = (identity.start_time_ticks, identity.session)
@@ -159,7 +173,7 @@ class ProfileIntake:
             return earlier.id
         profile_id = await self._keep(process, profile, body, owner)
         # The process may end right after the error, so its profile is on the way before the report of the error.
-        if not await self._events.knows_error(process, number):
+        if not await self._errors.knows_error(process, number):
             self._unconfirmed[profile_id] = _Unconfirmed(process, number, self._clock() + _CONFIRM_SECONDS)
         return profile_id
 
@@ -167,7 +181,7 @@ class ProfileIntake:
         """Delete the profiles of errors that no report has named in time; called once a second."""
         now = self._clock()
         for profile_id, waiting in list(self._unconfirmed.items()):
-            known = self._events.has_error(waiting.process, waiting.number)
+            known = self._errors.has_error(waiting.process, waiting.number)
             if known or now >= waiting.until_seconds:
                 del self._unconfirmed[profile_id]
             if not known and now >= waiting.until_seconds:

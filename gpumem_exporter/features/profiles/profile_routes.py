@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field
@@ -16,7 +16,7 @@ from gpumem_exporter.actions.action_routes import KnownFields, refusals_as_probl
 from gpumem_exporter.actions.declarations import ActionRequest, Target, invalid_fields
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.caller import Caller, Rights
-from gpumem_exporter.core.event import Event
+from gpumem_exporter.core.event import Event, session_of_oom
 from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.edge.fair_queue import HeldRequests, Turns
@@ -24,11 +24,17 @@ from gpumem_exporter.edge.problems import FieldError, ProblemError, problems
 from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.edge.request_guard import PROCESSES_PATH
 from gpumem_exporter.errors import NoPeakError
-from gpumem_exporter.features.oom.oom_events import session_of
 from gpumem_exporter.features.profiles.profile_intake import ProfileIntake, ScrapedProfiles
 from gpumem_exporter.features.profiles.profile_lines import Moment
 from gpumem_exporter.features.profiles.profile_store import Profiles, stored_profile
-from gpumem_exporter.features.profiles.stored_profile import CAUSES, Format, ProfileFacts, SavedProfile, StoredProfile
+from gpumem_exporter.features.profiles.stored_profile import (
+    CAUSES,
+    OUT_OF_MEMORY,
+    Format,
+    ProfileFacts,
+    SavedProfile,
+    StoredProfile,
+)
 
 if TYPE_CHECKING:
     from gpumem_exporter.features.profiles.profile_diff import Difference
@@ -163,8 +169,16 @@ class ProfileAccess:
         number = event.detail.get("number")
         if event.type != "oom" or not isinstance(number, int):
             return None
-        facts = self.profiles.of_error(event.owner, session_of(event), number)
+        facts = self.profiles.of_error(event.owner, session_of_oom(event), number)
         return facts.id if facts is not None and self.visible(caller, facts) else None
+
+    def of_job(self, caller: Caller, job_id: str) -> list[dict[str, Any]]:
+        """Return the profiles of a job's out-of-memory errors that a caller sees, as documents, newest first."""
+        return [
+            {"id": each.id, "unix_seconds": each.time_unix_seconds, "pid": each.pid, "rank": each.rank}
+            for each in self.newest_first(caller)
+            if each.cause == OUT_OF_MEMORY and job_id in (each.slurm_job_id, each.ray_job_id)
+        ]
 
 
 def profiles_router(intake: ProfileIntake, routes: ProfileRoutes) -> APIRouter:

@@ -20,9 +20,9 @@ async def test_unreadable_earlier_actions_are_logged_and_delay_no_request(caplog
     async def pages(_: Query, max_rows: int) -> list[Event]:
         raise ValueError("no JSON")
 
-    recorder: Any = SimpleNamespace(log=SimpleNamespace(pages=pages))
+    journal: Any = SimpleNamespace(pages=pages)
     dispatcher: Any = None
-    audit = Audit(recorder, durable=True, wall_clock=lambda: 1e9, count=lambda _: None, poll_soon=lambda: None)
+    audit = Audit(journal, durable=True, wall_clock=lambda: 1e9, count=lambda _: None, poll_soon=lambda: None)
     await audit.restore(dispatcher)
     waiting = asyncio.ensure_future(audit.wait_until_restored())
     await asyncio.sleep(0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom
-from gpumem_exporter.core.samples import DeviceReading
+from gpumem_exporter.core.samples import DeviceReading, LastOom
+from gpumem_exporter.features.oom.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOoms
 from tests.support import recorder_bench
 from tests.support.builders import MIB, UUIDS, device, sample
 from tests.support.exposition_builders import exposition, text_of
@@ -55,7 +55,7 @@ def test_an_error_is_shown_for_an_hour_by_the_monotonic_clock_even_after_its_pro
     bench.report(8, oom(age_seconds=4000.0))
     assert bench.shown().keys() == {"7@1"}
     for process in bench.snapshot().processes:
-        bench.store.forget(process.key)
+        bench.forget(process, "exited")
     for step in (1e6, -2e6):
         bench.unix += step
         assert bench.shown() == {"7@1": "1001"}
@@ -71,7 +71,7 @@ def test_an_error_that_a_process_does_not_survive_is_known() -> None:
         bench.report(pid, oom(age_seconds=age_seconds), session=f"session-{pid}")
     for process in bench.snapshot().processes:
         if process.key.pid != 9:
-            bench.store.forget(process.key)
+            bench.forget(process, "exited")
     assert {error.pid: error.ended_process for error in bench.snapshot().ooms} == {
         "7@1": False,
         "8@1": True,
@@ -104,24 +104,24 @@ def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
 
 
 def test_an_owner_with_many_errors_hides_none_of_another() -> None:
-    store = Bench().store
+    last = LastOoms()
     of_ada = [last_oom(pid=str(pid), owner="1001", happened_seconds=float(-pid)) for pid in range(1, 11)]
-    store.put_ooms(of_ada)
+    last.put(of_ada)
     for pid in range(1000, 1000 + 2 * MAX_SHOWN):
-        store.put_ooms([last_oom(pid=str(pid), owner="c" * 64, happened_seconds=0.0)])
-    shown = store.snapshot(0.0).ooms
+        last.put([last_oom(pid=str(pid), owner="c" * 64, happened_seconds=0.0)])
+    shown = last.at(0.0)
     assert len(shown) == MAX_SHOWN
     assert {oom.pid for oom in of_ada} <= {oom.pid for oom in shown}
 
 
 def test_a_stored_error_replaces_no_later_one_of_its_process() -> None:
-    store = Bench().store
-    store.put_ooms([last_oom(pid="1", number=2), last_oom(pid="2", session="later")])
+    last = LastOoms()
+    last.put([last_oom(pid="1", number=2), last_oom(pid="2", session="later")])
     restored = {"happened_unix_seconds": 2e9}
-    store.restore_ooms([last_oom(pid="1", number=2, **restored), last_oom(pid="2", number=9), last_oom(pid="3")])
-    store.restore_ooms([last_oom(pid="1", number=1)])
-    store.put_ooms([last_oom(pid="3", number=1, **restored)])
-    shown = {each.pid: (each.session, each.number, each.happened_unix_seconds) for each in store.snapshot(0.0).ooms}
+    last.restore([last_oom(pid="1", number=2, **restored), last_oom(pid="2", number=9), last_oom(pid="3")])
+    last.restore([last_oom(pid="1", number=1)])
+    last.put([last_oom(pid="3", number=1, **restored)])
+    shown = {each.pid: (each.session, each.number, each.happened_unix_seconds) for each in last.at(0.0)}
     assert shown == {"1": ("s", 2, 2e9), "2": ("later", 1, 1e9), "3": ("s", 1, 1e9)}
 
 

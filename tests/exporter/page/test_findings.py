@@ -7,10 +7,10 @@ import pytest
 
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.container import HERE
-from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.samples import (
     DeviceReading,
+    LastOom,
     LostLauncher,
     NodeReading,
     ProcessFacts,

@@ -25,12 +25,12 @@ def changing() -> Iterator[RunningExporter]:
         store, numbers = exporter.runtime.store, itertools.count(1)
         take = store.snapshot
 
-        def snapshot(now_seconds: float) -> Snapshot:
+        def snapshot(now_seconds: float, **inputs: Any) -> Snapshot:
             number = next(numbers)
             allocated = (number % 200 + 1) * MIB
             changed = report(4711, sequence=number, devices=(sample(UUIDS[0], allocated, 300 * MIB - allocated),))
             store.put_report(changed, host_pid=4711, now_seconds=now_seconds, now_unix_seconds=1e9, owner_uid=0)
-            return take(now_seconds)
+            return take(now_seconds, **inputs)
 
         store.snapshot = snapshot  # type: ignore[method-assign]
         eventually(lambda: exporter.document("/api/v1/devices")["devices"][0]["ledger"]["torch_allocated"])

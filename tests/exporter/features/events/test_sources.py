@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import DeviceSample
+from gpumem_exporter.actions.action_events import MAX_RESULTS, action_event
+from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
-from gpumem_exporter.features.events.event_recorder import MAX_RESULTS, DeviceHistory, action_event
+from gpumem_exporter.features.events.event_recorder import DeviceHistory
 from gpumem_exporter.features.events.process_events import MAX_STARTS_PER_MINUTE, DeviceUsage
 from gpumem_exporter.features.oom.oom_events import MAX_OF_OWNER_PER_MINUTE, MAX_PER_MINUTE
 from tests.support.builders import MIB, UUIDS, device, node, sample
@@ -68,9 +70,7 @@ def test_a_process_has_a_limited_number_of_errors_in_a_minute(caplog: pytest.Log
     bench.report(8, oom(1))
     assert [event.pid for event in bench.log.of("oom")] == ["7@1"] * MAX_PER_MINUTE + ["8@1"]
     assert sum(bench.left_out) == 1000 - MAX_PER_MINUTE
-    assert [last.number for last in bench.store.snapshot(bench.now).ooms] == [1000, 1], (
-        "the metrics have each last error"
-    )
+    assert [last.number for last in bench.snapshot().ooms] == [1000, 1], "the metrics have each last error"
     assert len(caplog.records) == MAX_PER_MINUTE + 1 + 1
     assert bench.report(9, *(oom(number) for number in range(1, 100)), oom(100)) is not None
     for future in bench.log.futures:
@@ -259,9 +259,11 @@ def test_a_finished_action_has_an_event_with_its_results_but_a_dry_run_has_none(
     )
     action = Action("id", "empty_cache", "done", "alice", 1.0, Target(pid=4711), reason="room", results=results)
     bench = Bench()
-    bench.recorder.action_finished(dataclasses.replace(action, dry_run=True))
+    journal: Any = bench.log
+    audit = Audit(journal, durable=False, wall_clock=lambda: bench.unix, count=lambda _: None, poll_soon=lambda: None)
+    audit.finished(dataclasses.replace(action, dry_run=True))
     assert bench.types() == []
-    bench.recorder.action_finished(action)
+    audit.finished(action)
     (event,) = bench.log.events
     assert (event.gpu, event.uuid, event.pid, event.workload, event.rank) == (None, None, 4711, "llm", "0")
     detail = event.detail

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 
+from gpumem_exporter.core.samples import LastOom
 from gpumem_exporter.core.shares import Shares
 
 SHOWN_SECONDS = 3600.0
@@ -21,50 +22,23 @@ MAX_SHOWN = 256
 _by_time = attrgetter("happened_seconds")
 
 
-@dataclass(frozen=True, slots=True)
-class LastOom:
-    """The last out-of-memory error of a process on a device, with the values at that time.
-
-    The record outlives the process, and its labels keep the values that they had at the time of the error.
-    """
-
-    gpu: str
-    """NVML index; empty if it was unknown."""
-    uuid: str
-    pid: str
-    """The name of the process by `core.naming`."""
-    workload: str
-    rank: str
-    session: str
-    """The reporter's session; together with `number` it identifies the error if it is reported twice."""
-    number: int
-    """The number of the error within the session."""
-    happened_seconds: float
-    happened_unix_seconds: float
-    requested_bytes: int | None = None
-    """The size of the allocator's request to the driver."""
-    device_free_bytes: int | None = None
-    limit_bytes: int | None = None
-    """The memory of the device, or the process' memory fraction of it."""
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    reclaimable_bytes: int | None = None
-    fragmented_bytes: int | None = None
-    owner: str = ""
-    """The holder of one share of the errors that are shown; see `core.samples.ProcessKey.share`."""
-    ended_process: bool = False
-    """Whether the process ended within `FATAL_SECONDS` after the error, or while no exporter ran. False if unknown."""
-
-
 class LastOoms:
-    """The last error of each process name and device. A reused pid has one error. Not thread-safe."""
+    """The last error of each process name and device. A reused pid has one error.
+
+    Only the event loop changes it; `at` may be called by any thread.
+    """
 
     def __init__(self) -> None:
         self._ooms: dict[tuple[str, str], LastOom] = {}
-        self.shown: tuple[LastOom, ...] = ()
-        """The errors, oldest first. From `expires_seconds` on, call `expire` before."""
-        self.expires_seconds = float("inf")
-        """When the oldest error is `SHOWN_SECONDS` old."""
+        # Replaced as a whole, the oldest first.
+        self._kept: tuple[LastOom, ...] = ()
+
+    def at(self, now_seconds: float) -> tuple[LastOom, ...]:
+        """Return the errors of the last hour, the oldest first."""
+        kept = self._kept
+        if kept and now_seconds - kept[0].happened_seconds > SHOWN_SECONDS:
+            return tuple(oom for oom in kept if now_seconds - oom.happened_seconds <= SHOWN_SECONDS)
+        return kept
 
     def put(self, ooms: Iterable[LastOom]) -> None:
         """Add errors in the order of their arrival. An error that is already known changes nothing."""
@@ -94,10 +68,6 @@ class LastOoms:
                 self._ooms[oom.uuid, oom.pid] = oom
         self._keep(self._ooms.values())
 
-    def expire(self, now_seconds: float) -> None:
-        """Remove the errors that are more than `SHOWN_SECONDS` old."""
-        self._keep(oom for oom in self.shown if now_seconds - oom.happened_seconds <= SHOWN_SECONDS)
-
     def _keep(self, ooms: Iterable[LastOom]) -> None:
         by_owner: defaultdict[str, deque[LastOom]] = defaultdict(deque)
         shares = Shares(MAX_SHOWN)
@@ -107,6 +77,5 @@ class LastOoms:
         while (loser := shares.over()) is not None:
             by_owner[loser].popleft()
             shares.drop(loser)
-        self.shown = tuple(sorted(chain.from_iterable(by_owner.values()), key=_by_time))
-        self._ooms = {(oom.uuid, oom.pid): oom for oom in self.shown}
-        self.expires_seconds = self.shown[0].happened_seconds + SHOWN_SECONDS if self.shown else float("inf")
+        self._kept = tuple(sorted(chain.from_iterable(by_owner.values()), key=_by_time))
+        self._ooms = {(oom.uuid, oom.pid): oom for oom in self._kept}
