@@ -25,7 +25,6 @@ from gpumem_exporter.housekeeping import (
     release_free_memory,
     reloading_on_hangup,
     restore_ends,
-    restore_ooms,
 )
 from gpumem_exporter.metrics.metrics_route import MetricsRoute
 from gpumem_exporter.page.live_route import live_router
@@ -161,7 +160,7 @@ def _add_guard(app: FastAPI, runtime: Runtime) -> None:
         Guard,
         routes={
             REPORTS_PATH: runtime.reports,
-            runtime.settings.web_telemetry_path: MetricsRoute(runtime.exposition, runtime.store, runtime.clock),
+            runtime.settings.web_telemetry_path: MetricsRoute(runtime.exposition, runtime.snapshot),
         },
         own_names=runtime.own_names,
         reports=runtime.reports_rule,
@@ -193,9 +192,7 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
         tasks = [
             asyncio.ensure_future(keep_house(_chores(runtime))),
             asyncio.ensure_future(release_free_memory()),
-            asyncio.ensure_future(
-                restore_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
-            ),
+            asyncio.ensure_future(runtime.ooms.restore()),
             asyncio.ensure_future(
                 restore_ends(
                     runtime.events, runtime.store, runtime.host, clock=runtime.clock, silent_seconds=SILENT_SECONDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.each_second import EachSecond
 from gpumem_exporter.edge.fair_queue import HeldRequests
@@ -29,7 +29,7 @@ from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.features.events.event_storage import Storage
 from gpumem_exporter.features.feature import Node
-from gpumem_exporter.features.oom.oom_events import last_ooms
+from gpumem_exporter.features.oom.oom_recorder import OomRecorder
 from gpumem_exporter.health import Health
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Instruments
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    """The exporter's parts. Only the event loop uses them; the poller's thread also writes to `store` and `events`.
+    """The exporter's parts. Only the event loop changes them; the poller's thread also writes to `store` and `events`.
 
     The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
     if every pid of the driver is of this PID namespace, `socket_file` without a unix socket, and `engines` where the
@@ -100,7 +100,7 @@ class Runtime:
             wall_clock=wall_clock,
         )
         self.audit = Audit(
-            self.events,
+            self.events.log,
             durable=bool(settings.storage_path),
             wall_clock=wall_clock,
             count=self.instruments.observe_action,
@@ -130,7 +130,7 @@ class Runtime:
             host,
             clock=clock,
             report_interval_seconds=settings.report_interval,
-            on_ended=self.events.processes_ended,
+            on_ended=self._note_ends,
         )
         self.exposition = Exposition(
             self.instruments,
@@ -141,12 +141,29 @@ class Runtime:
         peer_places = PeerPlaces()
         senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)
         self.cache_use = CacheUse(engines, self.snapshot, clock=clock)
+        self.view = NodeView(
+            clock=clock,
+            wall_clock=wall_clock,
+            enough_seconds=DEMO_SECONDS if provider.source == "demo" else ENOUGH_SECONDS,
+        )
+        self.ooms = OomRecorder(
+            self.events.log,
+            self.store,
+            clock=clock,
+            wall_clock=wall_clock,
+            gpu_of=self.events.gpu_of,
+            job_of=job_of_process,
+            device_of=self.view.device_at_error,
+            on_left_out=self.instruments.count_events_dropped,
+        )
         self.reports = ReportsRoute(
             self.store,
             senders,
             self.cache_use,
             self.presence,
             self.events,
+            self.ooms,
+            self.events.log,
             self.dispatcher,
             self.held_requests,
             self.instruments,
@@ -169,11 +186,6 @@ class Runtime:
             socket_file=socket_file,
             files=self._checked_files(),
         )
-        self.view = NodeView(
-            clock=clock,
-            wall_clock=wall_clock,
-            enough_seconds=DEMO_SECONDS if provider.source == "demo" else ENOUGH_SECONDS,
-        )
         self.live = LiveNode(
             self.view,
             self.renderer,
@@ -192,9 +204,11 @@ class Runtime:
             folder=_storage_folder(settings),
             clock=clock,
             wall_clock=wall_clock,
+            snapshot=self.snapshot,
             store=self.store,
             dispatcher=self.dispatcher,
             events=self.events,
+            ooms=self.ooms,
             instruments=self.instruments,
             senders=senders,
             renderer=self.renderer,
@@ -216,7 +230,13 @@ class Runtime:
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
-        return self.store.snapshot(self.clock())
+        now = self.clock()
+        return self.store.snapshot(now, ooms=self.ooms.last.at(now), kv_cache_peaks=self.node.kv_cache_peaks())
+
+    def _note_ends(self, ended: Sequence[tuple[ProcessKey, str]]) -> None:
+        """Record the ends of processes, which the store still has."""
+        self.ooms.processes_ended(ended)
+        self.events.processes_ended(ended)
 
     def _note_health(self, snapshot: Snapshot) -> None:
         """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""
@@ -226,7 +246,7 @@ class Runtime:
         self.live.notice(snapshot, health)
 
     def _recorder(self) -> Recorder:
-        settings, store, clock, wall_clock = self.settings, self.store, self.clock, self.wall_clock
+        settings, wall_clock = self.settings, self.wall_clock
         storage = Storage(
             _storage_folder(settings),
             retention_seconds=settings.storage_retention,
@@ -243,11 +263,9 @@ class Runtime:
         return Recorder(
             log,
             report_expiry_seconds=settings.report_expiry,
-            reading_expiry_seconds=store.reading_expiry_seconds,
+            reading_expiry_seconds=self.store.reading_expiry_seconds,
             wall_clock=wall_clock,
-            on_ooms=lambda ooms: store.put_ooms(last_ooms(ooms, clock(), wall_clock())),
             job_of=job_of_process,
-            device_of=lambda uuid, pid: self.view.device_at_error(uuid, pid),
             on_left_out=self.instruments.count_events_dropped,
         )
 

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from gpumem_exporter.actions.dispatcher import Dispatcher
     from gpumem_exporter.core.caller import Caller
     from gpumem_exporter.core.event import Event
-    from gpumem_exporter.core.samples import Snapshot
+    from gpumem_exporter.core.samples import KvCachePeak, Snapshot
     from gpumem_exporter.core.store import Store
     from gpumem_exporter.edge.fair_queue import HeldRequests
     from gpumem_exporter.edge.replies import Renderer
     from gpumem_exporter.edge.request_guard import Callers, OwnNames
     from gpumem_exporter.features.events.event_recorder import Recorder
+    from gpumem_exporter.features.oom.oom_recorder import OomRecorder
     from gpumem_exporter.metrics.instruments import Instruments
     from gpumem_exporter.page.live import NodeView
     from gpumem_exporter.reports.report_sender import ReportSenders
@@ -57,9 +58,11 @@ class Node:
     """Of `--storage.path`."""
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
+    snapshot: Callable[[], Snapshot]
     store: Store
     dispatcher: Dispatcher
     events: Recorder
+    ooms: OomRecorder
     instruments: Instruments
     senders: ReportSenders
     renderer: Renderer
@@ -69,12 +72,10 @@ class Node:
     view: NodeView
     profile_of_error: Callable[[Caller, Event], str | None] = lambda _, __: None
     """Returns the id of the profile of an out-of-memory error, if the caller sees it."""
-    profiles_of: Callable[[Caller], Sequence[Any]] = lambda _: ()
-    """Returns the profiles that a caller sees, the newest first."""
-
-    def snapshot(self) -> Snapshot:
-        """Return the current snapshot."""
-        return self.store.snapshot(self.clock())
+    profiles_of: Callable[[Caller, str], Sequence[Mapping[str, Any]]] = lambda _, __: ()
+    """Returns the profiles of a job's errors that a caller sees, as documents, the newest first."""
+    kv_cache_peaks: Callable[[], Mapping[tuple[str, str], Mapping[str, KvCachePeak]]] = dict
+    """Returns the peaks of key-value caches, for snapshots."""
 
     @property
     def hide_identities_from(self) -> Callers | None:

@@ -29,6 +29,7 @@ def _build(node: Node) -> Parts:
     history = History(retention_seconds=retention_seconds, clock=node.clock, wall_clock=node.wall_clock)
     recorder = HistoryRecorder(history, node.folder)
     node.view.minima_of = history.minima
+    node.kv_cache_peaks = lambda: history.kv_cache_peaks
     router = history_router(
         history,
         node.renderer,
@@ -38,10 +39,7 @@ def _build(node: Node) -> Parts:
     )
     return Parts(
         routers=[router],
-        each_second={
-            "history": history.add,
-            "kv_cache_peaks": lambda _: node.store.put_kv_cache_peaks(history.kv_cache_peaks),
-        },
+        each_second={"history": history.add},
         start=recorder.start,
         stop=lambda: recorder.stop(STOP_SECONDS),
     )

@@ -24,15 +24,16 @@ def _build(node: Node) -> Parts:
         node.store,
         node.senders,
         node.dispatcher,
-        node.events,
+        node.ooms,
         snapshot=node.snapshot,
         clock=node.clock,
         wall_clock=node.wall_clock,
+        late_process=node.events.late_process,
         requests_per_minute=node.settings.action_caller_limit,
     )
     access = ProfileAccess(profiles, node.store)
     node.profile_of_error = access.of_error
-    node.profiles_of = access.newest_first
+    node.profiles_of = access.of_job
     routes = ProfileRoutes(access, scraped, node.dispatcher, node.held_requests, node.renderer)
     return Parts(
         routers=[profiles_router(intake, routes)],
