@@ -159,7 +159,7 @@ class Runtime:
         self.reports = ReportsRoute(
             self.store,
             senders,
-            self.cache_use,
+            self.cache_use.complete,
             self.presence,
             self.events,
             self.ooms,

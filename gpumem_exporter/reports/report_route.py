@@ -37,7 +37,6 @@ from gpumem_exporter.errors import (
     TooManyProcessesError,
     UnknownDeviceError,
 )
-from gpumem_exporter.features.engines.cache_use import CacheUse
 from gpumem_exporter.metrics.instruments import Instruments
 from gpumem_exporter.reports.process_liveness import Presence
 from gpumem_exporter.reports.report_schema import ReportReader, shortened
@@ -76,13 +75,16 @@ class ErrorRecorder(Protocol):
 
 
 class ReportsRoute:
-    """Takes reports: the only place that connects the parts that a report changes. Used on the event loop only."""
+    """Takes reports: the only place that connects the parts that a report changes. Used on the event loop only.
+
+    `complete` adds to the report of an engine what only the engine's server knows.
+    """
 
     def __init__(
         self,
         store: Store,
         senders: ReportSenders,
-        cache_use: CacheUse,
+        complete: Callable[[Report, ProcessKey], Report],
         presence: Presence,
         processes: ProcessRecorder,
         errors: ErrorRecorder,
@@ -97,7 +99,7 @@ class ReportsRoute:
     ) -> None:
         self._reports = store
         self._senders = senders
-        self._cache_use = cache_use
+        self._complete = complete
         self._presence = presence
         self._processes = processes
         self._errors = errors
@@ -153,7 +155,7 @@ class ReportsRoute:
                 if late is not None and late.host_pid is not None and _is_same(late.report.process, report.process):
                     return await self._take_late(replace(late, report=short))
             process = self._reports.put_report(
-                short if short.engine is None else self._cache_use.complete(short, key),
+                short if short.engine is None else self._complete(short, key),
                 host_pid=reported.host_pid,
                 owner_uid=reported.owner_uid,
                 place=reported.place,

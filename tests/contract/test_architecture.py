@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.packages import PACKAGES, Package
 from tests.support.paths import REPOSITORY
-from tests.support.request_trace import Trace, trace_requests
+from tests.support.request_trace import POLLER, Trace, trace_requests
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text()
 PACKAGE = REPOSITORY / "gpumem_exporter"
@@ -57,7 +57,19 @@ def test_a_request_runs_through_the_modules_in_the_order_of_the_page(
         assert any(call.module == module and f"{call.function}.".startswith(f"{name}.") for call in calls), name
 
 
-@pytest.mark.parametrize(("kind", "most"), [("report", 12), ("scrape", 12), ("submission", 15)])
+def test_the_poller_and_the_event_loop_alone_write_to_the_store(traces: dict[str, Trace]) -> None:
+    readers = {"Store.snapshot", "Store.find", "Store.newest_reading"}
+    threads = traces["report"].threads_in_store
+    assert POLLER in threads["Store.put_reading"]
+    assert "gpumem-second" in threads["Store.snapshot"]
+    loop = {name for name in threads if re.fullmatch(r"Store\.[a-z]\w*", name)} - readers - {"Store.put_reading"}
+    assert {"Store.put_report", "Store.beat", "Store.take_displaced"} <= loop
+    assert {name: threads[name] for name in loop} == {name: {"exporter"} for name in loop}
+    assert threads["Store.put_reading"] == {POLLER}
+
+
+# A scrape also passes the parts that give the snapshot the last errors.
+@pytest.mark.parametrize(("kind", "most"), [("report", 12), ("scrape", 14), ("submission", 15)])
 def test_a_request_runs_through_few_modules(kind: str, most: int, traces: dict[str, Trace]) -> None:
     assert len(traces[kind].modules) <= most
 

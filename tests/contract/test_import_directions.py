@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpumem_exporter import features
 from tests.support.packages import PACKAGES, Package, imported_names
 from tests.support.paths import REPOSITORY
 
@@ -26,18 +27,14 @@ ALLOWED = {
     ("gpumem_exporter.features.profiles", "gpumem_client.profile.model"),
     ("gpumem_exporter.edge.request_guard", "gpumem_exporter.features.profiles.profile_document"),
     ("gpumem_exporter.actions.action_routes", "gpumem_exporter.page.jobs"),
-    ("gpumem_exporter.actions.audit", "gpumem_exporter.features.events"),
     ("gpumem_exporter.metrics.instruments", "gpumem_exporter.features.policy.policy_values"),
     ("gpumem_exporter.page.live_route", "gpumem_exporter.health"),
-    ("gpumem_exporter.reports.report_route", "gpumem_exporter.features"),
     ("gpumem_exporter.main", "gpumem_client.run"),
     ("gpumem_exporter.cli.commands.passed_on", "gpumem_client.run"),
     ("gpumem_exporter.cli.commands.passed_on", "gpumem_toolkit.planning.command"),
 }
 """What a folder or module imports beyond the rule: the demo's reporters, the types of profiles, the commands `run` and
 `plan`. What else goes up waits for its part to move."""
-TWO_WAYS = {f"gpumem_exporter.features.events <-> gpumem_exporter.features.{other}" for other in ("policy", "profiles")}
-"""Features that import each other."""
 FILES_TWO_WAYS = {
     "gpumem_exporter.actions.dispatcher <-> gpumem_exporter.actions.engine_starts",
     "gpumem_exporter.cli.completion <-> gpumem_exporter.cli.options",
@@ -91,7 +88,19 @@ def test_folders_within_a_folder_have_no_cycle(package: Package) -> None:
             if here != there and min(here.count("."), there.count(".")) > 1:
                 edges.setdefault(here, set()).add(there)
     cycles = [f"{a} <-> {b}" for a, targets in edges.items() for b in targets if a < b and a in _reachable(edges, b)]
-    assert set(cycles) <= TWO_WAYS
+    assert cycles == []
+
+
+def test_no_feature_imports_another() -> None:
+    folders = [f"gpumem_exporter.features.{name}" for name in features.NAMES]
+    found = [
+        f"{name}: {target}"
+        for name, imported in PACKAGES[0].imports().items()
+        for target in imported
+        for folder in folders
+        if _is_below(target, folder) and not _is_below(name, folder) and any(_is_below(name, each) for each in folders)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)

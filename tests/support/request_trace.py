@@ -11,6 +11,7 @@ import json
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class Trace:
 
     def __init__(self, thread: str = "") -> None:
         self.calls: list[Call] = []
+        self.threads_in_store: defaultdict[str, set[str]] = defaultdict(set)
+        """The threads that have called each method of the store, also beside requests."""
         self._thread = thread
         self._recording = False
         self._started: set[FrameType] = set()
@@ -104,10 +107,14 @@ class Trace:
         return list(dict.fromkeys(self.entries))
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not self._recording or frame in self._started:
+        if event != "call":
             return
         thread, call = threading.current_thread().name, self._call(frame)
-        if call is None or (thread != self._thread if self._thread else self._is_beside(thread, frame)):
+        if call is not None and call.module == "core/store.py":
+            self.threads_in_store[call.function].add(thread)
+        if not self._recording or frame in self._started or call is None:
+            return
+        if thread != self._thread if self._thread else self._is_beside(thread, frame):
             return
         self._started.add(frame)  # a coroutine has one frame from its start to its end
         self.calls.append(call)
@@ -175,6 +182,7 @@ def trace_requests() -> dict[str, Trace]:
             result = CommandResult(action_id, "done", devices=(DeviceResult(UUIDS[0], 12, 5, freed_bytes=7),))
             request("result", REPORTS_PATH, _report(sequence + 1, results=(result,)))
         client.close()
+    traces["report"].threads_in_store = trace.threads_in_store
     return {**traces, "reading": trace_reading()}
 
 

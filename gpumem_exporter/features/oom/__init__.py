@@ -1,4 +1,4 @@
-"""Out-of-memory errors: converted from reports, each once, to events and log lines.
+"""Out-of-memory errors: each is recorded once, as an event, as a log line, and as the last error of its process.
 
-Other folders import: `oom_events`.
+Other folders import: `oom_recorder`.
 """

@@ -1,4 +1,4 @@
 """Policies: rules that request actions by themselves.
 
-Other folders import: `evaluation`, `policy_values`.
+Other folders import: `policy_values`.
 """
