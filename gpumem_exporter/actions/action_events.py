@@ -14,8 +14,6 @@ T = TypeVar("T")
 
 _COMMON = ("id", "action", "requested_by", "caller", "created_unix_seconds", "reason", "mode", "group", "at_step")
 _RESULT = (*PLACE, "outcome", "reason", "reason_code", "freed_bytes", "step")
-MAX_RESULTS = 512
-"""The maximum number of results in an event. Of more results, it has the first ones and the number of the others."""
 
 
 def action_event(action: Action, finished_unix_seconds: float) -> Event:
@@ -34,8 +32,8 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
             "state": action.state,
             "duration_seconds": action.duration_seconds,
             "freed_bytes": action.freed_bytes,
-            "results": [_result(result) for result in results[:MAX_RESULTS]],
-            "results_left_out": max(0, len(results) - MAX_RESULTS),
+            "results": [_result(result) for result in results],
+            "results_left_out": 0,  # the log leaves out what is too long
         },
     )
 
@@ -59,8 +57,8 @@ def requested_event(submitted: SubmittedAction) -> Event:
             **_common_detail(submitted.action),
             "request": request,
             "idempotency_key": submitted.idempotency_key,
-            "processes": [list(process) for process in submitted.processes[:MAX_RESULTS]],
-            "processes_left_out": max(0, len(submitted.processes) - MAX_RESULTS),
+            "processes": [list(process) for process in submitted.processes],
+            "processes_left_out": 0,
         },
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.actions.action_events import MAX_RESULTS, action_event
+from gpumem_exporter.actions.action_events import action_event
 from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.model import Action, ActionResult
@@ -270,9 +270,9 @@ def test_a_finished_action_has_an_event_with_its_results_but_a_dry_run_has_none(
     assert (detail["id"], detail["requested_by"], detail["target"]) == ("id", "alice", {"pid": 4711})
     assert detail["freed_bytes"] == 11
     assert [result["freed_bytes"] for result in detail["results"]] == [5, 6]
-    many = tuple(dataclasses.replace(results[0], pid=pid) for pid in range(1, MAX_RESULTS + 8))
+    many = tuple(dataclasses.replace(results[0], pid=pid) for pid in range(1, 600))
     large = action_event(dataclasses.replace(action, results=many), 2.0)
-    assert (len(large.detail["results"]), large.detail["results_left_out"]) == (MAX_RESULTS, 7)
+    assert (len(large.detail["results"]), large.detail["results_left_out"]) == (599, 0)
     assert (large.pid, large.gpu) == (None, "0")
 
 
