@@ -21,7 +21,8 @@ class Shares:
             shares.drop(loser, its_size)
 
     An owner that has at most an equal part of the limit loses nothing. With `of_owner`, each owner also has a limit of
-    its own. `owners` has the owner of each item that is there already.
+    its own. `owners` has the owner of each item that is there already. With a limit of 0, `over()` is the owner with
+    the most.
     """
 
     def __init__(self, limit: int, owners: Iterable[str] = (), *, of_owner: int | None = None) -> None:

@@ -217,7 +217,7 @@ class Store:
     ) -> Snapshot:
         """Return the current state without expired data; the readings and samples in it belong together.
 
-        `ooms` and `kv_cache_peaks` are the parts that others have derived from reports before.
+        `ooms` and `kv_cache_peaks` are what features have derived from earlier reports.
         """
         with self._lock:
             self._expire(now_seconds)
