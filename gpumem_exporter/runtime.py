@@ -230,8 +230,10 @@ class Runtime:
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
-        now = self.clock()
-        return self.store.snapshot(now, ooms=self.ooms.last.at(now), kv_cache_peaks=self.node.kv_cache_peaks())
+        now, peaks = self.clock(), self.node.cache_peaks
+        return self.store.snapshot(
+            now, ooms=self.ooms.last.at(now), kv_cache_peaks={} if peaks is None else peaks.kv_cache_peaks
+        )
 
     def _note_ends(self, ended: Sequence[tuple[ProcessKey, str]]) -> None:
         """Record the ends of processes, which the store still has."""

@@ -29,7 +29,7 @@ def _build(node: Node) -> Parts:
     history = History(retention_seconds=retention_seconds, clock=node.clock, wall_clock=node.wall_clock)
     recorder = HistoryRecorder(history, node.folder)
     node.view.minima_of = history.minima
-    node.kv_cache_peaks = lambda: history.kv_cache_peaks
+    node.cache_peaks = history
     router = history_router(
         history,
         node.renderer,
