@@ -349,3 +349,86 @@ def test_a_search_in_a_thread_creates_no_local_of_that_thread() -> None:
     thread.join()
     main.append(True)
     assert re.match("dict of 1 under 'thing' in dict of 1 in a PerThread", found[wanted])
+
+
+class Ran:
+    """Counts what runs of the code of classes."""
+
+    count = 0
+
+
+class CountedClass(type):
+    """A metaclass with code of its own."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        Ran.count += 1
+        return super().__getattribute__(name)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Lengthless(dict):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        Ran.count += 1
+        return 0
+
+
+class OfAClass(metaclass=CountedClass):
+    pass
+
+
+class OverASlot(Slotted):
+    @property
+    def thing(self) -> None:  # type: ignore[override]
+        Ran.count += 1
+
+
+class OfAClassError(Exception, metaclass=CountedClass):
+    pass
+
+
+def _under_a_slot(thing: Thing) -> Slotted:
+    holder = OverASlot.__new__(OverASlot)
+    vars(Slotted)["thing"].__set__(holder, thing)
+    return holder
+
+
+def _of_a_class(thing: Thing) -> object:
+    holder = OfAClass()
+    holder.__dict__["kept"] = thing
+    return holder
+
+
+def _of_dictionary(thing: Thing) -> object:
+    holder = Holder.__new__(Holder)
+    object.__setattr__(holder, "__dict__", Lengthless(kept=thing))
+    return holder
+
+
+@pytest.mark.parametrize(
+    ("hold", "words"),
+    [
+        (lambda thing: Lengthless(kept=thing), "a Lengthless under 'kept'"),
+        (_of_dictionary, "attribute kept of a Holder"),
+        (_of_a_class, "attribute kept of a OfAClass"),
+        (_under_a_slot, "a OverASlot"),
+    ],
+)
+def test_no_code_of_the_classes_runs(hold: Callable[[Thing], object], words: str) -> None:
+    thing = Thing()
+    holder = hold(thing)
+    Ran.count = 0
+    described = _described(id(thing))
+    assert Ran.count == 0
+    assert words in described
+    del holder
+
+
+def test_an_empty_slot_behind_a_variable_of_the_class_ends_no_search() -> None:
+    class Behind(Slotted):
+        thing = None  # type: ignore[assignment]
+
+    thing = Thing()
+    holder = Behind.__new__(Behind)
+    holder.kept = thing  # type: ignore[attr-defined]
+    assert _described(id(thing)).startswith("attribute kept of a ")

@@ -41,6 +41,8 @@ _INSTALLED = (f"{Path(os.__file__).parent}/", "site-packages", "dist-packages")
 # The references to a frame's own dictionary: of the frame, of a list, and of the call that counts them.
 _UNSHARED = 3
 _of = type.__getattribute__
+dictionary_of_class: Callable[[type], Any] = vars(type)["__dict__"].__get__
+"""Returns the `__dict__` of a class without running code of its metaclass."""
 _dictionary_of_module: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__
 
 Child = Tuple[int, Any, int]
@@ -150,7 +152,7 @@ def children_of(
 ) -> tuple[list[Child], list[Any]]:
     """Return the chosen children in dictionaries, whose holders have these ids, and in other containers."""
     holders = chain(
-        chain.from_iterable(map(repeat, ids, map(len, dictionaries))),
+        chain.from_iterable(map(repeat, ids, map(dict.__len__, dictionaries))),
         chain.from_iterable(map(repeat, map(id, sequences), map(len, sequences))),
     )
     keys = chain(
@@ -234,7 +236,7 @@ def _types_of_variables(names: list[str], slices: Slices) -> list[type]:
 def getter_of(kind: type) -> Callable[[Any], Any] | None:
     """Return the interpreter's own getter of the `__dict__` of instances; None if there is none."""
     for base in _of(kind, "__mro__"):
-        descriptor = base.__dict__.get("__dict__")
+        descriptor = dictionary_of_class(base).get("__dict__")
         if descriptor is not None:
             # The first reading of a `threading.local` in a thread runs `__init__` of its class.
             usual = type(descriptor) is GetSetDescriptorType and base is not threading.local

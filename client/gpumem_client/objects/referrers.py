@@ -36,6 +36,7 @@ from gpumem_client.objects.holders import (
     DICTIONARIES,
     are,
     children_of,
+    dictionary_of_class,
     getter_of,
     ids_of,
     variables_in,
@@ -402,11 +403,14 @@ def _with_ids(read: Uninterrupted, ids: AbstractSet[int], frozen: Sequence[Any])
 
 def _slots(kind: type) -> list[tuple[str, Any]]:
     """Return the slots of a class whose instances can be asked for them without running code of the class."""
-    bases = [base for base in _of(kind, "__mro__") if base is not object]
-    if any("__getattr__" in base.__dict__ or "__getattribute__" in base.__dict__ for base in bases):
+    found: dict[str, Any] = {}
+    for base in _of(kind, "__mro__")[:-1]:  # the last one is `object`
+        for name, each in dict(dictionary_of_class(base)).items():
+            if type(name) is str:
+                found.setdefault(name, each)  # a property of a derived class may have the name of a slot
+    if not found.keys().isdisjoint(("__getattr__", "__getattribute__")):
         return []
-    members = [(name, each) for base in bases for name, each in items_of(dict(base.__dict__))]
-    return [(name, each) for name, each in members if type(each) is MemberDescriptorType and type(name) is str]
+    return [(name, each) for name, each in found.items() if type(each) is MemberDescriptorType]
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
@@ -422,7 +426,7 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
 def instance_dictionary(instance: Any) -> dict[Any, Any] | None:
     """Return the `__dict__` of an instance without running code of its class, or None if it has none."""
     for base in _of(type(instance), "__mro__"):
-        descriptor = base.__dict__.get("__dict__")
+        descriptor = dictionary_of_class(base).get("__dict__")
         if type(descriptor) is GetSetDescriptorType:
             found = descriptor.__get__(instance)
             return found if type(found) is dict else None

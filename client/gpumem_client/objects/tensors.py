@@ -96,10 +96,10 @@ class TensorReader:
 
 def subclasses(kind: type) -> list[type]:
     """Return a class and all classes that are derived from it."""
-    found = [kind]
-    seen = {kind}
+    found, seen = [kind], {id(kind)}  # ids, because a metaclass may make its classes unhashable
     for each in found:
-        new: set[type] = set(type.__subclasses__(each)) - seen
-        seen |= new
+        derived: list[type] = type.__subclasses__(each)
+        new = [below for below in derived if id(below) not in seen]
+        seen.update(map(id, new))
         found += new
     return found
