@@ -353,6 +353,12 @@ def stop_history(torch: Any) -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
+def history_functions(torch: Any) -> tuple[Any, dict[str, Callable[..., Any]]]:
+    """Return the functions in C that start and end every recording, by name, and the module that has them."""
+    names = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
+    return torch._C, {name: getattr(torch._C, name) for name in names if hasattr(torch._C, name)}
+
+
 def history_is_recorded(torch: Any) -> bool:
     """Whether the allocator records where blocks are allocated."""
     try:

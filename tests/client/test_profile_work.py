@@ -37,11 +37,17 @@ class Torch:
 
     def __init__(self) -> None:
         self.records = False
-        self._C = types.SimpleNamespace(_cuda_isHistoryEnabled=lambda: self.records)
+        self.history = ""
+        self._C = types.SimpleNamespace(
+            _cuda_isHistoryEnabled=lambda: self.records, _cuda_record_memory_history=self._record_in_c
+        )
         self.cuda = types.SimpleNamespace(memory=types.SimpleNamespace(_record_memory_history=self._record))
 
-    def _record(self, enabled: str | None, **_: Any) -> None:
-        self.records = enabled is not None
+    def _record(self, enabled: str | None, **options: Any) -> None:
+        self._C._cuda_record_memory_history(enabled, options)
+
+    def _record_in_c(self, enabled: str | None, options: dict[str, Any]) -> None:
+        self.records, self.history = enabled is not None, f"{options}"
 
 
 def test_a_new_reporter_waits_for_the_recording_of_a_stopped_one_and_not_for_the_user_s() -> None:
@@ -59,3 +65,28 @@ def test_a_new_reporter_waits_for_the_recording_of_a_stopped_one_and_not_for_the
     with pytest.raises(CommandRefusedError):
         starting.start()
     assert torch.records, "the user's recording goes on"
+
+
+def test_a_recording_that_the_program_starts_stays_whatever_its_settings_are() -> None:
+    torch = Torch()
+    record, in_c = torch.cuda.memory._record_memory_history, torch._C._cuda_record_memory_history
+    recorder = Recorder(torch)
+    assert recorder.start_standing()
+    ours = torch.history
+    recorder.start()
+    recorder.end()
+    assert recorder.standing, "the client's own calls end nothing"
+    assert torch.history == ours
+    record(enabled="all", context="alloc", stacks="python", max_entries=20_000)
+    assert not recorder.on
+    with pytest.raises(CommandRefusedError):
+        recorder.start()
+    recorder.close()
+    assert torch.records, "the program's recording goes on"
+    assert torch._C._cuda_record_memory_history == in_c, "the hook is removed"
+    record(enabled=None)
+    recorder.start()
+    record(enabled=None)
+    assert not recorder.on, "the program has ended it"
+    recorder.end()
+    assert not torch.records

@@ -103,10 +103,10 @@ class Recording:
         # Once the addresses are read: the longer search for names runs without a recording, which slows allocations.
         def take() -> None:
             now_seconds, (devices, traces) = self._clock(), heap.history(self._stacks)
-            if not self._recorder.on or self._recorder.replaced(traces):
+            if not self._recorder.on:
                 raise CommandRefusedError("the program has ended the recording", ReasonCode.HISTORY_RECORDED)
             taken.append((now_seconds, devices, traces))
-            self._recorder.end(traces)
+            self._recorder.end()
 
         try:
             self.name(take, search_seconds=search_seconds)

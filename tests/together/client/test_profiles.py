@@ -229,7 +229,7 @@ def test_a_recording_that_the_program_starts_later_stays(start: Start, exporter:
     wait_for(lambda: "recorded" in exporter.reports[-1].get("waiting", ()), "the start of the recording")
     process.exec(
         """
-torch.cuda.memory._record_memory_history(max_entries=5000)
+torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
 kept = [torch.empty(600, device="cuda") for _ in range(20)]
 """
     )
