@@ -147,7 +147,7 @@ class EngineMemory:
         denied = "" if process is None else denied_by_owner(process.report.denied_actions, request.action)
         if denied:
             return CommandResult(running.action.id, "refused", denied, ReasonCode.DENIED_BY_OWNER)
-        recent = too_recent(request, running.caller, process, self._clock())
+        recent = too_recent(request, running.caller, process)
         if recent is not None:
             return CommandResult(running.action.id, "refused", recent, ReasonCode.ENGINE_BUSY)
         if request.action != "resume_memory" or process is None:
@@ -428,7 +428,7 @@ def _busy(name: str, requests: int | None) -> str:
     return f"{name} has {requests} requests; wait for them with --wait-idle, or abort them with --force"
 
 
-def too_recent(request: ActionRequest, caller: Caller, reporter: ReportingProcess | None, now: float) -> str | None:
+def too_recent(request: ActionRequest, caller: Caller, reporter: ReportingProcess | None) -> str | None:
     """Return why a policy or an alert must not let an engine sleep; None if it may."""
     automatic = caller.kind in (CallerKind.POLICY, CallerKind.ALERT)
     if request.action != "release_memory" or not automatic or request.force:
@@ -436,9 +436,9 @@ def too_recent(request: ActionRequest, caller: Caller, reporter: ReportingProces
     engine = reporter.report.engine if reporter is not None else None
     if reporter is None or engine is None or engine.idle_seconds is None:
         return "it is not known when the engine had its last request"
-    idle_seconds = engine.idle_seconds + max(0.0, now - reporter.received_seconds)
-    if idle_seconds < MIN_IDLE_SECONDS:
-        return f"the engine had a request {idle_seconds:.0f} s ago; it is idle after {MIN_IDLE_SECONDS:.0f} s"
+    # Requests since the last report are not known.
+    if engine.idle_seconds < MIN_IDLE_SECONDS:
+        return f"the engine had a request {engine.idle_seconds:.0f} s ago; it is idle after {MIN_IDLE_SECONDS:.0f} s"
     return None
 
 

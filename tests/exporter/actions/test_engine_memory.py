@@ -332,6 +332,7 @@ def test_policies_and_alerts_let_only_idle_engines_sleep(
     bench: EngineBench, state: EngineState | None, *, permitted: bool
 ) -> None:
     reporting_engine(bench, engine=state)
+    bench.now += 5.0  # a request may have come since its report
     for caller in (Caller.policy("r"), Caller.alert("a", ROOT)):
         asked = bench.request(caller=caller, dry_run=True)
         assert [row.reason_code for row in asked.results] == [None if permitted else ReasonCode.ENGINE_BUSY]
