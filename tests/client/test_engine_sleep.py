@@ -28,7 +28,7 @@ from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from tests.support.fake_allocator import FakeAllocator
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20
 
@@ -49,6 +49,7 @@ class Core:
         self.stuck = threading.Event()
         self.stuck.set()
         self.error: Exception | None = None
+        self.handled: Callable[[], object] = lambda: None
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
         self.thread = threading.Thread(target=self.run_busy_loop, daemon=True)
         self.thread.start()
@@ -59,6 +60,7 @@ class Core:
             _, (_, call_id, name, arguments) = request
             call = functools.partial(getattr(self, name), *arguments)
             self._invoke_utility_method(name, call, call_id, self.answers.append)
+            self.handled()
 
     @staticmethod
     def _invoke_utility_method(name: str, get_result: Any, output: Any, enqueue_output: Any) -> None:
@@ -164,6 +166,25 @@ def test_a_loop_that_is_in_a_long_step_does_nothing_later(core: Core, monkeypatc
     wait_for(core.input_queue.empty, "the loop")
     CoreMemory(core).release(keep_weights=False, force=False)
     assert core.calls == [("sleep", 1, "wait")]
+
+
+def test_a_request_that_was_refused_is_in_the_queue_before_the_next_one(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sleep, "_START_SECONDS", 0.05)
+    core.stuck.clear()
+    memory = CoreMemory(core)
+    refused(lambda: memory.release(keep_weights=False, force=False), ReasonCode.ENGINE_BUSY)
+    monkeypatch.setattr(sleep, "_START_SECONDS", patient(30))
+    asked = threading.Thread(target=lambda: memory.release(keep_weights=False, force=False))
+    core.handled = lambda: asked.join(patient(30)) if core.calls else None
+    asked.start()
+    wait_for(lambda: core.input_queue.qsize() == 1, "the second request")  # the loop has the first one
+    core.stuck.set()
+    asked.join(patient(30))
+    wait_for(core.input_queue.empty, "the loop")
+    assert core.calls == [("sleep", 1, "wait")]
+    assert core.thread.is_alive()
 
 
 def test_an_engine_without_sleep_mode_or_of_another_version_is_left_alone(core: Core) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import sys
 import threading
@@ -28,7 +29,7 @@ _SPARE_HOST_BYTES = 1 << 30
 _HANDLER = "_invoke_utility_method"
 _HANDLER_PARAMETERS = ["name", "get_result", "output", "enqueue_output"]
 _CALLS = ("is_running", "has_work", "is_sleeping", "wake_up", "release_kv_cache_memory")
-_METHOD = "_gpumem_call"
+_NUMBERS = itertools.count()
 
 
 class CoreMemory:
@@ -103,10 +104,14 @@ class CoreMemory:
         # request calls a method of the core by name, and a method that returns a future is answered when the future
         # completes. So a request for a method that only this module knows, with a future that never completes, runs in
         # the loop and sends no answer to a client of vLLM.
+        # Each request has a name of its own: one that was refused may still be in the queue, and a name that is not
+        # there is answered with an error, which ends the client of vLLM.
         core, started, ended = self._core, threading.Lock(), threading.Event()
+        name = f"_gpumem_call_{next(_NUMBERS)}"
         results: list[Any] = []
 
         def call() -> Future[None]:
+            delattr(core, name)
             if started.acquire(blocking=False):
                 try:
                     results.append(function())
@@ -117,22 +122,16 @@ class CoreMemory:
 
         if not core.is_running():
             raise CommandRefusedError("vLLM shuts down", ReasonCode.ENGINE_BUSY)
-        setattr(core, _METHOD, call)
-        try:
-            utility = sys.modules["vllm.v1.engine"].EngineCoreRequestType.UTILITY
-            core.input_queue.put_nowait((utility, (0, -1, _METHOD, ())))
-            # The first holder of this lock decides: after a refusal, the loop finds the lock taken and runs nothing.
-            if not ended.wait(_START_SECONDS) and started.acquire(blocking=False):
-                raise CommandRefusedError(
-                    f"vLLM's loop was busy with one step for {_START_SECONDS:g} s", ReasonCode.ENGINE_BUSY
-                )
-            if not ended.wait(_WORK_SECONDS):
-                raise TimeoutError(f"vLLM did not end it within {_WORK_SECONDS:g} s; it may still do so")
-        finally:
-            if not ended.is_set():
-                setattr(core, _METHOD, Future)  # the request may still be in the queue
-            else:
-                delattr(core, _METHOD)
+        utility = sys.modules["vllm.v1.engine"].EngineCoreRequestType.UTILITY
+        setattr(core, name, call)
+        core.input_queue.put_nowait((utility, (0, -1, name, ())))
+        # The first holder of this lock decides: after a refusal, the loop finds the lock taken and runs nothing.
+        if not ended.wait(_START_SECONDS) and started.acquire(blocking=False):
+            raise CommandRefusedError(
+                f"vLLM's loop was busy with one step for {_START_SECONDS:g} s", ReasonCode.ENGINE_BUSY
+            )
+        if not ended.wait(_WORK_SECONDS):
+            raise TimeoutError(f"vLLM did not end it within {_WORK_SECONDS:g} s; it may still do so")
         (result,) = results
         if isinstance(result, Exception):
             raise result
