@@ -466,6 +466,13 @@ def has_storage(torch: Any) -> Callable[[Any], bool]:
     return function
 
 
+def storage_address(torch: Any) -> Callable[[Any], int]:
+    """Return the function, written in C, that returns the address at which the storage of a tensor starts."""
+    # `data_ptr` copies a tensor of `_lazy_clone`, which shares its memory until one of them is written.
+    function: Callable[[Any], int] = torch._C._data_address
+    return function
+
+
 def storage_bytes(torch: Any, tensors: Any) -> dict[int, int]:
     """Return the bytes of the storages of CUDA tensors by device index. Counts a shared storage once.
 

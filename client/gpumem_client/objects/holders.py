@@ -64,9 +64,8 @@ _KEYS = ids_of((str, int))
 class Holders(NamedTuple):
     """What was read."""
 
-    tensors: list[tuple[int, int, int, int, int, tuple[int, ...], Any]]
-    """Of each tensor with memory on a device: id, device, address, offset in elements, bytes of an element, shape, and
-    dtype."""
+    tensors: list[tuple[int, int, int, int, tuple[int, ...], Any]]
+    """Of each tensor with memory on a device: id, device, address of its storage, bytes of an element, shape, dtype."""
     wrapped: list[tuple[int, list[int]]]
     """The ids of tensors that wrap others, such as a DTensor, and of dictionaries in them: what they refer to."""
     instances: list[tuple[int, type]]
@@ -184,7 +183,8 @@ def _places(read: Uninterrupted, torch: Any, tensors: list[Any]) -> list[Any]:
     on_device = read.held(compress(tensors, map(base.is_cuda.__get__, tensors)))
     flat = read.held(compress(on_device, map(not_, map(base.is_nested.__get__, on_device))))
     stored = read.held(compress(flat, map(torch_access.has_storage(torch), flat)))
-    methods = (base.get_device, base.data_ptr, base.storage_offset, base.element_size, base.size, base.dtype.__get__)
+    address = torch_access.storage_address(torch)
+    methods = (base.get_device, address, base.element_size, base.size, base.dtype.__get__)
     return read.kept(zip(map(id, stored), *(map(each, stored) for each in methods)))
 
 

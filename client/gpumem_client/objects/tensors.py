@@ -23,6 +23,7 @@ class TensorReader:
 
     def __init__(self, torch: Any) -> None:
         self.base = torch_access.tensor_base_class(torch)
+        self._address = torch_access.storage_address(torch)
         self.all_types = frozenset(subclasses(torch.Tensor))
         # The types whose tensors have a storage that can be read. The others wrap tensors of these types.
         self.types = frozenset(
@@ -73,11 +74,10 @@ class TensorReader:
         # Not from `untyped_storage`: its Python object, released beside autograd's threads, crashes the process with
         # torch 2.15 ("use_count() == 1 INTERNAL ASSERT FAILED").
         try:
-            address = self.base.data_ptr(tensor)
-            offset: int = self.base.storage_offset(tensor) * self.base.element_size(tensor)
+            address = self._address(tensor)
         except (RuntimeError, NotImplementedError):
             return None  # the parts of a sparse tensor are separate tensors
-        return (self.base.get_device(tensor), address - offset) if address else None
+        return (self.base.get_device(tensor), address) if address else None
 
     def shape(self, tensor: Any) -> tuple[int, ...] | None:
         """Return the shape of a tensor; None for a nested one, whose buffers are separate tensors."""

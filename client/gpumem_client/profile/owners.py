@@ -109,12 +109,12 @@ class _Naming:
         # The number of further tensors of the same kind with this storage.
         self._more: dict[Place, int] = {}
         texts: dict[Any, tuple[str, str]] = {}
-        for each, device, address, offset, item_bytes, shape, dtype in resting(read.tensors):
+        for each, device, address, item_bytes, shape, dtype in resting(read.tensors):
             if address:
                 key = tuple(shape), dtype
                 if key not in texts:
                     texts[key] = "x".join(map(str, shape)) or "1", str(dtype).replace("torch.", "")
-                self._tensors[each] = (device, address - offset * item_bytes), texts[key], item_bytes * _product(shape)
+                self._tensors[each] = (device, address), texts[key], item_bytes * _product(shape)
         self._wrapped = dict(read.wrapped)
         self._containers = dict(read.containers)
         # The containers whose tensors have names.

@@ -301,3 +301,17 @@ result = sorted(found)
 
 def test_the_gradients_of_wrappers_are_read_beside_backward_passes(start_torch: StartTorch) -> None:
     assert {"parameters", "gradients"} <= set(_reading(start_torch).exec(WRAPPERS, timeout_seconds=110))
+
+
+def test_a_search_copies_no_tensor_that_shares_its_memory(start_torch: StartTorch) -> None:
+    process = start_torch()
+    code = """
+from gpumem_client.objects.tensors import TensorReader
+weight = torch.empty(256, 256, device="cuda")
+shared = torch._lazy_clone(weight)  # has memory of its own once it is written
+before = torch.cuda.memory_allocated()
+named = owners()
+place = TensorReader(torch).place(shared)
+result = [torch.cuda.memory_allocated() - before, torch._C._is_cow_tensor(shared), len(named["rows"]), bool(place)]
+"""
+    assert process.exec(READ + code) == [0, True, 1, True]
