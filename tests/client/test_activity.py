@@ -35,3 +35,21 @@ def test_without_a_sign_that_could_be_seen_it_is_unknown() -> None:
     assert activity.inactive_seconds(step=3, allocations=None, requests=None) == 0
     clock.sleep(60)
     assert activity.inactive_seconds(step=3, allocations=None, requests=None) == 60
+
+
+def test_a_process_that_may_replay_graphs_is_not_known_to_be_inactive() -> None:
+    clock = Clock(100.0)
+    activity = Activity(clock)
+
+    def after(seconds: float, *, graphs: bool, **seen: Any) -> float | None:
+        clock.sleep(seconds)
+        return activity.inactive_seconds(**{"step": 3, "allocations": (4,), "requests": None, **seen}, graphs=graphs)
+
+    assert after(10, graphs=True) == 0
+    assert after(20, graphs=True) == 20, "a long step"
+    assert after(600, graphs=True) is None
+    assert after(1, graphs=True, allocations=(5,)) == 0
+    assert after(600, graphs=True, allocations=(5,)) is None
+    assert after(5, graphs=False, allocations=(5,)) == 0, "they may have run until now"
+    assert after(600, graphs=False, allocations=(5,)) == 600
+    assert after(600, graphs=True, allocations=(5,), requests=0) == 1200, "the engine shows its requests"

@@ -206,6 +206,7 @@ class ReportLoop:
                 step=self.sampler.step,
                 allocations=None if allocations is None else tuple([allocated for allocated, _ in allocations]),
                 requests=None if facts is None else facts.requests,
+                graphs=any(device.private_pools_bytes for device in sample.devices),
             ),
         )
 
