@@ -424,6 +424,14 @@ def test_no_code_of_the_classes_runs(hold: Callable[[Thing], object], words: str
     del holder
 
 
+def test_the_search_goes_on_at_an_instance_of_a_class_without_a_module() -> None:
+    names: dict[str, Any] = {}
+    exec("class Made: pass", names)  # as of a template
+    thing, made = Thing(), names.pop("Made")()
+    made.kept = thing
+    assert _described(id(thing)) == "attribute kept of a Made"
+
+
 def test_an_empty_slot_behind_a_variable_of_the_class_ends_no_search() -> None:
     class Behind(Slotted):
         thing = None  # type: ignore[assignment]

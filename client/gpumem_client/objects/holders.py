@@ -40,9 +40,13 @@ _OWN = f"{Path(gpumem_client.__file__).parent}/"
 _INSTALLED = (f"{Path(os.__file__).parent}/", "site-packages", "dist-packages")
 # The references to a frame's own dictionary: of the frame, of a list, and of the call that counts them.
 _UNSHARED = 3
-_of = type.__getattribute__
+# These run no code of a metaclass.
 dictionary_of_class: Callable[[type], Any] = vars(type)["__dict__"].__get__
-"""Returns the `__dict__` of a class without running code of its metaclass."""
+"""Returns the `__dict__` of a class."""
+name_of_class: Callable[[type], str] = vars(type)["__qualname__"].__get__
+"""Returns the qualified name of a class."""
+bases_of: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
+"""Returns a class and its base classes, in the order in which attributes are looked up."""
 _dictionary_of_module: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__
 
 Child = Tuple[int, Any, int]
@@ -233,9 +237,14 @@ def _types_of_variables(names: list[str], slices: Slices) -> list[type]:
     return list({id(kind): kind for kind in types}.values())
 
 
+def is_derived(kind: type, base: type) -> bool:
+    """Return whether a class is another one or is derived from it."""
+    return id(base) in map(id, bases_of(kind))
+
+
 def getter_of(kind: type) -> Callable[[Any], Any] | None:
     """Return the interpreter's own getter of the `__dict__` of instances; None if there is none."""
-    for base in _of(kind, "__mro__"):
+    for base in bases_of(kind):
         descriptor = dictionary_of_class(base).get("__dict__")
         if descriptor is not None:
             # The first reading of a `threading.local` in a thread runs `__init__` of its class.
@@ -248,7 +257,7 @@ def user_modules() -> list[str]:
     """Return the names of the modules that are neither installed nor part of Python."""
     found = []
     for name, module in list(sys.modules.items()):
-        file = _dictionary_of_module(module).get("__file__") if ModuleType in _of(type(module), "__mro__") else None
+        file = _dictionary_of_module(module).get("__file__") if is_derived(type(module), ModuleType) else None
         installed = type(file) is not str or file.startswith(_OWN) or any(each in file for each in _INSTALLED)
         if name == "__main__" or not installed:
             found.append(name)

@@ -35,10 +35,13 @@ from gpumem_client.objects.holders import (
     CONTAINERS,
     DICTIONARIES,
     are,
+    bases_of,
     children_of,
     dictionary_of_class,
     getter_of,
     ids_of,
+    is_derived,
+    name_of_class,
     variables_in,
 )
 from gpumem_client.objects.links import Links
@@ -72,9 +75,7 @@ GRAPH = 0
 _GRAPH = "perhaps the autograd graph of {}"
 _GARBAGE = ", garbage: cycles, and gc is off"
 
-# Returns an attribute of a class without running code of its metaclass.
-_of = type.__getattribute__
-_QUALIFIED = vars(type)["__qualname__"].__get__
+_module_of_class = vars(type)["__module__"].__get__
 
 
 class _Link(NamedTuple):
@@ -252,7 +253,7 @@ class _Search:
         )
         classes = read.held(compress(objects, are(objects, classes_types)))
         in_classes = read.kept(
-            zip(map(_QUALIFIED, classes), map(list, map(partial(map, id), map(gc.get_referents, classes))))
+            zip(map(name_of_class, classes), map(list, map(partial(map, id), map(gc.get_referents, classes))))
         )
         instances = read.held(compress(objects, map(not_, are(objects, no_instances))))
         kept_instances = read.kept(zip(map(id, instances), map(type, instances)))
@@ -285,14 +286,14 @@ class _Search:
             if id(kind) in CONTAINERS:
                 self._texts[each] = f"{kind.__name__} of {length}" if self._sizes else kind.__name__
             else:
-                self._texts[each] = f"a {_of(kind, '__qualname__')}"
+                self._texts[each] = f"a {name_of_class(kind)}"
             self._containers |= set() if kind is tuple else {each}  # as the arguments of a call
         self._texts.update((each, _PASSED[kind]) for each, kind in passed_kinds)
         self._passed.update(each for each, _ in passed_kinds)
         self._nameless.update(each for each, kind in passed_kinds if kind is FrameType)
         self._framed.update(each for each, kind in passed_kinds if kind is FrameType or kind in _FRAMES)
         for each, kind in kept_instances:
-            module, text = _of(kind, "__module__"), f"a {_of(kind, '__qualname__')}"
+            module, text = _module_of(kind), f"a {name_of_class(kind)}"
             if id(kind) in self._tensor_types:
                 text = f"the hooks of {text}"
                 self._final.add(each)
@@ -308,14 +309,14 @@ class _Search:
         for name, keys in in_classes:
             self._namespaces.update(dict.fromkeys(keys, _Name(f"attribute {{}} of class {name}", 0)))
         for each, instance, kind in dictionaries:
-            self._namespaces[each] = _Name(f"attribute {{}} of a {_of(kind, '__qualname__')}", instance)
+            self._namespaces[each] = _Name(f"attribute {{}} of a {name_of_class(kind)}", instance)
         for each, module in modules:
             self._namespaces.update({each: _Name(f"{{}}, a global of {module}", 0)} if type(module) is str else {})
         self._keys = {(holder, child): key for holder, key, child in in_mappings if type(key) is str}
         kinds_of = dict(kept_instances)
         for holder, key, child in chain.from_iterable(in_instances):
             if type(key) is str:
-                self._add(child, f"attribute {key} of a {_of(kinds_of[holder], '__qualname__')}", holder)
+                self._add(child, f"attribute {key} of a {name_of_class(kinds_of[holder])}", holder)
         for holder, (module, function), *values in defaults:
             for each in {*values} - {id(None)}:
                 self._add(each, f"a default of {module}.{function}", holder)
@@ -401,10 +402,18 @@ def _with_ids(read: Uninterrupted, ids: AbstractSet[int], frozen: Sequence[Any])
     return read.held(compress(next(every), map(ids.__contains__, map(id, next(every)))))
 
 
+def _module_of(kind: type) -> Any:
+    """Return the module of a class; None for a class that `exec` has made in a namespace without a name."""
+    try:
+        return _module_of_class(kind)
+    except AttributeError:
+        return None
+
+
 def _slots(kind: type) -> list[tuple[str, Any]]:
     """Return the slots of a class whose instances can be asked for them without running code of the class."""
     found: dict[str, Any] = {}
-    for base in _of(kind, "__mro__")[:-1]:  # the last one is `object`
+    for base in bases_of(kind)[:-1]:  # the last one is `object`
         for name, each in dict(dictionary_of_class(base)).items():
             if type(name) is str:
                 found.setdefault(name, each)  # a property of a derived class may have the name of a slot
@@ -415,7 +424,7 @@ def _slots(kind: type) -> list[tuple[str, Any]]:
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
     """Return the items of a dictionary without running code of its class; nothing for another object."""
-    if dict not in _of(type(value), "__mro__"):
+    if not is_derived(type(value), dict):
         return []
     try:
         return list(dict.items(value))
@@ -425,7 +434,7 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
 
 def instance_dictionary(instance: Any) -> dict[Any, Any] | None:
     """Return the `__dict__` of an instance without running code of its class, or None if it has none."""
-    for base in _of(type(instance), "__mro__"):
+    for base in bases_of(type(instance)):
         descriptor = dictionary_of_class(base).get("__dict__")
         if type(descriptor) is GetSetDescriptorType:
             found = descriptor.__get__(instance)

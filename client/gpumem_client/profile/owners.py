@@ -12,7 +12,7 @@ import time
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 from gpumem_client import torch_access
-from gpumem_client.objects.holders import Holders, read_holders
+from gpumem_client.objects.holders import Holders, ids_of, name_of_class, read_holders
 from gpumem_client.objects.referrers import GRAPH, NO_REFERRER, describe_referrers
 from gpumem_client.objects.tensors import TensorReader, subclasses
 from gpumem_client.profile.blocks import resting
@@ -126,9 +126,9 @@ class _Naming:
 
     def instances(self, types: Iterable[type]) -> dict[int, str]:
         """Return the names of the classes of the found instances of these types, by id."""
-        wanted = frozenset(types)
+        wanted = ids_of(types)
         # Sorted, so that two profiles of a process have the same order.
-        found = sorted((each, kind.__qualname__) for each, kind in self._read.instances if kind in wanted)
+        found = sorted((each, name_of_class(kind)) for each, kind in self._read.instances if id(kind) in wanted)
         return dict(found)
 
     def add_models(self, modules: Mapping[int, str], optimizers: Mapping[int, str], gradients: Gradients) -> None:
@@ -170,7 +170,7 @@ class _Naming:
         for instance, kind in sorted(self._read.instances, key=lambda each: each[0]):
             for name, child in self._children.get(instance, ()):
                 if name not in _NAMED_ATTRIBUTES:
-                    self._add_below(child, f"attribute {name} of a {kind.__qualname__}")
+                    self._add_below(child, f"attribute {name} of a {name_of_class(kind)}")
         for number, (file, line, function) in enumerate(self._read.frames):
             for name, child in self._children.get(-1 - number, ()):
                 self._add_below(child, f"local variable {name} at {file}:{line} in {function}")

@@ -60,7 +60,15 @@ class GPT(nn.Module):
             batch = layer(batch).relu()
         return self.head(batch)
 
-class Trainer:
+class Registered(type):
+    def __getattribute__(cls, name):
+        if not name.startswith("__init"):
+            raise SystemExit("an attribute of a class was read: " + name)
+        return super().__getattribute__(name)
+
+    __hash__ = None
+
+class Trainer(metaclass=Registered):
     def __init__(self):
         self.losses = []
 
