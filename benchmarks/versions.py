@@ -32,6 +32,7 @@ RATIO = 1.05
 SCRAPE_RATIO = 2
 """Releases before 0.3 rendered the lines of a process in each of its reports, and a scrape only joined them. Now a
 scrape renders what has changed since the last one, which takes less CPU in all: the row with reports and a scrape."""
+ONE_SCRAPE_RATIO = 1.15
 REPORT_RATIO = 1.25
 """A sample of 0.3 has more values; a run of ten seconds has few readings of the idle cache, whose number is random."""
 PAUSE_SECONDS = 0.05
@@ -168,6 +169,7 @@ def scrapes(given: argparse.Namespace, progress: Progress, place: Place, sides: 
         return 1e3 * clients[side].timed("GET", "/metrics")[0]
 
     rows = [_compared("scrape", _in_turns(progress, sides, given.scrapes, scraped), "ms", SCRAPE_RATIO)]
+    rows.append(_scrape_of_one(given, progress, place, sides, uuids[:1]))
     pids = [exporter.pid for exporter in exporters]
     shares = cpu_shares(progress, pids, given.seconds)
     rows.append(_compared(f"exporter: CPU of {REPORTERS} reports", [10 * share for share in shares], "ms"))
@@ -185,6 +187,27 @@ def scrapes(given: argparse.Namespace, progress: Progress, place: Place, sides: 
         _compared("exporter with them: RSS", [resident_bytes(exporter.pid) / 2**20 for exporter in exporters], "MiB")
     )
     return rows
+
+
+def _scrape_of_one(
+    given: argparse.Namespace, progress: Progress, place: Place, sides: Sequence[Side], uuids: Sequence[str]
+) -> Row:
+    """Scrapes of two exporters with one process each, which reports between the scrapes."""
+    progress.part("scrapes of one process")
+    stand = place.stack.enter_context(Stand(1))
+    exporters = [side.exporter(place, "of-one") for side in sides]
+    for exporter in exporters:
+        place.start(report_for_ever, exporter.tcp_url, stand.pids, uuids, PAUSE_SECONDS)
+    for exporter in exporters:
+        wait_for(lambda of=exporter: len(of.processes()) == 1, "the reporting process")
+    clients = dict(zip(sides, (Http(exporter.tcp_url) for exporter in exporters), strict=True))
+
+    def scraped(side: Side, _: int) -> float:
+        time.sleep(PAUSE_SECONDS)
+        return 1e3 * clients[side].timed("GET", "/metrics")[0]
+
+    times = _in_turns(progress, sides, 2 * given.scrapes, scraped)
+    return _compared("scrape of one process", times, "ms", ONE_SCRAPE_RATIO)
 
 
 def actions_and_reports(

@@ -26,6 +26,7 @@ from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.features import features
 from gpumem_exporter.features.engines.cache_use import CacheUse
 from gpumem_exporter.features.events.event_log import EventLog
+from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.features.events.event_storage import Storage
 from gpumem_exporter.features.feature import Node
@@ -33,6 +34,7 @@ from gpumem_exporter.features.oom.oom_recorder import OomRecorder
 from gpumem_exporter.health import Health
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Instruments
+from gpumem_exporter.metrics.registry import Registry
 from gpumem_exporter.node.host import Host
 from gpumem_exporter.node.pid_namespaces import DriverPids
 from gpumem_exporter.node.pod_resources import PodResources
@@ -81,7 +83,8 @@ class Runtime:
         self.wall_clock = wall_clock
         self.pods = pods
         self.socket_file = socket_file
-        self.instruments = Instruments()
+        self.registry = Registry()
+        self.instruments = Instruments(self.registry)
         self.held_requests = HeldRequests()
         self.instruments.show_held_requests(self.held_requests.__len__)
         self.store = Store(
@@ -90,6 +93,7 @@ class Runtime:
             reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
             max_processes=settings.report_max_processes,
         )
+        self.event_metrics = EventMetrics(self.registry)
         self.events = self._recorder()
         self.poller = Poller(
             provider,
@@ -133,7 +137,7 @@ class Runtime:
             on_ended=self._note_ends,
         )
         self.exposition = Exposition(
-            self.instruments,
+            self.registry,
             version=__version__,
             source=provider.source,
             hide_identities=settings.web_hide_identities,
@@ -154,7 +158,7 @@ class Runtime:
             gpu_of=self.events.gpu_of,
             job_of=job_of_process,
             device_of=self.view.device_at_error,
-            on_left_out=self.instruments.count_events_dropped,
+            on_left_out=self.event_metrics.count_dropped,
         )
         self.reports = ReportsRoute(
             self.store,
@@ -209,7 +213,7 @@ class Runtime:
             dispatcher=self.dispatcher,
             events=self.events,
             ooms=self.ooms,
-            instruments=self.instruments,
+            registry=self.registry,
             senders=senders,
             renderer=self.renderer,
             held_requests=self.held_requests,
@@ -249,6 +253,7 @@ class Runtime:
 
     def _recorder(self) -> Recorder:
         settings, wall_clock = self.settings, self.wall_clock
+        metrics = self.event_metrics
         storage = Storage(
             _storage_folder(settings),
             retention_seconds=settings.storage_retention,
@@ -259,8 +264,8 @@ class Runtime:
         log = EventLog(
             storage,
             clock=time.monotonic,  # its thread waits in real time, whatever clock the other parts use
-            on_dropped=self.instruments.count_events_dropped,
-            on_committed=self.instruments.count_events,
+            on_dropped=metrics.count_dropped,
+            on_committed=metrics.count_events,
         )
         return Recorder(
             log,
@@ -268,7 +273,7 @@ class Runtime:
             reading_expiry_seconds=self.store.reading_expiry_seconds,
             wall_clock=wall_clock,
             job_of=job_of_process,
-            on_left_out=self.instruments.count_events_dropped,
+            on_left_out=metrics.count_dropped,
         )
 
     def _checked_files(self) -> dict[str, Callable[[], str]]:

@@ -1,4 +1,4 @@
-"""JSON replies, and the content negotiation of `Accept` and `Accept-Encoding` (RFC 9110, section 12)."""
+"""JSON replies, and the content negotiation of `Accept-Encoding` (RFC 9110, section 12)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from fastapi import Response
 
 DESCRIBED_MODELS: dict[str, type] = {}
 """The models of replies and bodies that the description of the API has, by name."""
-_OPENMETRICS = "application/openmetrics-text"
-# From the most specific range to the least.
-_TEXT_RANGES = ("text/plain", "text/*", "*/*")
 
 
 class Renderer:
@@ -97,28 +94,14 @@ def json_body(model: type) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def prefers_openmetrics(accept: str) -> bool:
-    """Return whether the client ranks OpenMetrics 1.0.0 at least as high as plain text, which is the default."""
-    openmetrics = 0.0
-    text: dict[str, float] = {}
-    for name, parameters, quality in _choices(accept):
-        version = parameters.get("version", "")
-        if name == _OPENMETRICS and version in ("", "1.0.0"):
-            openmetrics = max(openmetrics, quality)
-        elif name in _TEXT_RANGES and version in ("", "0.0.4"):
-            text[name] = max(text.get(name, 0.0), quality)
-    plain = next((text[name] for name in _TEXT_RANGES if name in text), 0.0)
-    return openmetrics > 0 and openmetrics >= plain
-
-
 def accepts_gzip(accept_encoding: str) -> bool:
     """Return whether the body may be compressed with gzip."""
-    qualities = {name: quality for name, _, quality in _choices(accept_encoding)}
+    qualities = dict(_choices(accept_encoding))
     return qualities.get("gzip", qualities.get("x-gzip", qualities.get("*", 0.0))) > 0
 
 
-def _choices(header: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield name, parameters and quality of each element; skip elements with an invalid quality."""
+def _choices(header: str) -> Iterator[tuple[str, float]]:
+    """Yield name and quality of each element; skip elements with an invalid quality."""
     for element in header.split(","):
         name, *rest = (part.strip() for part in element.split(";"))
         if not name:
@@ -132,4 +115,4 @@ def _choices(header: str) -> Iterator[tuple[str, dict[str, str], float]]:
         except ValueError:
             continue
         if 0 <= quality <= 1:
-            yield name.lower(), parameters, quality
+            yield name.lower(), quality

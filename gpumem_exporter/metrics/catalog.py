@@ -1,4 +1,4 @@
-"""The table of all metrics: name, type, help and labels. Only `engine_catalog` has further names.
+"""The table of metrics: name, type, help and labels. `engine_catalog` has further names, and a feature has its own.
 
 Names and labels are public; tests compare dashboards and rules with this table. The order of the table is the order of
 the page. Ratios are from 0 to 1, except the ratio of an error.
@@ -441,17 +441,6 @@ ACTION_FREED = _counter(
     "Bytes that actions released to the driver, without dry runs.",
     ("action",),
 )
-EVENTS = _counter(
-    "gpumem_events_total",
-    "Events on the node since the exporter started, by type. An event counts once it is stored and available at"
-    " /api/v1/events; gpumem_events_dropped_total counts the others.",
-    ("type",),
-)
-EVENTS_DROPPED = _counter(
-    "gpumem_events_dropped_total",
-    "Events that were not stored: the disk failed and the queue was full, which /health shows, or a process had more "
-    "than 60 out-of-memory errors in a minute.",
-)
 HELD_REQUESTS = _gauge(
     "gpumem_held_requests",
     "Open requests that wait: reports for commands, actions for their end. About one per reporting process.",
@@ -462,16 +451,6 @@ HEALTH_CHECK_OK = _gauge(
     " are absent without such files, socket without a unix socket.",
     ("check",),
 )
-POLICY_EVALUATIONS = _counter(
-    "gpumem_policy_evaluations_total",
-    "Evaluations of the rules in the policy file, one per process and device, by rule and result.",
-    ("result", "rule"),
-)
-ALERTS = _counter(
-    "gpumem_alerts_total",
-    "Alerts that Alertmanager sent, by outcome. A body that is not a valid message counts once, as invalid.",
-    ("outcome",),
-)
 ACTION_DURATION = _add(
     Metric(
         "gpumem_action_duration_seconds",
@@ -481,20 +460,7 @@ ACTION_DURATION = _add(
     )
 )
 
-# --- the exporter's process, with the names and texts of Prometheus' clients
-
-_PROCESS_VIRTUAL = _gauge("process_virtual_memory_bytes", "Virtual memory size in bytes.")
-_PROCESS_RESIDENT = _gauge("process_resident_memory_bytes", "Resident memory size in bytes.")
-_PROCESS_START = _gauge("process_start_time_seconds", "Start time of the process since unix epoch in seconds.")
-_PROCESS_CPU = _counter("process_cpu_seconds_total", "Total user and system CPU time spent in seconds.")
-_PROCESS_FILES = _gauge("process_open_fds", "Number of open file descriptors.")
-_PROCESS_MAX_FILES = _gauge("process_max_fds", "Maximum number of open file descriptors.")
-
 METRICS: tuple[Metric, ...] = tuple(_table)
-"""All metrics."""
+"""All metrics of this table, in the order of the page."""
 SCRAPED = METRICS[: METRICS.index(REPORTS)]
-"""The metrics of a snapshot."""
-OWN_PROCESS = METRICS[METRICS.index(_PROCESS_VIRTUAL) :]
-"""The metrics of the exporter's process."""
-OWN = METRICS[len(SCRAPED) : -len(OWN_PROCESS)]
-"""The exporter's own counters, gauges and histograms."""
+"""The metrics of a snapshot. The others are instruments."""

@@ -4,7 +4,8 @@ Each subject (a device, a process, the allocator of a process) keeps its lines u
 lines of all subjects family by family.
 """
 
-# Not with `prometheus_client`: it takes 8 to 10 µs per series, and a node with 64 processes on 8 devices has 20,000.
+# Not with prometheus_client's encoders: they take 8 to 10 µs per series, and a node with 64 processes on 8 devices has
+# 20,000. `SnapshotCollector` gives the same series to the library.
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
+import prometheus_client
+
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
 from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.allocators import TORCH
 from gpumem_exporter.metrics.devices import DEVICE, LEDGER, POLL
-from gpumem_exporter.metrics.instruments import Instruments, own_process
 from gpumem_exporter.metrics.processes import ENGINE, OOM, PROCESS, REPORTER
-from gpumem_exporter.metrics.subjects import Collector, Metric, Samples, Series, Subject, Value, View
+from gpumem_exporter.metrics.registry import Registry, RegistryLines
+from gpumem_exporter.metrics.subjects import Metric, Samples, Series, Subject, Value, View, label_text
 
 CONTENT_TYPE_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 CONTENT_TYPE_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -43,14 +46,14 @@ _SUBJECTS_OF_PIECE = 64
 
 
 class Exposition:
-    """Renders one page after another. Not thread-safe.
+    """Renders one page after another: the series of a snapshot, then the series of a registry. Not thread-safe.
 
     With `hide_identities`, the labels with a user, a command or a pod are empty.
     """
 
     def __init__(
         self,
-        instruments: Instruments,
+        registry: Registry,
         *,
         version: str,
         source: str,
@@ -60,11 +63,9 @@ class Exposition:
         self._build = (version, source, platform.python_version())
         self._hide_identities = hide_identities
         self._clock = clock
-        self.collectors = (POLL, DEVICE, LEDGER, PROCESS, OOM, REPORTER, ENGINE, TORCH)
-        own_families = (*catalog.OWN, *catalog.OWN_PROCESS)
-        own = Collector("own", own_families, lambda view: chain(instruments.subjects(view), own_process()))
-        self._collectors = (*self.collectors, own)
+        self._collectors = (POLL, DEVICE, LEDGER, PROCESS, OOM, REPORTER, ENGINE, TORCH)
         self._lines = {collector.name: SubjectLines(collector.families) for collector in self._collectors}
+        self._own = RegistryLines(registry)
         self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
         self._failing: set[str] = set()
 
@@ -73,29 +74,71 @@ class Exposition:
 
         It yields after short steps, at first empty pieces, so that other work can go on in between.
         """
-        view = view_of(snapshot, hide_identities=self._hide_identities)
-        yield b""
         work = _Work(self._clock)
         sampled: dict[str, list[Sampled]] = {}
-        samples = {name: self._lines[name].sample(collect(view)) for name, _, collect in self._collectors}
-        yield from work.steps(samples, sampled)
+        yield from self._sample(snapshot, work, sampled)
         rendered: dict[str, list[tuple[Hashable, Rendered]]] = {}
         lines = {name: self._lines[name].render(each) for name, each in sampled.items()}
         yield from work.steps(lines, rendered)
         families: dict[Metric, tuple[bytes, ...]] = {}
         for name, each in rendered.items():
             families.update(self._lines[name].page(each))
+        own: dict[str, list[tuple[Metric, bytes]]] = {}
+        yield from work.steps({"own": self._own.render()}, own)
+        if self._own.error is not None:
+            work.errors["own"] = self._own.error
         # A collector that fails is left out and does not affect the others. It fails at each scrape, so one line is
         # enough.
         for name, error in work.errors.items():
-            self._lines[name].clear()
+            if name in self._lines:
+                self._lines[name].clear()
             if name not in self._failing:
                 _log.error("collector %r failed; its metrics are left out until it succeeds", name, exc_info=error)
         self._failing = set(work.errors)
+        scrape = Sampled("scrape", (), self._scrape_samples(work))
+        families.update(self._scrape_lines.page(list(self._scrape_lines.render([scrape]))))
+        page = [(metric, families.get(metric, ())) for metric in catalog.SCRAPED]
+        page += [(metric, (lines,)) for metric, lines in own["own"]]
+        yield from _joined(page, openmetrics=openmetrics)
+
+    def families(self, snapshot: Snapshot) -> Iterator[prometheus_client.Metric]:
+        """Yield the series of a snapshot as families of prometheus_client. Renders nothing."""
+        work = _Work(self._clock)
+        sampled: dict[str, list[Sampled]] = {}
+        for _ in self._sample(snapshot, work, sampled):
+            pass
+        families: dict[Metric, prometheus_client.Metric] = {}
+        for labels, series, values in (*(one.samples for one in chain(*sampled.values())), self._scrape_samples(work)):
+            for (metric, label_values), value in zip(series(*labels), values, strict=True):
+                if value is not None:
+                    if metric not in families:
+                        families[metric] = prometheus_client.Metric(metric.name, metric.help, metric.type)
+                    texts = dict(zip(metric.labels, label_values, strict=True))
+                    families[metric].add_sample(metric.name, texts, value)
+        yield from (families[metric] for metric in catalog.SCRAPED if metric in families)
+
+    def _sample(self, snapshot: Snapshot, work: _Work, sampled: dict[str, list[Sampled]]) -> Iterator[bytes]:
+        """Take the samples of all collectors, and yield b"" after some of them."""
+        view = view_of(snapshot, hide_identities=self._hide_identities)
+        yield b""
+        samples = {name: self._lines[name].sample(collect(view)) for name, _, collect in self._collectors}
+        yield from work.steps(samples, sampled)
+
+    def _scrape_samples(self, work: _Work) -> Samples:
         outcomes = [value for name in work.seconds for value in (int(name not in work.errors), work.seconds[name])]
-        scrape = Samples((self._build, *work.seconds), _scrape_series, (1, *outcomes))
-        families.update(self._scrape_lines.page(list(self._scrape_lines.render([Sampled("scrape", (), scrape)]))))
-        yield from _joined(families, openmetrics=openmetrics)
+        return Samples((self._build, *work.seconds), _scrape_series, (1, *outcomes))
+
+
+class SnapshotCollector:
+    """The series of a snapshot as a collector for any registry. With a `Registry` beside it, it is the whole page."""
+
+    def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
+        self._exposition = exposition
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[prometheus_client.Metric]:
+        """Yield the families."""
+        return self._exposition.families(self._snapshot())
 
 
 class _Work:
@@ -131,12 +174,11 @@ def _scrape_series(build: tuple[str, str, str], *names: str) -> Iterator[Series]
         yield catalog.COLLECTOR_DURATION, (name,)
 
 
-def _joined(families: Mapping[Metric, tuple[bytes, ...]], *, openmetrics: bool) -> Iterator[bytes]:
-    """Yield the lines of each family below its header, in the order of the catalog, in pieces."""
+def _joined(page: Iterable[tuple[Metric, tuple[bytes, ...]]], *, openmetrics: bool) -> Iterator[bytes]:
+    """Yield the lines of each family below its header, in pieces."""
     piece: list[bytes] = []
     size = 0
-    for metric in catalog.METRICS:
-        lines = families.get(metric, ())
+    for metric, lines in page:
         if not any(lines):
             continue
         header = _header(metric, openmetrics=openmetrics)
@@ -255,10 +297,11 @@ class SubjectLines:
         text, last_labels = "", None
         for place, (metric, labels) in enumerate(samples.series(*samples.labels)):
             if labels is not last_labels:  # the series of an allocator share one tuple
-                text, last_labels = _label_text(metric.labels, labels).replace("%", "%%"), labels
+                text = label_text(zip(metric.labels, labels, strict=True)).replace("%", "%%")
+                last_labels = labels
             value = samples.values[place]
             if value is not None:
-                family = self._indexes[metric.part_of or metric]
+                family = self._indexes[metric]
                 lines[family].append(f"{metric.name}{text}%{'d' if isinstance(value, int) else 'a'}\n")
                 places[family].append(place)
         template = _END.join(["".join(family).encode("utf-8", "replace") for family in lines])
@@ -268,15 +311,3 @@ class SubjectLines:
 
 def _no_values(_: tuple[Value, ...]) -> tuple[()]:
     return ()
-
-
-def _label_text(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Return `{name="value",…} `, or a space if there are no labels."""
-    if not names:
-        return " "
-    return "{" + ",".join([f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True)]) + "} "
-
-
-def _escaped(value: str) -> str:
-    r"""Escape `\`, newline and `"` in a label value; the formats allow no other escapes."""
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from prometheus_client.exposition import choose_encoder
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.fair_queue import Turns, cut
 from gpumem_exporter.edge.problems import ProblemError, problem_response
-from gpumem_exporter.edge.replies import accepts_gzip, prefers_openmetrics
+from gpumem_exporter.edge.replies import accepts_gzip
 from gpumem_exporter.metrics.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
 
 # The time for which a page keeps other requests waiting. A page of 64 processes on 8 devices takes ten such steps. In a
@@ -48,7 +49,7 @@ class MetricsRoute:
             await response(scope, receive, send)
             return
         accepted = Headers(scope=scope)
-        openmetrics = prefers_openmetrics(",".join(accepted.getlist("accept")))
+        openmetrics = chooses_openmetrics(",".join(accepted.getlist("accept")))
         gzip = accepts_gzip(",".join(accepted.getlist("accept-encoding")))
         try:
             async with self._turns.of(scope["state"]["owner"]):
@@ -67,6 +68,15 @@ class MetricsRoute:
                 await send({"type": "http.response.body", **body})
         except ProblemError as problem:
             await problem.response()(scope, receive, send)
+
+
+def chooses_openmetrics(accept: str) -> bool:
+    """Return whether prometheus_client would reply to the client in OpenMetrics."""
+    # Its content type may have the version of the request, but the page is in version 1.0.0.
+    try:
+        return choose_encoder(accept)[1].startswith("application/openmetrics-text")
+    except TypeError:  # it compares the parts of the version with numbers
+        return False
 
 
 @dataclass(slots=True)

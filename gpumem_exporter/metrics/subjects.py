@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from gpumem_exporter.core.samples import DeviceReading, Names, NodeReading, Snapshot
@@ -19,17 +19,11 @@ class Metric:
     help: str
     """The HELP text. It has no characters that either format escapes."""
     labels: tuple[str, ...] = ()
-    part_of: Metric | None = None
-    """The histogram whose buckets, sum or count these series are."""
 
     @property
     def family(self) -> str:
         """The name of the family in OpenMetrics: for a counter, without `_total`."""
         return self.name.removesuffix("_total") if self.type == "counter" else self.name
-
-    def part(self, suffix: str, *labels: str) -> Metric:
-        """Return the series of a histogram whose names have this suffix, with their further labels."""
-        return replace(self, name=self.name + suffix, labels=(*self.labels, *labels), part_of=self)
 
 
 Series: TypeAlias = "tuple[Metric, tuple[str, ...]]"
@@ -88,3 +82,14 @@ class Collector(NamedTuple):
 def one_of_each(families: Iterable[Metric]) -> Callable[..., tuple[Series, ...]]:
     """Return a function that returns a series of each family, all with the same labels."""
     return lambda *labels: tuple((metric, labels) for metric in families)
+
+
+def label_text(labels: Iterable[tuple[str, str]]) -> str:
+    """Return `{name="value",…} `, or a space if there are no labels."""
+    text = ",".join([f'{name}="{_escaped(value)}"' for name, value in labels])
+    return f"{{{text}}} " if text else " "
+
+
+def _escaped(value: str) -> str:
+    r"""Escape `\`, newline and `"` in a label value; the formats allow no other escapes."""
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

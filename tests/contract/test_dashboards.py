@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gpumem_exporter.metrics.catalog import METRICS, OWN_PROCESS
 from tests.support.dashboard_rules import RECORDED, RULES, parsed, selectors
+from tests.support.metrics_list import METRICS
 from tests.support.panel_queries import queries
 from tests.support.paths import REPOSITORY
 
@@ -86,7 +86,7 @@ def test_the_dashboards_show_every_metric_and_no_other() -> None:
     of_metrics = [name for name in NAMES if f"gpumem-{name}" not in RECORDED]
     shown = set().union(*(metrics_on(load(name)) for name in of_metrics)) - OF_PROMETHEUS - OF_THE_PROCESS
     families = {re.sub(r"(_seconds)_(?:bucket|count|sum)$", r"\1", name) for name in shown}
-    catalog = {metric.name for metric in METRICS if metric not in OWN_PROCESS}
+    catalog = {metric.name for metric in METRICS}
     assert families - catalog == set()
     assert catalog - families == ON_NO_DASHBOARD.keys()
     assert all(ON_NO_DASHBOARD.values())

@@ -26,7 +26,6 @@ ALLOWED = {
     ("gpumem_exporter.features.profiles", "gpumem_client.profile.model"),
     ("gpumem_exporter.edge.request_guard", "gpumem_exporter.features.profiles.profile_document"),
     ("gpumem_exporter.actions.action_routes", "gpumem_exporter.page.jobs"),
-    ("gpumem_exporter.metrics.instruments", "gpumem_exporter.features.policy.policy_values"),
     ("gpumem_exporter.page.live_route", "gpumem_exporter.health"),
     ("gpumem_exporter.main", "gpumem_client.run"),
     ("gpumem_exporter.cli.commands.passed_on", "gpumem_client.run"),

@@ -34,9 +34,13 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
-from gpumem_exporter.metrics.catalog import METRICS, SCRAPED
+from gpumem_exporter.features.events.event_metrics import EventMetrics
+from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
+from gpumem_exporter.metrics.catalog import SCRAPED
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Instruments
+from gpumem_exporter.metrics.registry import Registry
+from tests.support.metrics_list import METRICS
 from tests.support.paths import DATA
 from tests.support.running_command import run_tool
 
@@ -58,7 +62,8 @@ def test_the_strict_openmetrics_parser_reads_the_types_of_the_catalog() -> None:
     families = {family.name: family.type for family in text_string_to_metric_families(golden_page(openmetrics=True))}
 
     public = {metric.family: metric.type for metric in METRICS}
-    assert families.items() <= public.items()
+    of_process = {name for name in families if name.startswith(("process_", "python_"))}
+    assert {name: families[name] for name in families.keys() - of_process}.items() <= public.items()
     assert {metric.family for metric in SCRAPED} <= families.keys()
 
 
@@ -71,14 +76,15 @@ def test_promtool_accepts_the_page() -> None:
 
 def golden_page(*, openmetrics: bool) -> str:
     """Render the page of RICH with a constant clock."""
-    instruments = Instruments()
+    registry = Registry()
+    instruments, events, policy = Instruments(registry), EventMetrics(registry), PolicyMetrics(registry)
     for outcome in ("accepted", "accepted", "invalid"):
         instruments.count_report(outcome)
     instruments.count_dropped()
-    instruments.add_policy_rule("idle-cache")
-    instruments.count_policy("idle-cache", "unmet", 3)
-    instruments.count_alert("acted")
-    instruments.count_events([Event("process_started", 1.7e9), Event("oom", 1.7e9), Event("oom", 1.7e9)])
+    policy.add_policy_rule("idle-cache")
+    policy.count_policy("idle-cache", "unmet", 3)
+    policy.count_alert("acted")
+    events.count_events([Event("process_started", 1.7e9), Event("oom", 1.7e9), Event("oom", 1.7e9)])
     results = (
         ActionResult(4711, "llm-pretrain", "0", "0", GPU_0, "done", freed_bytes=2 * GIB),
         ActionResult(4711, "llm-pretrain", "0", "1", GPU_1, "done", freed_bytes=0),
@@ -87,9 +93,10 @@ def golden_page(*, openmetrics: bool) -> str:
     instruments.observe_action(
         Action("a1", "empty_cache", "failed", "alice", 1.7e9, Target(all=True), results=results, duration_seconds=0.003)
     )
-    exposition = Exposition(instruments, version="1.2.3", source="nvml", clock=lambda: 0.0)
+    exposition = Exposition(registry, version="1.2.3", source="nvml", clock=lambda: 0.0)
     page = b"".join(exposition.render(RICH, openmetrics=openmetrics)).decode()
-    page = re.sub(r"^(process_\w+) .*", r"\1 0", page, flags=re.MULTILINE)
+    page = re.sub(r"^((?:process_|python_gc_)\S+) .*", r"\1 0", page, flags=re.MULTILINE)
+    page = re.sub(r"^python_info\{.*", 'python_info{version="3.11.7"} 1.0', page, flags=re.MULTILINE)
     return re.sub(r'(gpumem_exporter_build_info\{.*python=")[^"]*', r"\g<1>3.11.7", page)
 
 

@@ -19,11 +19,11 @@ import pytest
 import yaml
 
 from gpumem_exporter.core.event import EVENT_TYPES
-from gpumem_exporter.metrics.catalog import METRICS
 from gpumem_exporter.page.findings import SEVERITIES, SEVERITY
 from tests.support.alertmanagers import Receiver, alertmanager, receiving
 from tests.support.dashboard_rules import nodes
 from tests.support.growth_tables import ACTIVATION_GIB, LEAKS, STEADY, Leak, Minutes, Sizes
+from tests.support.metrics_list import METRICS
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool
 from tests.support.waiting import patient, wait_for, wait_until_equal

@@ -8,7 +8,7 @@ from typing import Any
 
 import promql_parser as promql
 
-from gpumem_exporter.metrics.catalog import METRICS
+from tests.support.metrics_list import METRICS
 from tests.support.panel_queries import Query, Scope, all_panels, queries
 
 Dashboard = dict[str, Any]

@@ -9,14 +9,14 @@ from prometheus_client import Metric
 
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.metrics.exposition import Exposition
-from gpumem_exporter.metrics.instruments import Instruments
+from gpumem_exporter.metrics.registry import Registry
 
 Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def exposition(instruments: Instruments | None = None) -> Exposition:
+def exposition(registry: Registry | None = None) -> Exposition:
     """Return an exposition with a constant clock."""
-    return Exposition(instruments or Instruments(), version="1", source="nvml", clock=lambda: 0.0)
+    return Exposition(registry or Registry(), version="1", source="nvml", clock=lambda: 0.0)
 
 
 def whole_text_of(writer: Exposition, snapshot: Snapshot, *, openmetrics: bool = False) -> str:
@@ -27,7 +27,7 @@ def whole_text_of(writer: Exposition, snapshot: Snapshot, *, openmetrics: bool =
 def text_of(writer: Exposition, snapshot: Snapshot, *, openmetrics: bool = False) -> str:
     """Return a page without the exporter's process, so that two pages of one snapshot are equal."""
     page = whole_text_of(writer, snapshot, openmetrics=openmetrics)
-    return re.sub(r"^(# \w+ )?process_.*\n", "", page, flags=re.MULTILINE)
+    return re.sub(r"^(# \w+ )?(process|python)_.*\n", "", page, flags=re.MULTILINE)
 
 
 def read(families: Iterable[Metric]) -> tuple[dict[str, tuple[str, str]], Read]:

@@ -4,5 +4,5 @@
 their own. `event_log` is the queue with its thread, `event_storage` is the SQLite database, and `event_entries` has
 what people read of an event.
 
-Other folders import: `event_log`, `event_recorder`, `event_routes`, `event_storage`.
+Other folders import: `event_log`, `event_metrics`, `event_recorder`, `event_routes`, `event_storage`.
 """

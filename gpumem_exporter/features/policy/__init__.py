@@ -1,4 +1,1 @@
-"""Policies: rules that request actions by themselves.
-
-Other folders import: `policy_values`.
-"""
+"""Policies: rules that request actions by themselves."""

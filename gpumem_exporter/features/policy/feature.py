@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from gpumem_exporter.features.feature import Feature, Node, Parts
 
 if TYPE_CHECKING:
+    from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
     from gpumem_exporter.features.policy.policy_runner import PolicyRunner
     from gpumem_exporter.settings import Settings, SettingsModel
 
@@ -34,9 +35,11 @@ def _check_file(settings: Settings) -> None:
 
 def _build(node: Node) -> Parts:
     from gpumem_exporter.features.policy.alerts import AlertReceiver, alerts_router
+    from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
     from gpumem_exporter.features.policy.policy_route import policy_router
 
-    runner = _runner(node)
+    metrics = PolicyMetrics(node.registry)
+    runner = _runner(node, metrics)
     receiver = AlertReceiver(
         node.dispatcher,
         runner,
@@ -48,7 +51,7 @@ def _build(node: Node) -> Parts:
     )
     return Parts(
         routers=[
-            alerts_router(receiver, own_names=node.own_names, count_alert=node.instruments.count_alert),
+            alerts_router(receiver, own_names=node.own_names, count_alert=metrics.count_alert),
             policy_router(runner),
         ],
         chores={} if runner is None else {"run_policies": runner.tick},
@@ -56,7 +59,7 @@ def _build(node: Node) -> Parts:
     )
 
 
-def _runner(node: Node) -> PolicyRunner | None:
+def _runner(node: Node, metrics: PolicyMetrics) -> PolicyRunner | None:
     from pathlib import Path
 
     path, settings = _file(node.settings), node.settings
@@ -71,7 +74,7 @@ def _runner(node: Node) -> PolicyRunner | None:
         snapshot=node.snapshot,
         # A sample that two reports in a row did not contain no longer describes the process.
         stale_seconds=max(3 * settings.report_interval, 5.0),
-        instruments=node.instruments,
+        metrics=metrics,
         log=node.events.log,
         wall_clock=node.wall_clock,
     )

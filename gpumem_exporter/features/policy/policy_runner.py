@@ -23,9 +23,9 @@ from gpumem_exporter.edge.replies import iso_time
 from gpumem_exporter.errors import ActionRefusedError, TooManyActionsError
 from gpumem_exporter.features.policy.evaluation import Decision, Evaluation, PolicyEvaluator
 from gpumem_exporter.features.policy.policy_events import policy_stopped_event
+from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.features.policy.policy_rules import Rule, read_policy
 from gpumem_exporter.features.policy.policy_values import RESULTS, Observation
-from gpumem_exporter.metrics.instruments import Instruments
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class PolicyRunner:
         dispatcher: Dispatcher,
         snapshot: Callable[[], Snapshot],
         stale_seconds: float,
-        instruments: Instruments,
+        metrics: PolicyMetrics,
         log: Journal,
         wall_clock: Callable[[], float],
     ) -> None:
@@ -53,7 +53,7 @@ class PolicyRunner:
         self._dispatcher = dispatcher
         self._snapshot = snapshot
         self._stale_seconds = stale_seconds
-        self._instruments = instruments
+        self._metrics = metrics
         self._event_log = log
         self._wall_clock = wall_clock
         # The decisions whose actions have not finished or settled, by the id of the action.
@@ -114,7 +114,7 @@ class PolicyRunner:
 
     def _count(self, found: Evaluation) -> None:
         for (rule, result), count in found.counts.items():
-            self._instruments.count_policy(rule, result, count)
+            self._metrics.count_policy(rule, result, count)
 
     async def reload(self, requested_by: str) -> tuple[Rule, ...]:
         """Read the file again. If it is invalid, raise ConfigurationError; then the earlier rules stay in force."""
@@ -138,9 +138,9 @@ class PolicyRunner:
         evaluator = PolicyEvaluator(rules, stale_seconds=self._stale_seconds)
         evaluator.take_over(self.evaluator)
         for name in {rule.name for rule in self.evaluator.rules} - {rule.name for rule in rules}:
-            self._instruments.remove_policy_rule(name)
+            self._metrics.remove_policy_rule(name)
         for rule in rules:
-            self._instruments.add_policy_rule(rule.name)
+            self._metrics.add_policy_rule(rule.name)
         self.evaluator = evaluator
         fields = {
             "file": str(self._path),
@@ -162,13 +162,13 @@ class PolicyRunner:
         except ActionRefusedError as error:
             fields = {"rule": rule.name, "target": decision.request.target.describe(), "error": str(error)}
             _log.warning("the action of a policy rule was refused", extra={"fields": fields})
-            self._instruments.count_policy(rule.name, "refused", 1)
+            self._metrics.count_policy(rule.name, "refused", 1)
             raise
         if action.finished:
             self._finished(decision, action)
         else:
             self._running[action.id] = decision
-        self._instruments.count_policy(rule.name, "would_act" if rule.dry_run else "acted", 1)
+        self._metrics.count_policy(rule.name, "would_act" if rule.dry_run else "acted", 1)
         return action
 
     def _finished(self, decision: Decision, action: Action) -> None:

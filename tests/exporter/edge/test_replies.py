@@ -20,8 +20,8 @@ from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.connections import PIECE_BYTES
-from gpumem_exporter.edge.replies import Renderer, accepts_gzip, encoded, prefers_openmetrics
-from gpumem_exporter.metrics.metrics_route import Page, SharedPages
+from gpumem_exporter.edge.replies import Renderer, accepts_gzip, encoded
+from gpumem_exporter.metrics.metrics_route import Page, SharedPages, chooses_openmetrics
 from gpumem_exporter.page.live_route import LiveNode, Rendering
 
 PROMETHEUS_2 = (
@@ -40,18 +40,15 @@ PROMETHEUS_3 = (
         ("", False),
         (PROMETHEUS_2, True),
         (PROMETHEUS_3, True),
-        ("Application/OpenMetrics-Text; Version=1.0.0; charset=utf-8", True),
-        ("application/openmetrics-text;version=2.0.0", False),
+        ("text/plain;version=0.0.4;q=1,*/*;q=0.1", False),
+        ("application/openmetrics-text; version=1.0.0; charset=utf-8", True),
         ("application/openmetrics-text;version=0.0.1,text/plain;q=0.5", False),
-        ("application/openmetrics-text;q=0.4,text/plain;q=0.5", False),
-        ("application/openmetrics-text;q=0.5,text/plain;q=0.5", True),
-        ("application/openmetrics-text;q=0.5,text/plain;q=0.1,*/*;q=0.9", True),
-        ("application/openmetrics-text;q=zero,text/plain", False),
+        ("application/openmetrics-text;version=none", False),
         (",;,=;q,", False),
     ],
 )
-def test_the_format_is_the_one_with_the_highest_quality(accept: str, openmetrics: bool) -> None:
-    assert prefers_openmetrics(accept) is openmetrics
+def test_the_format_is_the_one_that_prometheus_client_chooses(accept: str, openmetrics: bool) -> None:
+    assert chooses_openmetrics(accept) is openmetrics
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Metric as Family
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -21,12 +25,17 @@ from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.features.events.event_metrics import EventMetrics
+from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.metrics import catalog, engine_catalog
-from gpumem_exporter.metrics.catalog import METRICS
+from gpumem_exporter.metrics.exposition import SnapshotCollector
 from gpumem_exporter.metrics.instruments import Instruments
+from gpumem_exporter.metrics.registry import Counter as CounterMetric
+from gpumem_exporter.metrics.registry import Registry
 from gpumem_exporter.metrics.subjects import Metric
 from tests.support.builders import UUIDS, device, node, reporting
-from tests.support.exposition_builders import exposition, read, text_of, whole_text_of
+from tests.support.exposition_builders import Read, exposition, read, text_of, whole_text_of
+from tests.support.metrics_list import METRICS
 from tests.support.random_snapshots import SNAPSHOTS
 
 EMPTY = Snapshot(10.0, None)
@@ -44,26 +53,103 @@ def known(*processes: ReportingProcess, on: NodeReading | None = None) -> Snapsh
 
 @pytest.mark.parametrize("openmetrics", [True, False])
 def test_the_metrics_of_the_exporter_are_at_the_end(openmetrics: bool) -> None:
-    instruments = Instruments()
-    instruments.count_report("accepted")
-    text = whole_text_of(exposition(instruments), EMPTY, openmetrics=openmetrics)
+    registry = Registry()
+    Instruments(registry).count_report("accepted")
+    text = whole_text_of(exposition(registry), EMPTY, openmetrics=openmetrics)
     assert 'gpumem_reports_total{outcome="accepted"} 1.0\n' in text
-    assert text.index("gpumem_reports_total") < text.index("process_open_fds ")
+    assert (
+        text.index("gpumem_exporter_build_info") < text.index("process_open_fds ") < text.index("gpumem_reports_total")
+    )
     assert text.count("# EOF") == int(openmetrics)
     assert text.endswith("# EOF\n") == openmetrics
 
 
-def test_the_process_is_described_as_by_prometheus_client() -> None:
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    own = re.findall(r"^(?:# \w+ )?process_.*\n", whole_text_of(exposition(), EMPTY), re.MULTILINE)
-    (described, shown), (wanted, expected) = map(
-        read, map(text_string_to_metric_families, ("".join(own), generate_latest(registry).decode()))
-    )
-    assert described == wanted
-    assert shown.keys() == expected.keys()
-    for (name, _), value in shown.items():
-        assert value == pytest.approx(expected[name, frozenset()], rel=0.2), name
+def own(registry: Registry) -> tuple[Instruments, EventMetrics, PolicyMetrics]:
+    return Instruments(registry), EventMetrics(registry), PolicyMetrics(registry)
+
+
+def counted() -> Registry:
+    """Return the metrics of an exporter that has counted something of each kind."""
+    registry = Registry()
+    instruments, _, policy = own(registry)
+    instruments.show_held_requests(lambda: 3)
+    instruments.show_health({"poller": True, "events": False})
+    instruments.observe_action(action(result(1, "a", freed=5)))
+    policy.add_policy_rule('50 % "idle"')
+    return registry
+
+
+@given(SNAPSHOTS, st.booleans())
+@settings(max_examples=25)
+def test_a_registry_has_the_same_families_as_the_page(known: Snapshot, openmetrics: bool) -> None:
+    registry = counted()
+    writer, whole = exposition(registry), CollectorRegistry()
+    whole.register(SnapshotCollector(writer, lambda: known))
+    whole.register(registry)
+    page = whole_text_of(writer, known, openmetrics=openmetrics)
+    encode, parse = (generate_openmetrics, parse_openmetrics) if openmetrics else (generate_latest, parse_text)
+    assert of_families(parse(page)) == of_families(parse(encode(whole).decode()))
+
+
+def of_families(families: Iterable[Family]) -> tuple[dict[str, tuple[str, str]], Read]:
+    """Return what the families have in common that are rendered one after the other."""
+    kinds, samples = read(families)
+    shown = {name: kind for name, kind in kinds.items() if any(sample.startswith(name) for sample, _ in samples)}
+    changing = re.compile("process_|python_gc_")
+    return shown, {each: 0 if changing.match(each[0]) else value for each, value in samples.items()}
+
+
+def test_no_change_is_missing_on_a_page_that_is_rendered_meanwhile() -> None:
+    registry = Registry()
+    counter = CounterMetric.of(catalog.REPORTS, registry)
+    writer, stop = exposition(registry), threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            counter.labels("accepted").inc()
+
+    threads = [threading.Thread(target=count) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    pages = [text_of(writer, EMPTY) for _ in range(50)]
+    stop.set()
+    for thread in threads:
+        thread.join()
+    counts = [float(one) for page in pages for one in re.findall(r'{outcome="accepted"} (.*)', page)]
+    assert counts == sorted(counts)
+    (last,) = re.findall(r'{outcome="accepted"} (.*)', text_of(writer, EMPTY))
+    assert float(last) == registry.get_sample_value("gpumem_reports_total", {"outcome": "accepted"})
+
+
+def test_a_collector_of_the_registry_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        def collect(self) -> Iterator[Family]:
+            raise ValueError("no such file")
+
+    registry = Registry()
+    registry.register(Failing())
+    Instruments(registry)
+    writer = exposition(registry)
+    for _ in range(2):
+        page = text_of(writer, EMPTY)
+    assert 'gpumem_scrape_collector_success{collector="own"} 0' in page
+    assert 'gpumem_reports_total{outcome="accepted"} 0.0' in page
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_value_is_shown_until_its_check_or_its_rule_is_gone() -> None:
+    registry = Registry()
+    instruments, _, policy = own(registry)
+    writer = exposition(registry)
+    policy.add_policy_rule("a")
+    for checks in ({"poller": True, "tokens": False}, {"poller": False}):
+        instruments.show_health(checks)
+        page = text_of(writer, EMPTY)
+        shown = re.findall(r'gpumem_health_check_ok\{check="(\w+)"\} (.*)', page)
+        assert dict(shown) == {name: str(float(ok)) for name, ok in checks.items()}
+    assert 'rule="a"' in page
+    policy.remove_policy_rule("a")
+    assert 'rule="a"' not in text_of(writer, EMPTY)
 
 
 @pytest.mark.parametrize("reserved", [0, None])
@@ -176,7 +262,7 @@ def test_every_metric_that_is_defined_is_in_the_table_once() -> None:
     defined = [
         value for each in (catalog, engine_catalog) for value in vars(each).values() if isinstance(value, Metric)
     ]
-    assert Counter(metric.name for metric in defined) == Counter(metric.name for metric in METRICS)
+    assert Counter(metric.name for metric in defined) == Counter(metric.name for metric in catalog.METRICS)
     assert max(Counter(metric.name for metric in METRICS).values()) == 1
 
 
@@ -209,34 +295,36 @@ def result(pid: int, uuid: str, outcome: str = "done", freed: int | None = None)
     return ActionResult(pid, "w", "0", "0", uuid, outcome, freed_bytes=freed)
 
 
-def value(instruments: Instruments, name: str, **labels: str) -> float:
+def value(registry: Registry, name: str, **labels: str) -> float:
     """Return the value of a series on a page."""
-    page = text_of(exposition(instruments), Snapshot(10.0, None))
+    page = text_of(exposition(registry), EMPTY)
     return read(text_string_to_metric_families(page))[1][name, frozenset(labels.items())]
 
 
 def test_an_action_counts_once_per_process_and_its_freed_bytes_add_up() -> None:
-    instruments = Instruments()
+    registry = Registry()
+    instruments = Instruments(registry)
+    assert "gpumem_action_duration_seconds" not in text_of(exposition(registry), EMPTY), "nothing before an action"
     instruments.observe_action(
         action(result(1, "a", freed=5), result(1, "b", freed=6), result(2, "a", freed=-4), result(3, "a", "expired"))
     )
     instruments.observe_action(action(result(1, "a", freed=100), dry_run=True))
-    assert value(instruments, "gpumem_actions_total", action="empty_cache", outcome="done") == 2
-    assert value(instruments, "gpumem_actions_total", action="empty_cache", outcome="expired") == 1
-    assert value(instruments, "gpumem_action_freed_bytes_total", action="empty_cache") == 11
-    assert value(instruments, "gpumem_action_duration_seconds_count", action="empty_cache") == 1
-    assert value(instruments, "gpumem_action_duration_seconds_sum", action="empty_cache") == 0.02
+    assert value(registry, "gpumem_actions_total", action="empty_cache", outcome="done") == 2
+    assert value(registry, "gpumem_actions_total", action="empty_cache", outcome="expired") == 1
+    assert value(registry, "gpumem_action_freed_bytes_total", action="empty_cache") == 11
+    assert value(registry, "gpumem_action_duration_seconds_count", action="empty_cache") == 1
+    assert value(registry, "gpumem_action_duration_seconds_sum", action="empty_cache") == 0.02
     for bound, count in (("0.01", 0), ("0.025", 1), ("60.0", 1), ("+Inf", 1)):
-        assert value(instruments, "gpumem_action_duration_seconds_bucket", action="empty_cache", le=bound) == count
+        assert value(registry, "gpumem_action_duration_seconds_bucket", action="empty_cache", le=bound) == count
 
 
-def test_a_policy_rule_starts_at_0_and_its_series_end_with_it() -> None:
-    instruments = Instruments()
-    instruments.add_policy_rule("a")
-    instruments.add_policy_rule("b")
-    instruments.count_policy("b", "acted", 3)
-    instruments.remove_policy_rule("a")
-    assert value(instruments, "gpumem_policy_evaluations_total", rule="b", result="acted") == 3
-    assert value(instruments, "gpumem_policy_evaluations_total", rule="b", result="busy") == 0
-    with pytest.raises(KeyError):
-        value(instruments, "gpumem_policy_evaluations_total", rule="a", result="acted")
+def test_what_alerts_read_starts_at_0() -> None:
+    registry = Registry()
+    _, _, policy = own(registry)
+    policy.add_policy_rule("a")
+    shown = read(text_string_to_metric_families(text_of(exposition(registry), EMPTY)))[1]
+    counters = {metric.name for metric in METRICS if metric.type == "counter"} - {each.name for each in catalog.SCRAPED}
+    assert counters <= {name for (name, _), count in shown.items() if count == 0}
+    assert ("gpumem_events_total", frozenset({("type", "policy_stopped")})) in shown
+    assert ("gpumem_actions_total", frozenset({("action", "empty_cache"), ("outcome", "failed")})) in shown
+    assert ("gpumem_policy_evaluations_total", frozenset({("result", "stopped"), ("rule", "a")})) in shown

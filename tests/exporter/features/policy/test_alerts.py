@@ -17,8 +17,9 @@ from gpumem_exporter.edge.request_guard import OwnNames
 from gpumem_exporter.features.policy import alerts
 from gpumem_exporter.features.policy.alert_actions import AlertRequestError, requested_action
 from gpumem_exporter.features.policy.alerts import MAX_ALERTS, AlertReceiver, read_alerts
+from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.features.policy.policy_runner import PolicyRunner
-from gpumem_exporter.metrics.instruments import Instruments
+from gpumem_exporter.metrics.registry import Registry
 from tests.support.builders import MIB, UUIDS, sample
 from tests.support.dispatching import Bench
 from tests.support.policies import alert_rule, written
@@ -47,7 +48,7 @@ class Node(Bench):
             dispatcher=self.dispatcher,
             snapshot=self.snapshot,
             stale_seconds=5.0,
-            instruments=Instruments(),
+            metrics=PolicyMetrics(Registry()),
             log=SimpleNamespace(put=lambda _: None),  # type: ignore[arg-type]
             wall_clock=time.time,
         )
