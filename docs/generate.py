@@ -21,7 +21,9 @@ from unittest import mock
 from gpumem_exporter.actions.declarations import ACTIONS
 from gpumem_exporter.cli.program import PROGRAM
 from gpumem_exporter.commands import COMMANDS
+from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.events import event_metrics
+from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.policy import policy_metrics
 from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Rule
 from gpumem_exporter.features.policy.policy_values import FIELDS
@@ -88,7 +90,14 @@ do not edit it. [Settings](settings.md) explains the settings of `serve`, [Actio
 def metrics_page() -> str:
     """Return the text of metrics.md."""
     of_process = [described(family) for family in Registry().collect()]
-    left = [*catalog.METRICS, *event_metrics.METRICS, *policy_metrics.METRICS, *of_process]
+    left = [
+        *catalog.METRICS,
+        *OOM.families,
+        *ENGINE.families,
+        *event_metrics.METRICS,
+        *policy_metrics.METRICS,
+        *of_process,
+    ]
     parts = [METRICS_INTRODUCTION]
     for title, pattern in SECTIONS:
         chosen = [metric for metric in left if re.match(pattern, metric.name)]

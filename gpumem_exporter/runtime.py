@@ -25,11 +25,13 @@ from gpumem_exporter.edge.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.features import features
 from gpumem_exporter.features.engines.cache_use import CacheUse
+from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.features.events.event_storage import Storage
 from gpumem_exporter.features.feature import Node
+from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.oom.oom_recorder import OomRecorder
 from gpumem_exporter.health import Health
 from gpumem_exporter.metrics.exposition import Exposition
@@ -138,6 +140,7 @@ class Runtime:
         )
         self.exposition = Exposition(
             self.registry,
+            (OOM, ENGINE),
             version=__version__,
             source=provider.source,
             hide_identities=settings.web_hide_identities,

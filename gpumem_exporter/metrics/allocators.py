@@ -8,7 +8,7 @@ from operator import attrgetter
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import ReportingProcess, plan_error_ratio
-from gpumem_exporter.metrics import catalog, engine_catalog
+from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.subjects import Collector, Samples, Series, Subject, Value, View
 
 _SAMPLED = {
@@ -41,8 +41,8 @@ _DERIVED = (
 )
 _NAMED = {
     catalog.TORCH_PHASE_PEAK: "phase_peak_bytes",
-    engine_catalog.TORCH_COMPONENT: "component_bytes",
-    engine_catalog.TORCH_COMPONENT_UNMAPPED: "component_unmapped_bytes",
+    catalog.TORCH_COMPONENT: "component_bytes",
+    catalog.TORCH_COMPONENT_UNMAPPED: "component_unmapped_bytes",
 }
 _FAMILIES = (*_SAMPLED, *_DERIVED, *_NAMED, catalog.PROCESS_MEMORY_LIMIT, catalog.TORCH_PINNED_HOST)
 _sampled_values = attrgetter(*_SAMPLED.values())

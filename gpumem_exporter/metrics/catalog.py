@@ -1,4 +1,4 @@
-"""The table of metrics: name, type, help and labels. `engine_catalog` has further names, and a feature has its own.
+"""The table of metrics: name, type, help and labels. A feature has its own metrics in its own folder.
 
 Names and labels are public; tests compare dashboards and rules with this table. The order of the table is the order of
 the page. Ratios are from 0 to 1, except the ratio of an error.
@@ -7,7 +7,6 @@ the page. Ratios are from 0 to 1, except the ratio of an error.
 from __future__ import annotations
 
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
-from gpumem_exporter.metrics import engine_catalog
 from gpumem_exporter.metrics.subjects import Metric
 
 _DEVICE = ("gpu", "uuid")
@@ -322,7 +321,18 @@ TORCH_PHASE_PEAK = _gauge(
     " allocator's own peak or requested a reset, otherwise a lower bound.",
     (*_TORCH, "phase"),
 )
-_table += engine_catalog.COMPONENTS
+TORCH_COMPONENT = _gauge(
+    "gpumem_torch_component_bytes",
+    "Allocated bytes by component: parameters, gradients, optimizer_state, other. Of an inference engine: weights,"
+    " kv_cache, cuda_graphs, runtime, other; they add up to gpumem_torch_allocated_bytes.",
+    (*_TORCH, "component"),
+)
+TORCH_COMPONENT_UNMAPPED = _gauge(
+    "gpumem_torch_component_unmapped_bytes",
+    "The part of gpumem_torch_unmapped_bytes that is known by component, of an engine that sleeps: weights, kv_cache"
+    " and others. They are not memory of the device. Absent while the engine is awake.",
+    (*_TORCH, "component"),
+)
 TORCH_NCCL = _gauge(
     "gpumem_torch_nccl_bytes",
     "Device memory of NCCL's communicators, a part of gpumem_torch_non_torch_bytes. Without the bytes of suspended"
@@ -333,57 +343,6 @@ TORCH_NON_TORCH = _gauge(
     "gpumem_torch_non_torch_bytes",
     "Memory of the process according to NVML minus the bytes that its allocator reserved: CUDA context, NCCL,"
     " libraries, other allocators. Absent while the report and the driver's reading do not belong together.",
-    _TORCH,
-)
-
-_table += engine_catalog.ENGINES
-
-# --- the last out-of-memory error of each process on each device
-
-LAST_OOM_TIMESTAMP = _gauge(
-    "gpumem_last_oom_timestamp_seconds",
-    "Time of the process' last out-of-memory error on the device, including caught errors, in seconds since the epoch."
-    " Present for an hour, also if the process exited; gpu and pid are those at the time of the error. At most 256"
-    " errors are shown, the newest ones.",
-    _TORCH,
-)
-LAST_OOM_REQUESTED = _gauge(
-    "gpumem_last_oom_requested_bytes",
-    "Bytes that the allocator requested from the driver at the process' last out-of-memory error: the program's"
-    " request, rounded up to a segment.",
-    _TORCH,
-)
-LAST_OOM_DEVICE_FREE = _gauge(
-    "gpumem_last_oom_device_free_bytes",
-    "Free bytes of the device according to the driver at the process' last out-of-memory error.",
-    _TORCH,
-)
-LAST_OOM_LIMIT = _gauge(
-    "gpumem_last_oom_limit_bytes",
-    "The most bytes that the process could have at its last out-of-memory error: the memory of the device, or the"
-    " process' memory fraction of it.",
-    _TORCH,
-)
-LAST_OOM_ALLOCATED = _gauge(
-    "gpumem_last_oom_allocated_bytes",
-    "gpumem_torch_allocated_bytes at the process' last out-of-memory error.",
-    _TORCH,
-)
-LAST_OOM_RESERVED = _gauge(
-    "gpumem_last_oom_reserved_bytes",
-    "gpumem_torch_reserved_bytes at the process' last out-of-memory error, after the allocator had flushed its cache.",
-    _TORCH,
-)
-LAST_OOM_RECLAIMABLE = _gauge(
-    "gpumem_last_oom_reclaimable_bytes",
-    "gpumem_torch_reclaimable_bytes at the process' last out-of-memory error, after the allocator had flushed its"
-    " cache. Absent if unknown.",
-    _TORCH,
-)
-LAST_OOM_FRAGMENTED = _gauge(
-    "gpumem_last_oom_fragmented_bytes",
-    "gpumem_torch_fragmented_bytes at the process' last out-of-memory error. If these and the device's free bytes"
-    " together exceed the request, fragmentation is the reason that it failed. Absent if reclaimable is absent.",
     _TORCH,
 )
 
@@ -461,6 +420,5 @@ ACTION_DURATION = _add(
 )
 
 METRICS: tuple[Metric, ...] = tuple(_table)
-"""All metrics of this table, in the order of the page."""
-SCRAPED = METRICS[: METRICS.index(REPORTS)]
-"""The metrics of a snapshot. The others are instruments."""
+SCRAPED, OWN = METRICS[: METRICS.index(REPORTS)], METRICS[METRICS.index(REPORTS) :]
+"""The metrics of a snapshot, in the order of the page, and the exporter's own."""

@@ -5,14 +5,14 @@ lines of all subjects family by family.
 """
 
 # Not with prometheus_client's encoders: they take 8 to 10 µs per series, and a node with 64 processes on 8 devices has
-# 20,000. `SnapshotCollector` gives the same series to the library.
+# 20,000. `PageCollector` gives the same series to the library.
 
 from __future__ import annotations
 
 import logging
 import platform
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from operator import itemgetter
@@ -24,9 +24,9 @@ from gpumem_exporter.core.samples import DeviceReading, Snapshot
 from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.allocators import TORCH
 from gpumem_exporter.metrics.devices import DEVICE, LEDGER, POLL
-from gpumem_exporter.metrics.processes import ENGINE, OOM, PROCESS, REPORTER
+from gpumem_exporter.metrics.processes import PROCESS, REPORTER
 from gpumem_exporter.metrics.registry import Registry, RegistryLines
-from gpumem_exporter.metrics.subjects import Metric, Samples, Series, Subject, Value, View, label_text
+from gpumem_exporter.metrics.subjects import Collector, Metric, Samples, Series, Subject, Value, View, label_text
 
 CONTENT_TYPE_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 CONTENT_TYPE_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -48,12 +48,14 @@ _SUBJECTS_OF_PIECE = 64
 class Exposition:
     """Renders one page after another: the series of a snapshot, then the series of a registry. Not thread-safe.
 
-    With `hide_identities`, the labels with a user, a command or a pod are empty.
+    `collectors` are the collectors of features. With `hide_identities`, the labels with a user, a command or a pod are
+    empty.
     """
 
     def __init__(
         self,
         registry: Registry,
+        collectors: Sequence[Collector] = (),
         *,
         version: str,
         source: str,
@@ -63,8 +65,10 @@ class Exposition:
         self._build = (version, source, platform.python_version())
         self._hide_identities = hide_identities
         self._clock = clock
-        self._collectors = (POLL, DEVICE, LEDGER, PROCESS, OOM, REPORTER, ENGINE, TORCH)
+        self._collectors = (POLL, DEVICE, LEDGER, PROCESS, REPORTER, TORCH, *collectors)
+        self._families = (*catalog.SCRAPED, *(metric for collector in collectors for metric in collector.families))
         self._lines = {collector.name: SubjectLines(collector.families) for collector in self._collectors}
+        self._registry = registry
         self._own = RegistryLines(registry)
         self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
         self._failing: set[str] = set()
@@ -97,15 +101,18 @@ class Exposition:
         self._failing = set(work.errors)
         scrape = Sampled("scrape", (), self._scrape_samples(work))
         families.update(self._scrape_lines.page(list(self._scrape_lines.render([scrape]))))
-        page = [(metric, families.get(metric, ())) for metric in catalog.SCRAPED]
+        page = [(metric, families.get(metric, ())) for metric in self._families]
         page += [(metric, (lines,)) for metric, lines in own["own"]]
         yield from _joined(page, openmetrics=openmetrics)
 
     def families(self, snapshot: Snapshot) -> Iterator[prometheus_client.Metric]:
-        """Yield the series of a snapshot as families of prometheus_client. Renders nothing."""
+        """Yield the page as families of prometheus_client. Renders nothing."""
         work = _Work(self._clock)
         sampled: dict[str, list[Sampled]] = {}
         for _ in self._sample(snapshot, work, sampled):
+            pass
+        own: dict[str, list[prometheus_client.Metric]] = {}
+        for _ in work.steps({"own": self._registry.collect()}, own):
             pass
         families: dict[Metric, prometheus_client.Metric] = {}
         for labels, series, values in (*(one.samples for one in chain(*sampled.values())), self._scrape_samples(work)):
@@ -115,7 +122,8 @@ class Exposition:
                         families[metric] = prometheus_client.Metric(metric.name, metric.help, metric.type)
                     texts = dict(zip(metric.labels, label_values, strict=True))
                     families[metric].add_sample(metric.name, texts, value)
-        yield from (families[metric] for metric in catalog.SCRAPED if metric in families)
+        yield from (families[metric] for metric in self._families if metric in families)
+        yield from own.get("own", ())
 
     def _sample(self, snapshot: Snapshot, work: _Work, sampled: dict[str, list[Sampled]]) -> Iterator[bytes]:
         """Take the samples of all collectors, and yield b"" after some of them."""
@@ -129,8 +137,8 @@ class Exposition:
         return Samples((self._build, *work.seconds), _scrape_series, (1, *outcomes))
 
 
-class SnapshotCollector:
-    """The series of a snapshot as a collector for any registry. With a `Registry` beside it, it is the whole page."""
+class PageCollector:
+    """The whole page as a collector for any registry."""
 
     def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
         self._exposition = exposition

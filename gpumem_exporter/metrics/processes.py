@@ -1,15 +1,13 @@
-"""Samples of processes, reporters and inference engines, and of the out-of-memory errors of the last hour."""
+"""Samples of processes and reporters."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from operator import attrgetter
 
-from gpumem_client.wire.protocol import KV_CACHE_STATES
-from gpumem_exporter.core.naming import command_of, pid_order
+from gpumem_exporter.core.naming import command_of
 from gpumem_exporter.core.samples import (
     IDENTITY_FIELDS,
-    KV_PEAK_WINDOWS,
     LostLauncher,
     NodeReading,
     ProcessFacts,
@@ -17,24 +15,13 @@ from gpumem_exporter.core.samples import (
     ReportingProcess,
     SilentReporter,
 )
-from gpumem_exporter.metrics import catalog, engine_catalog
-from gpumem_exporter.metrics.subjects import Collector, Samples, Series, Subject, Value, View, one_of_each
+from gpumem_exporter.metrics import catalog
+from gpumem_exporter.metrics.subjects import Collector, Samples, Series, Subject, View, one_of_each
 
 _UNKNOWN = ProcessFacts(0, 0)
 _NO_READING = NodeReading(0.0, 0.0, 0.0, up=False)
 _REPORTER_FAMILIES = (catalog.REPORTER_UP, catalog.REPORTER_TIMESTAMP, catalog.SAMPLE_TIMESTAMP)
-_OOM_VALUES = {
-    catalog.LAST_OOM_TIMESTAMP: "happened_unix_seconds",
-    catalog.LAST_OOM_REQUESTED: "requested_bytes",
-    catalog.LAST_OOM_DEVICE_FREE: "device_free_bytes",
-    catalog.LAST_OOM_LIMIT: "limit_bytes",
-    catalog.LAST_OOM_ALLOCATED: "allocated_bytes",
-    catalog.LAST_OOM_RESERVED: "reserved_bytes",
-    catalog.LAST_OOM_RECLAIMABLE: "reclaimable_bytes",
-    catalog.LAST_OOM_FRAGMENTED: "fragmented_bytes",
-}
-_oom_values = attrgetter(*_OOM_VALUES.values())
-_reporter_series, _oom_series = one_of_each(_REPORTER_FAMILIES), one_of_each(_OOM_VALUES)
+_reporter_series = one_of_each(_REPORTER_FAMILIES)
 
 
 def _processes(view: View) -> Iterator[Subject]:
@@ -184,51 +171,9 @@ def _reporter_samples(pid: str, process: ReportingProcess) -> Samples:
     return Samples((pid, identity.workload, identity.rank), _reporter_series, values)
 
 
-def _ooms(view: View) -> Iterator[Subject]:
-    """Yield the last error of each process on each device, with the labels at the time of the error."""
-    # If the driver had not been polled then, the index of the device was unknown: the current one is used.
-    for oom in sorted(view.snapshot.ooms, key=lambda oom: (pid_order(oom.pid), oom.uuid)):
-        labels = (oom.gpu or view.gpu_by_uuid.get(oom.uuid, ""), oom.uuid, oom.pid, oom.workload, oom.rank)
-        yield Subject((oom.uuid, oom.pid), Samples, (labels, _oom_series, _oom_values(oom)))
-
-
-def _engines(view: View) -> Iterator[Subject]:
-    """Yield what each inference engine is, and the use of its key-value cache on each device."""
-    for pid, process in view.names.reporting:
-        report, engine = process.report, process.report.engine
-        labels = (pid, report.process.workload, report.process.rank)
-        if engine is not None:
-            model = "" if view.hide_identities else engine.model
-            row = (*labels, engine.name, engine.version, model, engine.state)
-            yield Subject((process.key, ""), Samples, (row, _engine_series, (1,)))
-        for sample in report.devices:
-            if not sample.kv_cache_bytes:
-                continue
-            values: list[Value] = [sample.kv_cache_bytes.get(state) for state in KV_CACHE_STATES]
-            for window in KV_PEAK_WINDOWS:
-                peak = view.snapshot.kv_cache_peak(pid, sample, window)
-                values += (None, None) if peak is None else peak
-            place = (view.gpu_by_uuid.get(sample.uuid, ""), sample.uuid, *labels)
-            yield Subject((process.key, sample.uuid), Samples, (place, _cache_series, tuple(values)))
-
-
-def _engine_series(*row: str) -> Iterator[Series]:
-    yield engine_catalog.ENGINE_INFO, row
-
-
-def _cache_series(*labels: str) -> Iterator[Series]:
-    for state in KV_CACHE_STATES:
-        yield engine_catalog.ENGINE_KV_CACHE, (*labels, state)
-    for window in KV_PEAK_WINDOWS:
-        yield engine_catalog.ENGINE_KV_CACHE_PEAK, (*labels, window)
-        yield engine_catalog.ENGINE_KV_CACHE_OBSERVED, (*labels, window)
-
-
 PROCESS = Collector(
     "process",
     (catalog.PROCESS_INFO, catalog.PROCESS_USED, catalog.PROCESS_ORPHAN, catalog.PROCESS_LAST_ACTIVITY),
     _processes,
 )
 REPORTER = Collector("reporter", _REPORTER_FAMILIES, _reporters)
-OOM = Collector("oom", tuple(_OOM_VALUES), _ooms)
-ENGINE = Collector("engine", engine_catalog.ENGINES, _engines)

@@ -260,19 +260,20 @@ def _actions() -> list[Any]:
         table(
             "Action duration",
             "The time from the request to the last result of the actions in the time range: the median and the"
-            " 95th percentile. Long actions waited for a process that was busy or had exited.",
+            " 95th percentile; and the number of target processes. Long actions waited for a process that was busy or"
+            " had exited. The first action of a kind since an exporter's start has no duration.",
             [
                 Column("action", heading="Action"),
                 Column("Median", seconds(0.5)),
                 Column("95th percentile", seconds(0.95)),
                 Column(
-                    "Actions",
-                    f"round(sum by (action) (increase(gpumem_action_duration_seconds_count{{{NODE}}}[$__range])))",
+                    "Processes",
+                    f"round(sum by (action) (increase(gpumem_actions_total{{{NODE}}}[$__range])))",
                     units.Short,
                 ),
             ],
             unit=units.Seconds,
-            sort_by="Actions",
+            sort_by="Processes",
             span=8,
             height=8,
         ),

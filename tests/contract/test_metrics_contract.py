@@ -34,13 +34,14 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
+from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.events.event_metrics import EventMetrics
+from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
-from gpumem_exporter.metrics.catalog import SCRAPED
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Instruments
 from gpumem_exporter.metrics.registry import Registry
-from tests.support.metrics_list import METRICS
+from tests.support.metrics_list import METRICS, SCRAPED
 from tests.support.paths import DATA
 from tests.support.running_command import run_tool
 
@@ -93,7 +94,7 @@ def golden_page(*, openmetrics: bool) -> str:
     instruments.observe_action(
         Action("a1", "empty_cache", "failed", "alice", 1.7e9, Target(all=True), results=results, duration_seconds=0.003)
     )
-    exposition = Exposition(registry, version="1.2.3", source="nvml", clock=lambda: 0.0)
+    exposition = Exposition(registry, (OOM, ENGINE), version="1.2.3", source="nvml", clock=lambda: 0.0)
     page = b"".join(exposition.render(RICH, openmetrics=openmetrics)).decode()
     page = re.sub(r"^((?:process_|python_gc_)\S+) .*", r"\1 0", page, flags=re.MULTILINE)
     page = re.sub(r"^python_info\{.*", 'python_info{version="3.11.7"} 1.0', page, flags=re.MULTILINE)
@@ -131,7 +132,7 @@ FULL = DeviceSample(
     phase_peak_bytes={"forward": 25 * GIB, "backward": 28 * GIB},
     component_bytes={"parameters": 4 * GIB, "gradients": 4 * GIB, "optimizer_state": 8 * GIB, "other": 4 * GIB + 512},
 )
-ENGINE = DeviceSample(
+ASLEEP = DeviceSample(
     uuid=MIG,
     allocated_bytes=1000 * MIB,
     reserved_bytes=1200 * MIB,
@@ -246,7 +247,7 @@ RICH = Snapshot(
             torch_version="2.1.0",
         ),
         reporting(
-            2, 4026532009, 53, ENGINE, workload="chat", engine=EngineState("vllm", "0.33.0", "llama", "serving", 0.5)
+            2, 4026532009, 53, ASLEEP, workload="chat", engine=EngineState("vllm", "0.33.0", "llama", "serving", 0.5)
         ),
         reporting(1, 4026532007, None, DeviceSample(GPU_0, allocated_bytes=5, reserved_bytes=2 * MIB), workload="a"),
         reporting(1, 4026532008, None, DeviceSample(GPU_0, allocated_bytes=6, reserved_bytes=2 * MIB), workload="a"),

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from prometheus_client import Metric
 
 from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.features.engines.engine_metrics import ENGINE
+from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.registry import Registry
 
@@ -16,7 +18,7 @@ Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 def exposition(registry: Registry | None = None) -> Exposition:
     """Return an exposition with a constant clock."""
-    return Exposition(registry or Registry(), version="1", source="nvml", clock=lambda: 0.0)
+    return Exposition(registry or Registry(), (OOM, ENGINE), version="1", source="nvml", clock=lambda: 0.0)
 
 
 def whole_text_of(writer: Exposition, snapshot: Snapshot, *, openmetrics: bool = False) -> str:

@@ -1,7 +1,11 @@
 """All metrics that the exporter declares: of the page, of its own work, and of each feature."""
 
+from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.events import event_metrics
+from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.policy import policy_metrics
 from gpumem_exporter.metrics import catalog
 
-METRICS = (*catalog.METRICS, *event_metrics.METRICS, *policy_metrics.METRICS)
+SCRAPED = (*catalog.SCRAPED, *OOM.families, *ENGINE.families)
+"""The metrics of a snapshot."""
+METRICS = (*SCRAPED, *catalog.OWN, *event_metrics.METRICS, *policy_metrics.METRICS)

@@ -1,4 +1,4 @@
 """Out-of-memory errors: each is recorded once, as an event, as a log line, and as the last error of its process.
 
-Other folders import: `oom_recorder`.
+Other folders import: `oom_metrics`, `oom_recorder`.
 """
