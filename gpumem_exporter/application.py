@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,13 +17,12 @@ from click.shell_completion import CompletionItem
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.program import COMPLETION_VARIABLE, PROGRAM
-from gpumem_exporter.cli.usage import CommandGroup, note, quiet_option, usage_text
+from gpumem_exporter.cli.usage import CommandGroup, quiet_option, usage_text
 from gpumem_exporter.commands import COMMANDS
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.kube import Forward
 
-_LOOK_SECONDS = 1.0
 _EXAMPLES = """\b
 Examples:
   gpumem-exporter serve                               # on a node with GPUs
@@ -37,6 +35,12 @@ Examples:
   gpumem-exporter doctor                              # what is wrong and how to fix it
   gpumem-exporter --kube gpu-node-7                   # the page of a node of Kubernetes, until Ctrl-C
   gpumem-exporter --kube gpu-node-7 top
+
+\b
+Completion of commands, options and the names of jobs, in ~/.bashrc (or zsh_source in ~/.zshrc):
+  eval "$(_GPUMEM_EXPORTER_COMPLETE=bash_source gpumem-exporter)"
+In ~/.config/fish/config.fish:
+  _GPUMEM_EXPORTER_COMPLETE=fish_source gpumem-exporter | source
 
 \b
 --kube runs `kubectl port-forward` to the pod with this name or on this node. GPUMEM_KUBECTL is the command
@@ -60,8 +64,9 @@ def invoke(words: Sequence[str]) -> int:
             try:
                 return int(_application.invoke(context) or 0)
             except ExporterUnreachableError as error:
-                if context.obj is not None and context.obj.failure:
-                    raise ExporterUnreachableError(f"{error}; {context.obj.failure}") from None
+                failure = context.obj.failure if context.obj is not None else ""
+                if failure not in str(error):
+                    raise ExporterUnreachableError(f"{error}; {failure}") from None
                 raise
     except click.exceptions.Exit as ended:
         return ended.exit_code
@@ -106,14 +111,6 @@ class _Commands(CommandGroup):
         return [CompletionItem(name) for name in COMMANDS if name.startswith(incomplete)]
 
 
-def _install_completion(context: click.Context, _option: click.Parameter, shell: str | None) -> None:
-    if shell is not None and not context.resilient_parsing:
-        from gpumem_exporter.cli.completion import install
-
-        print(install("" if shell == "auto" else shell))
-        context.exit()
-
-
 @click.group(
     cls=_Commands,
     epilog=_EXAMPLES,
@@ -123,16 +120,6 @@ def _install_completion(context: click.Context, _option: click.Parameter, shell:
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 @quiet_option
-@click.option(
-    "--install-completion",
-    metavar="[SHELL]",
-    is_flag=False,
-    flag_value="auto",
-    is_eager=True,
-    expose_value=False,
-    callback=_install_completion,
-    help="Install the completion of bash or zsh for this user, by default of $SHELL, and exit.",
-)
 @click.option(
     "--kube", metavar="NODE|POD", help="Use the exporter of a node of Kubernetes; without a command: its page."
 )
@@ -163,12 +150,9 @@ def _uses_exporter(command: click.Command | None) -> bool:
 
 
 def _show_page(target: str, forward: Forward) -> None:
-    """Keep the port open until Ctrl-C, with a line when the exporter cannot be reached."""
-    url, shown = forward.url, ""
+    """Keep the port open until Ctrl-C, or until kubectl ends."""
+    url = forward.url
     with contextlib.suppress(KeyboardInterrupt):
         print(f"The page of {target}: {url}/  (Ctrl-C ends)", flush=True)
-        while True:
-            time.sleep(_LOOK_SECONDS)
-            if forward.failure != shown:
-                shown = forward.failure
-                note(f"waiting for the exporter: {shown}" if shown else "the exporter can be reached again")
+        forward.wait()
+        raise ExporterUnreachableError(forward.failure)

@@ -1,4 +1,4 @@
-"""`--kube`: reach the exporter of a node of Kubernetes through `kubectl port-forward`.
+"""`--kube`: reach the exporter of a node of Kubernetes through `kubectl port-forward`, which runs once.
 
 kubectl's own configuration selects the cluster and the user. Kubernetes requires the rights to list pods and to create
 `pods/portforward` in the exporter's namespace.
@@ -7,19 +7,15 @@ kubectl's own configuration selects the cluster and the user. Kubernetes require
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import random
 import re
 import shlex
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
@@ -33,59 +29,14 @@ MAX_FORWARDS = 64
 _LIST_SECONDS = 20.0
 _START_SECONDS = 30.0
 _END_SECONDS = 2.0
-_FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 10.0
 _SHOWN_NODES = 8
 _DEFAULT_PORT = 9844
 _VARIABLES = ("KUBECTL", "KUBE_NAMESPACE", "KUBE_SELECTOR")
-_PR_SET_PDEATHSIG = 1
 _FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) -> ")
 _KLOG = re.compile(r"[EWIF]\d{4} [\d:.]+ +\d+ [^]]+\] ")
 
-
-@dataclass(frozen=True, slots=True)
-class ExporterPod:
-    """A pod with an exporter."""
-
-    name: str
-    node: str
-    port: int
-    tls: bool = False
-    objection: str = ""
-    """Why its port cannot be forwarded; empty if the pod runs."""
-
-    @classmethod
-    def of(cls, pod: Mapping[str, Any]) -> ExporterPod:
-        """Return the pod of an object of Kubernetes' API."""
-        spec, status = pod.get("spec", {}), pod.get("status", {})
-        containers = [*spec.get("containers", ()), *spec.get("initContainers", ())]
-        ports = [
-            port for container in containers for port in container.get("ports", ()) if port.get("name") == "metrics"
-        ]
-        schemes = [
-            probe.get("httpGet", {}).get("scheme")
-            for container in containers
-            for name in ("startupProbe", "livenessProbe", "readinessProbe")
-            if (probe := container.get(name))
-        ]
-        schemes.append(pod["metadata"].get("annotations", {}).get("prometheus.io/scheme", "").upper())
-        return cls(
-            pod["metadata"]["name"],
-            spec.get("nodeName", ""),
-            ports[0]["containerPort"] if ports else _DEFAULT_PORT,
-            tls="HTTPS" in schemes,
-            objection=_objection(pod, status),
-        )
-
-
-def _objection(pod: Mapping[str, Any], status: Mapping[str, Any]) -> str:
-    if pod["metadata"].get("deletionTimestamp"):
-        return "it is being deleted"
-    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
-        if reason := container.get("state", {}).get("waiting", {}).get("reason"):
-            return f"its container {container['name']!r} waits: {reason}"
-    phase = status.get("phase", "Unknown")
-    return "" if phase == "Running" else f"its phase is {phase}"
+Pod = Mapping[str, Any]
+"""An object of Kubernetes' API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,198 +58,167 @@ class Kubectl:
             raise ConfigurationError(f"GPUMEM_KUBECTL {command!r}: {error}") from None
         return cls(words, given[0] or default.namespace, given[1] or default.selector)
 
-    def pods(self) -> list[ExporterPod]:
-        """List the exporters' pods.
-
-        Raises ConfigurationError if there is no kubectl, and ExporterUnreachableError with kubectl's reason.
-        """
-        words = ("get", "pods", "--namespace", self.namespace, "--selector", self.selector, "--output", "json")
+    def run(self, verb: str, *words: str, **options: Any) -> subprocess.Popen[str]:
+        """Start kubectl in the namespace. Raises ConfigurationError if there is no such program."""
         try:
-            listed = subprocess.run(  # noqa: S603 - the user's own command
-                [*self.command, *words, f"--request-timeout={_LIST_SECONDS / 2:g}s"],
+            return subprocess.Popen(  # noqa: S603 - the user's own command
+                [*self.command, verb, "--namespace", self.namespace, *words],
                 stdin=subprocess.DEVNULL,
-                capture_output=True,
+                stdout=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                timeout=_LIST_SECONDS,
-                check=False,
+                start_new_session=True,  # Ctrl-C is for the command, which ends kubectl afterwards
+                **options,
             )
         except OSError as error:
-            raise self.missing(error) from None
+            reason = f"cannot run {self.command[0]!r}: {error.strerror}"
+            raise ConfigurationError(f"{reason}; install kubectl, or set GPUMEM_KUBECTL to its command") from None
+
+    def pods(self) -> list[Pod]:
+        """List the exporters' pods. Raises ExporterUnreachableError with kubectl's reason, and the errors of `run`."""
+        timeout = f"--request-timeout={_LIST_SECONDS / 2:g}s"
+        process = self.run(
+            "get", "pods", "--selector", self.selector, "--output", "json", timeout, stderr=subprocess.PIPE
+        )
+        try:
+            printed, errors = process.communicate(timeout=_LIST_SECONDS)
         except subprocess.TimeoutExpired:
             raise ExporterUnreachableError(f"kubectl did not list pods within {_LIST_SECONDS:g} s") from None
-        if listed.returncode != 0:
-            lines = listed.stderr.strip().splitlines() or [f"exit code {listed.returncode}"]
+        finally:
+            _signal(process, signal.SIGKILL)
+            process.wait()
+        if process.returncode != 0:
+            lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
             raise ExporterUnreachableError(f"kubectl: {_reason(lines[-1])}")
         try:
-            return [ExporterPod.of(pod) for pod in json.loads(listed.stdout)["items"]]
-        except (ValueError, KeyError, TypeError, AttributeError):
+            return list(json.loads(printed)["items"])
+        except (ValueError, KeyError, TypeError):
             raise ExporterUnreachableError("kubectl printed no list of pods") from None
 
-    def find(self, target: str, pods: Sequence[ExporterPod]) -> ExporterPod:
-        """Return the running pod with this name or on this node; raises ExporterUnreachableError if there is none."""
-        found = sorted((pod for pod in pods if target in (pod.name, pod.node)), key=lambda pod: bool(pod.objection))
+    def find(self, target: str, pods: Sequence[Pod]) -> Pod:
+        """Return the pod with this name or on this node; raises ExporterUnreachableError if there is none."""
+        found = [pod for pod in pods if target in (pod["metadata"]["name"], pod["spec"].get("nodeName"))]
+        if found:
+            # A pod that is being replaced may still be on the node.
+            return min(found, key=lambda pod: "deletionTimestamp" in pod["metadata"])
         where = f"in the namespace {self.namespace!r} with the label {self.selector}"
         if not pods:
             raise ExporterUnreachableError(f"no pod {where}: set GPUMEM_KUBE_NAMESPACE and GPUMEM_KUBE_SELECTOR")
-        if not found:
-            nodes = sorted({pod.node for pod in pods} - {""})
-            close = get_close_matches(target, [*nodes, *(pod.name for pod in pods)], n=1)
-            listed = ", ".join([*nodes[:_SHOWN_NODES], *(["…"] if len(nodes) > _SHOWN_NODES else ())])
-            hint = f"did you mean {close[0]!r}?" if close else f"the nodes are {listed}"
-            raise ExporterUnreachableError(f"no node or pod {target!r} {where}; {hint}")
-        if found[0].objection:
-            raise ExporterUnreachableError(
-                f"the pod {found[0].name} on {found[0].node or 'no node'}: {found[0].objection}"
-            )
-        return found[0]
-
-    def missing(self, error: OSError) -> ConfigurationError:
-        """Return the error of a program that does not start."""
-        return ConfigurationError(
-            f"cannot run {self.command[0]!r}: {error.strerror}; install kubectl, or set GPUMEM_KUBECTL to its command"
-        )
+        nodes = sorted({pod["spec"].get("nodeName", "") for pod in pods} - {""})
+        listed = ", ".join([*nodes[:_SHOWN_NODES], *(["…"] if len(nodes) > _SHOWN_NODES else ())])
+        raise ExporterUnreachableError(f"no node or pod {target!r} {where}; the nodes are {listed}")
 
 
 class Forward:
-    """A port of this machine that leads to the exporter of a node, from `start` until `close`."""
+    """A port of this machine that leads to the exporter of a node, from `start` until `close` or the end of kubectl."""
 
-    def __init__(self, kubectl: Kubectl, target: str, pods: Sequence[ExporterPod] | None = None) -> None:
-        self.failure = ""
-        """Why the port does not lead to the exporter; empty while it does."""
-        self._kubectl, self._target, self._pods = kubectl, target, pods
-        self._port, self._tls = 0, False
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
-        self._error: ExporterUnreachableError | ConfigurationError | None = None
+    def __init__(self, kubectl: Kubectl, target: str) -> None:
+        self._kubectl, self._target = kubectl, target
         self._process: subprocess.Popen[str] | None = None
-        self._started, self._closed = threading.Event(), threading.Event()
-        # Linux ends a child with the thread that started it, so the thread must live as long as the child.
-        self._thread = threading.Thread(target=self._run, name="gpumem-kubectl", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="gpumem-kubectl", daemon=True)
+        self._scheme, self._address, self._last = "http", "", ""
+        self._started = threading.Event()
 
-    def start(self) -> None:
-        """Start kubectl, unless it was started."""
-        if self._thread.ident is None:
-            self._thread.start()
+    def start(self, pods: Sequence[Pod] | None = None) -> None:
+        """Start kubectl, unless it was started. Raises the errors of `Kubectl.pods` and `Kubectl.find`."""
+        if self._process is not None:
+            return
+        pod = self._kubectl.find(self._target, self._kubectl.pods() if pods is None else pods)
+        containers = [*pod["spec"].get("containers", ()), *pod["spec"].get("initContainers", ())]
+        ports = [port for each in containers for port in each.get("ports", ()) if port.get("name") == "metrics"]
+        probes = [each.get(name, {}) for each in containers for name in ("readinessProbe", "livenessProbe")]
+        if any(probe.get("httpGet", {}).get("scheme") == "HTTPS" for probe in probes):
+            self._scheme = "https"
+        port = ports[0]["containerPort"] if ports else _DEFAULT_PORT
+        words = ("--address", "127.0.0.1", f"pod/{pod['metadata']['name']}", f":{port}")
+        self._process = self._kubectl.run("port-forward", *words, stderr=subprocess.STDOUT)
+        self._reader.start()
 
     @property
     def url(self) -> str:
-        """The URL on this machine; waits for the first connection. Raises the errors of `Kubectl.pods` and `find`."""
+        """The URL on this machine; waits until kubectl listens. Raises the errors of `start`."""
         self.start()
-        if not self._started.wait(_START_SECONDS):
-            self.close()
-            raise ExporterUnreachableError(
-                f"`kubectl port-forward` to {self._target} did not start within {_START_SECONDS:g} s"
-            )
-        if self._error is not None:
-            raise self._error
-        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._port}"
+        in_time = self._started.wait(_START_SECONDS)
+        if self._address:
+            return self._address
+        late = f"`kubectl port-forward` to {self._target} did not start within {_START_SECONDS:g} s"
+        raise ExporterUnreachableError(self.failure if in_time else late)
 
     @property
-    def ended(self) -> bool:
-        """Whether the port never led to the exporter, or was closed."""
-        return self._error is not None or self._closed.is_set()
+    def failure(self) -> str:
+        """Why the port leads nowhere: kubectl has ended. Empty while kubectl runs."""
+        if self._process is None or self._process.poll() is None:
+            return ""
+        self._reader.join(_END_SECONDS)
+        return f"kubectl port-forward ended: {self._last or f'exit code {self._process.returncode}'}"
+
+    def wait(self) -> None:
+        """Wait for the end of kubectl."""
+        if self._process is not None:
+            self._process.wait()
 
     def end(self) -> None:
         """Let kubectl end, without waiting for it."""
-        self._closed.set()
-        self._signal(signal.SIGTERM)
+        if self._process is not None:
+            _signal(self._process, signal.SIGTERM)
 
     def close(self) -> None:
         """End kubectl."""
         self.end()
-        if self._thread.ident is None:
-            return
-        self._thread.join(_END_SECONDS)
-        self._signal(signal.SIGKILL)
-        self._thread.join(_END_SECONDS)
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+            _signal(self._process, signal.SIGKILL)
+            self._process.wait()
 
-    def _signal(self, number: int) -> None:
-        process = self._process
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, number)  # a wrapper such as `sh -c` has kubectl as its child
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            try:
-                pod = self._kubectl.find(self._target, self._kubectl.pods() if self._pods is None else self._pods)
-                self._pods = None  # they may be other pods the next time
-                self._forward(pod)
-            except (ConfigurationError, ExporterUnreachableError) as error:
-                if self._started.is_set():
-                    self.failure = str(error)
-                else:
-                    self._error = error
-            except BaseException as error:  # noqa: BLE001 - `url` would wait for ever
-                self._error = ExporterUnreachableError(f"kubectl port-forward: {error!r}")
-            if self._error is not None:
+    def _read(self) -> None:
+        """Read the output of kubectl until its end."""
+        assert self._process is not None  # noqa: S101 - `start` has set it
+        # kubectl prints a line for each connection before it forwards the connection. It would wait for a reader. After
+        # SIGKILL to this process, SIGPIPE ends kubectl at that line, so that the port leads nobody to the exporter.
+        for line in self._process.stdout or ():
+            if found := _FORWARDING.match(line):
+                self._address = f"{self._scheme}://127.0.0.1:{found[1]}"
                 self._started.set()
-                return
-            # kubectl has ended, because the pod was replaced or the connection was lost. It is started again for the
-            # pod that the node has by then, with the same local port.
-            self._closed.wait(self._pause_seconds * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
-            self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
-
-    def _forward(self, pod: ExporterPod) -> None:
-        """Run kubectl until it ends, then raise ExporterUnreachableError with its last line."""
-        place = ("--namespace", self._kubectl.namespace, "--address", "127.0.0.1")
-        ports = f"{self._port or ''}:{pod.port}"
-        try:
-            process = subprocess.Popen(  # noqa: S603 - the user's own command
-                [*self._kubectl.command, "port-forward", *place, f"pod/{pod.name}", ports],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C is for the command, which ends kubectl afterwards
-                preexec_fn=_die_with_thread(),
-            )
-        except OSError as error:
-            raise self._kubectl.missing(error) from None
-        self._process = process
-        # `end` sets the flag, then signals the process. Here the process is set, then the flag is read: one of the two
-        # signals it.
-        if self._closed.is_set():
-            self._signal(signal.SIGTERM)
-        last = ""
-        with process:
-            for line in process.stdout or ():  # kubectl would wait for a reader of its output
-                if found := _FORWARDING.match(line):
-                    self._port, self._tls, self.failure = int(found[1]), pod.tls, ""
-                    self._pause_seconds = _FIRST_PAUSE_SECONDS
-                    self._started.set()
-                elif line.strip() and not line.startswith("Handling connection"):
-                    last = _reason(line)
-        raise ExporterUnreachableError(f"kubectl port-forward ended: {last or f'exit code {process.returncode}'}")
+            elif line.strip() and not line.startswith("Handling connection"):
+                self._last = _reason(line)
+        self._process.wait()
+        self._started.set()
 
 
 class Forwards:
-    """The forwarded ports of a command. `open` and `url` are for one thread at a time."""
+    """The forwarded ports of a command."""
 
     def __init__(self) -> None:
         self._by_target: dict[str, Forward] = {}
+        self._failures: dict[str, ExporterUnreachableError] = {}
 
     def open(self, targets: Iterable[str]) -> None:
-        """Start to forward ports to exporters that have none."""
+        """Forward ports to these exporters only, and start kubectl for an exporter whose kubectl has ended."""
         wanted = set(targets)
-        for target in self._by_target.keys() - wanted:
-            self._by_target.pop(target).close()
         if len(wanted) > MAX_FORWARDS:
             raise ConfigurationError(
                 f"--instance-url {SCHEME}: {len(wanted)} exporters, more than {MAX_FORWARDS} ports that are forwarded; "
                 "select fewer with --query, or open a port of the nodes (hostPort) and use http://{instance}:9844"
             )
-        missing = [each for each in wanted if each not in self._by_target or self._by_target[each].ended]
-        if missing:
+        for target in [each for each, forward in self._by_target.items() if each not in wanted or forward.failure]:
+            self._by_target.pop(target).close()
+        self._failures = {}
+        if missing := wanted - self._by_target.keys():
             kubectl = Kubectl.from_environment()
             pods = kubectl.pods()
-            self._by_target |= {target: Forward(kubectl, target, pods) for target in missing}
             for target in missing:
-                self._by_target[target].start()
+                forward = Forward(kubectl, target)
+                try:
+                    forward.start(pods)
+                    self._by_target[target] = forward
+                except ExporterUnreachableError as error:
+                    self._failures[target] = error
 
     def url(self, target: str) -> str:
-        """Return the URL on this machine for a target of `open`. Raises the errors of `Forward.url`."""
+        """Return the URL on this machine for a target of `open`. Raises ExporterUnreachableError if there is none."""
+        if target in self._failures:
+            raise self._failures[target]
         return self._by_target[target].url
 
     def close(self) -> None:
@@ -311,12 +231,11 @@ class Forwards:
         self._by_target = {}
 
 
-def _die_with_thread() -> Callable[[], None] | None:
-    """Return what lets a child end together with the thread that starts it, also if SIGKILL ends this process."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _signal(process: subprocess.Popen[str], number: int) -> None:
+    """Send a signal to a program that runs, and to its children: a wrapper such as `sh -c` has kubectl as its child."""
+    if process.returncode is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, number)
 
 
 def _reason(line: str) -> str:

@@ -29,17 +29,15 @@ class FakeKubectl:
         self.refusal = ""
         """What the program prints instead of pods."""
 
-    def add(self, node: str, to: str = "", *, mode: str = "forward", waiting: str = "", **annotations: str) -> str:
+    def add(self, node: str, to: str = "", *, mode: str = "forward", **metadata: str) -> str:
         """Add the pod of a node, whose port leads to the exporter at `to`; return its name."""
         name = f"gpumem-exporter-{len(self._pods)}"
-        state = {"waiting": {"reason": waiting}} if waiting else {"running": {}}
         probe = {"httpGet": {"path": "/health", "port": "metrics", "scheme": to.partition(":")[0].upper()}}
         container = {"name": "exporter", "ports": [{"name": "metrics", "containerPort": 9844}], "readinessProbe": probe}
         self._pods.append(
             {
-                "metadata": {"name": name, "annotations": annotations},
+                "metadata": {"name": name, **metadata},
                 "spec": {"nodeName": node, "containers": [container]},
-                "status": {"phase": "Running", "containerStatuses": [{"name": "exporter", "state": state}]},
             }
         )
         self._forwards[name] = {"port": int(to.rpartition(":")[2] or 0), "mode": mode}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.connection import action_token, exporter_trust, exporter_urls, kube_forward
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
 from gpumem_exporter.cli.doctor.exporter import check_exporter, check_trust, reach
 from gpumem_exporter.cli.doctor.machine import (
@@ -18,7 +19,7 @@ from gpumem_exporter.cli.doctor.machine import (
     is_on_this_machine,
     socket_path,
 )
-from gpumem_exporter.cli.options import action_token, connection_options, exporter_trust, exporter_urls, kube_forward
+from gpumem_exporter.cli.options import connection_options
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import plain, print_result
 

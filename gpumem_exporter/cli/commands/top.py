@@ -11,14 +11,11 @@ import click
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.connection import action_token, exporter_trust, exporter_urls, kube_forward
 from gpumem_exporter.cli.node import node_document
 from gpumem_exporter.cli.options import (
-    action_token,
     connection_options,
-    exporter_trust,
-    exporter_urls,
     interval_option,
-    kube_forward,
     pop_target,
     pop_view,
     target_options,

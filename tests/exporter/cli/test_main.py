@@ -86,7 +86,6 @@ def test_the_help_lists_every_command_with_examples(arguments: list[str], capsys
         (["events", "--since", "yesterday"], "--since 'yesterday'", "3h"),
         (["--kube", "gpu-1", "serve"], "--kube", "`serve` uses no exporter of one node"),
         (["--kube", "gpu-1", "fleet", "info"], "--kube", "--instance-url kube://{instance}"),
-        (["--install-completion", "fish"], "'fish'", "bash or zsh"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_one_line(

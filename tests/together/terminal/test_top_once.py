@@ -66,9 +66,9 @@ def top_without_default_exporter(socket: Path, *arguments: str) -> list[str]:
     """Return the command line of `top` with `socket` as the default socket."""
     code = (
         "import os, sys; from gpumem_exporter.main import main\n"
-        "from gpumem_exporter.cli import options; urls = options.exporter_urls\n"
+        "from gpumem_exporter.cli.commands import top; urls = top.exporter_urls\n"
         "is_named = lambda url: url is not None or 'GPUMEM_EXPORTER_URL' in os.environ\n"
-        f"options.exporter_urls = lambda url: urls(url) if is_named(url) else ('unix://{socket}',)\n"
+        f"top.exporter_urls = lambda url: urls(url) if is_named(url) else ('unix://{socket}',)\n"
         "sys.exit(main())"
     )
     return [sys.executable, "-c", code, "top", *arguments]

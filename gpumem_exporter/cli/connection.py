@@ -1,0 +1,67 @@
+"""The exporter and the token of a command, from its options and the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.http import exporter_urls as default_urls
+from gpumem_client.wire.http import full_url
+from gpumem_client.wire.trust import Trust
+
+if TYPE_CHECKING:
+    from gpumem_exporter.cli.kube import Forward
+
+
+def kube_forward() -> Forward | None:
+    """Return the port of --kube; None without --kube."""
+    context = click.get_current_context(silent=True)
+    return context.obj if context is not None else None
+
+
+def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the addresses to try, in order. With --kube, waits until kubectl has connected."""
+    forward = kube_forward()
+    if forward is not None:
+        if url is not None:
+            raise ConfigurationError("--kube and --url both name the exporter; give one of them")
+        return (forward.url,)
+    return (full_url(url),) if url is not None else default_urls(environ)
+
+
+def exporter_trust() -> Trust:
+    """Return which servers receive the token: over --kube, kubectl of this user needs no certificate."""
+    return replace(Trust.from_environment(), own_tunnel=kube_forward() is not None)
+
+
+def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the token for actions, or an empty string if there is none: from --token-file, else the environment."""
+    if not token_file:
+        token = environ.get("GPUMEM_ACTION_TOKEN", "").strip()
+        if token:
+            return _checked_token(token, "GPUMEM_ACTION_TOKEN")
+        token_file = environ.get("GPUMEM_ACTION_TOKEN_FILE", "").strip()
+    return read_token(token_file) if token_file else ""
+
+
+def read_token(path: str) -> str:
+    """Read the token in a file, which has nothing else."""
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
+        raise ConfigurationError(f"token file {path}: {reason}") from error
+    return _checked_token(token, f"token file {path}")
+
+
+def _checked_token(token: str, source: str) -> str:
+    """The token if a header can carry it. The message must not show the token."""
+    if not token or not (token.isascii() and token.isprintable()) or " " in token:
+        raise ConfigurationError(f"{source}: expected one token of printable ASCII characters without blanks")
+    return token
