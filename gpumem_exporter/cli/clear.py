@@ -81,7 +81,7 @@ def act(
         try:
             following.wait(wait_seconds, say)
             if wait_seconds > 0:
-                following.settle(lambda: interrupts.requested, say)
+                following.settle(say)
         except KeyboardInterrupt:
             action_id = following.action["id"]
             note(f"Action {action_id} may still act; see `gpumem-exporter actions show {action_id[:8]}`.")
@@ -114,13 +114,13 @@ class _Following:
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             self._read(cancel=stops)
 
-    def settle(self, stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
+    def settle(self, say: Callable[[str], None]) -> None:
         """Wait until it is known how much of the freed memory stays free."""
         end = time.monotonic() + (self.action.get("settle_seconds") or 0.0) + ANSWER_GRACE_SECONDS
         if self._settles:
             seconds = self.action["settle_seconds"]
             say(f"{sentences.sentence(self.action)} Measuring for {seconds:g} s how much of it stays free.")
-        while self._settles and time.monotonic() < end and not stopped():
+        while self._settles and time.monotonic() < end and not self._stopped():
             time.sleep(_LONGEST_PAUSE_SECONDS)
             self._read(cancel=False)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
+
+import pytest
 
 from gpumem_client.wire.errors import ExporterError
-from gpumem_exporter.features.fleet.node_requests import Fleet
+from gpumem_exporter.features.fleet.fleet_options import FleetOptions
 from gpumem_exporter.features.fleet.node_selection import Exporter
-from tests.support.builders import Clock
+from gpumem_exporter.features.fleet.prometheus import QueryResult
 
 A, B, C = (Exporter(f"node{i}:9844", f"http://node{i}:9844") for i in (1, 2, 3))
 
@@ -84,24 +87,23 @@ class ScriptedExporter:
         self.requests.append(("cancel", action_id))
         return _given(_next(self.cancels))
 
-    def close(self) -> None:
-        self.requests.append(("close", None))
+    def __enter__(self) -> ScriptedExporter:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
     def requests_of(self, kind: str) -> list[Any]:
         """Return the requests of one kind."""
         return [request for name, request in self.requests if name == kind]
 
 
-def fleet_of(exporters: Mapping[Exporter, ScriptedExporter], clock: Clock, parallel: int = 4) -> Fleet:
-    """Return a fleet of scripted exporters."""
+def serve_fleet(
+    monkeypatch: pytest.MonkeyPatch, exporters: Mapping[Exporter, ScriptedExporter], series: list[dict[str, str]]
+) -> None:
+    """Let `fleet` find these series and reach these exporters."""
     by_url = {address.url: exporter for address, exporter in exporters.items()}
-    return Fleet(
-        exporters,
-        by_url.__getitem__,  # type: ignore[arg-type]
-        parallel=parallel,
-        clock=clock,
-        sleep=clock.sleep,
-    )
+    monkeypatch.setattr(FleetOptions, "connect", lambda _: Mock(query=lambda _: QueryResult(tuple(series))))
+    monkeypatch.setattr(FleetOptions, "api", lambda _, url: by_url[url])
 
 
 def _next(answers: list[Mapping[str, Any] | ExporterError]) -> Mapping[str, Any] | ExporterError:

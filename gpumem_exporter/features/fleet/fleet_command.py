@@ -44,36 +44,13 @@ The labels of a series:
 
 \b
 The command acts only on processes that the query selects, and on at most --max-processes. A clear of one
-rank at the end of a step is a clear of all ranks of its job on that node. The command compares each
-exporter's answer with the request. Exporters on other machines require a token. The command sends the
-token with actions to the addresses in the series, if they use https or with --insecure.
+rank at the end of a step is a clear of all ranks of its job on that node. Exporters on other machines
+require a token. The command sends the token with actions to the addresses in the series, if they use https
+or with --insecure.
 
 \b
 Exit codes: 0 all done; 1 an exporter is down or refuses, or a process exited; 2 wrong usage or query.
 """
-
-_ACTION_EXAMPLES = """\b
-Examples:
-  export GPUMEM_PROMETHEUS_URL=http://prometheus:9090
-  gpumem-exporter fleet {name} --dry-run \\
-    --query '{query}'
-  gpumem-exporter fleet {name} --reason '{reason}' \\
-    --query '{query}'
-
-\b
-See `gpumem-exporter fleet --help` for the labels of a series.
-"""
-# For each action, the query and the reason in the examples of its help.
-_QUERIES = {
-    "clear": ("gpumem_torch_idle_cache_bytes > 8e9", "room for the release run"),
-    "gc": ('gpumem_torch_allocated_bytes{workload="notebook"} > 16e9', "tensors in reference cycles"),
-    "reset-peak": ('gpumem_reporter_up{workload="llm-pretrain"}', "after the warm-up"),
-    "snapshot": ("gpumem_torch_fragmented_bytes > 4e9", "what fragments the cache"),
-    "fraction": ('gpumem_reporter_up{workload="notebook"}', "half of each device for notebooks"),
-    "sleep": ('gpumem_reporter_up{workload="chat"}', "room for the release run"),
-    "wake": ('gpumem_reporter_up{workload="chat"}', "the release run has ended"),
-    "terminate": ('gpumem_reporter_up{workload="old-run",rank="0"}', "left behind by job 17"),
-}
 
 
 @click.group(cls=CommandGroup, epilog=_EXAMPLES, no_args_is_help=False)
@@ -123,14 +100,12 @@ def top(options: FleetOptions, interval_seconds: float, query: str, **values: An
 
 def _add_action(command: ActionCommand) -> None:
     devices = " If a series names a device, only on that device." if command.action in DEVICE_ACTIONS else ""
-    argument = " 0.5" if command.name == "fraction" else ""
-    query, reason = _QUERIES[command.name]
     acts = f"Acts as `{command.name}` on each process that the query selects."
 
     @fleet.command(
         command.name,
         help=f"{command.summary}\n\n{acts}{devices}",
-        epilog=_ACTION_EXAMPLES.format(name=f"{command.name}{argument}", query=query, reason=reason),
+        epilog="See `gpumem-exporter fleet --help` for the labels of a series.",
     )
     @(yes_to_terminate if command.action == "terminate" else option_group())
     @action_options(command.action, without=("group",))

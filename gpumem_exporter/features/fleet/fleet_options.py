@@ -6,18 +6,21 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
+from gpumem_client.wire.errors import ConfigurationError, ExporterError, ExporterUnreachableError
 from gpumem_client.wire.trust import Trust
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.connection import action_token, read_token
 from gpumem_exporter.cli.kube import SCHEME, Forwards
-from gpumem_exporter.cli.options import access_options, action_token, option_group, read_token
-from gpumem_exporter.features.fleet.node_requests import Fleet
+from gpumem_exporter.cli.options import access_options, option_group
 from gpumem_exporter.features.fleet.node_selection import Exporter
 from gpumem_exporter.features.fleet.prometheus import Prometheus
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 _EVERY_EXPORTER = 'up{job="gpumem"}'
 _HEADER_NAME_PUNCTUATION = "!#$%&'*+-.^_`|~"
@@ -111,12 +114,22 @@ class FleetOptions:
         if (context := click.get_current_context(silent=True)) is not None:
             context.call_on_close(self.forwards.close)
 
-    def fleet(self, exporters: Iterable[Exporter]) -> Fleet:
-        """Return the APIs of exporters."""
+    def ask(
+        self, exporters: Iterable[Exporter], question: Callable[[ExporterApi], T]
+    ) -> dict[Exporter, T | ExporterError]:
+        """Return the answer or the error of each exporter; `parallel` are asked at a time."""
         exporters = list(exporters)
         if self.instance_url.startswith(SCHEME):
             self.forwards.open(exporter.url.removeprefix(SCHEME) for exporter in exporters)
-        return Fleet(exporters, self.api, parallel=self.parallel)
+
+        def answer(exporter: Exporter) -> T | ExporterError:
+            try:
+                with self.api(exporter.url) as api:
+                    return question(api)
+            except ExporterError as error:
+                return error
+
+        return dict(zip(exporters, in_threads(answer, exporters, self.parallel), strict=True))
 
     def api(self, url: str) -> ExporterApi:
         """Return the API of one exporter."""
@@ -162,6 +175,15 @@ def fleet_options(command: Callable[..., int]) -> Callable[..., int]:
         return command(options=FleetOptions(**given), **values)
 
     return run
+
+
+def in_threads(work: Callable[[S], T], items: Sequence[S], count: int) -> list[T]:
+    """Return the results of `work` on some items, on this number of them at a time."""
+    from multiprocessing.pool import ThreadPool
+
+    # The threads are daemons, unlike the threads of concurrent.futures: Ctrl-C does not wait for a node that hangs.
+    with ThreadPool(max(1, min(count, len(items)))) as pool:
+        return pool.map(work, items, chunksize=1)
 
 
 def _header(text: str) -> tuple[str, str]:

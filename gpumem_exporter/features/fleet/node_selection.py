@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import shown_url
@@ -28,14 +27,6 @@ class Exporter:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """An outcome that the command line itself found, not an exporter."""
-
-    outcome: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Selector:
     """The labels of a series that select processes of one exporter; None for a label that the series lacks."""
 
@@ -45,41 +36,24 @@ class Selector:
     gpu: str | None = None
     uuid: str | None = None
 
-    def devices(self, process: Document) -> tuple[str, ...] | None:
-        """Return the uuids of the selected devices of a process.
-
-        The result is None if the series names no device, and empty if the process is not selected.
-        """
+    def admits(self, process: Document) -> bool:
+        """Return whether the labels select a process of `/api/v1/processes`."""
         identity = {**process, "pid": str(process["pid"])}
-        if any(getattr(self, name) not in (None, identity[name]) for name in ("pid", "workload", "rank")):
-            return ()
-        if self.gpu is None and self.uuid is None:
-            return None
-        return tuple(
+        own = all(getattr(self, name) in (None, identity[name]) for name in ("pid", "workload", "rank"))
+        return own and (not self.by_device or bool(self.uuids(process)))
+
+    @property
+    def by_device(self) -> bool:
+        """Whether the labels name a device."""
+        return self.gpu is not None or self.uuid is not None
+
+    def uuids(self, process: Document) -> list[str]:
+        """Return the selected devices of a process."""
+        return [
             device["uuid"]
             for device in process["devices"]
             if self.uuid in (None, device["uuid"]) and self.gpu in (None, device["gpu"])
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TargetProcess:
-    """A process that acts."""
-
-    exporter: Exporter
-    pid: int | str
-    workload: str | None
-    """None for a process that does not report, as `rank`."""
-    rank: str | None
-    gpus: tuple[str, ...] = ()
-    uuids: tuple[str, ...] | None = None
-    """The selected devices; None for all."""
-
-    @property
-    def api_target(self) -> dict[str, Any]:
-        """The target of a request. Its labels exclude a later process with the same pid."""
-        identity = {"pid": self.pid, "workload": self.workload, "rank": self.rank}
-        return {name: value for name, value in identity.items() if value is not None}
+        ]
 
 
 def exporters_of(series: Iterable[Mapping[str, str]], template: str) -> list[Exporter]:
@@ -96,7 +70,6 @@ def selectors_of(series: Iterable[Mapping[str, str]], template: str) -> dict[Exp
     found: dict[str, dict[Selector, None]] = {}
     names = [f.name for f in fields(Selector)]
     series = list(series)
-    exporters = exporters_of(series, template)
     for labels in series:
         selector = Selector(**{name: labels.get(name) for name in names})
         if selector == Selector():
@@ -105,42 +78,7 @@ def selectors_of(series: Iterable[Mapping[str, str]], template: str) -> dict[Exp
                 f"{', '.join(names)}, as in `sum by (instance, pid) (...)`"
             )
         found.setdefault(_exporter(labels, template).url, {})[selector] = None
-    return {exporter: list(found[exporter.url]) for exporter in exporters}
-
-
-def select(
-    exporter: Exporter, selectors: Iterable[Selector], processes: Sequence[Document], *, unreported: bool
-) -> tuple[list[TargetProcess], list[tuple[Selector, Failure]]]:
-    """Return the selected processes of one exporter, each once, and the selectors without one.
-
-    `processes` are as `/api/v1/processes` lists them. A process that does not report can be a target if `unreported`
-    is set.
-    """
-    selected: dict[str, TargetProcess] = {}
-    unmatched = []
-    for selector in selectors:
-        matching = [(process, uuids) for process in processes if (uuids := selector.devices(process)) != ()]
-        able = [(process, uuids) for process, uuids in matching if unreported or process["reporting"]]
-        for process, uuids in able:
-            key = str(process["pid"])
-            selected[key] = _target_process(exporter, process, _union(selected.get(key), uuids))
-        if not matching:
-            unmatched.append((selector, Failure("gone", "no process matches; it may have exited")))
-        elif not able:
-            unmatched.append((selector, Failure("unsupported", "the process does not report")))
-    return list(selected.values()), unmatched
-
-
-def _target_process(exporter: Exporter, process: Document, uuids: tuple[str, ...] | None) -> TargetProcess:
-    devices = [device for device in process["devices"] if uuids is None or device["uuid"] in uuids]
-    gpus = tuple(device["gpu"] or "" for device in devices)
-    return TargetProcess(exporter, process["pid"], process["workload"], process["rank"], gpus, uuids)
-
-
-def _union(known: TargetProcess | None, uuids: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    if known is None:
-        return uuids
-    return None if known.uuids is None or uuids is None else tuple(dict.fromkeys((*known.uuids, *uuids)))
+    return {exporter: list(found[exporter.url]) for exporter in exporters_of(series, template)}
 
 
 def _exporter(labels: Mapping[str, str], template: str) -> Exporter:

@@ -7,7 +7,6 @@ from typing import Any
 
 from gpumem_client.wire.errors import ExporterError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.node import Node, node_document, read_live
 from gpumem_exporter.features.fleet.fleet_options import FleetOptions
 from gpumem_exporter.features.fleet.node_selection import exporters_of
@@ -29,8 +28,7 @@ class FleetSource:
         exporters = exporters_of(found.series, self._options.instance_url)
         self.warnings = found.warnings
         before = {node.name: node for node in self._last}
-        with self._options.fleet(exporters) as fleet:
-            answers = fleet.ask(_read)
+        answers = self._options.ask(exporters, read_live)
         self._last = [
             Node(answer, exporter.url, exporter.instance)
             if not isinstance(answer, ExporterError)
@@ -38,13 +36,6 @@ class FleetSource:
             for exporter, answer in answers.items()
         ]
         return self._last
-
-
-def _read(api: ExporterApi) -> Document | ExporterError:
-    try:
-        return read_live(api)
-    except ExporterError as error:
-        return error
 
 
 def overview_document(source: FleetSource, nodes: list[Node]) -> dict[str, Any]:

@@ -56,24 +56,23 @@ class Prometheus:
         PrometheusError if the API does not answer in time, or answers with an error.
         """
         status, where, body = self._get(expression)
-        if 300 <= status < 400:
-            raise PrometheusError(f"{self.url} redirects to {where}; give that address")
         try:
             document = json.loads(body)
         except ValueError:
             document = None
-        if status == http.client.OK and isinstance(document, dict) and document.get("status") == "success":
-            return query_result(document, expression)
-        if isinstance(document, dict) and isinstance(document.get("error"), str):
-            if document.get("errorType") == "bad_data":
-                raise ConfigurationError(f"--query: {document['error']}")
-            raise PrometheusError(f"{self.url}: {document['error']}")
-        if status in (http.client.OK, http.client.NOT_FOUND):
-            raise PrometheusError(f"the server at {self.url}/api/v1/query is not a Prometheus API")
-        phrase = http.client.responses.get(status, "no reason given")
-        if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
-            phrase += "; see --prometheus-token-file and --prometheus-header"
-        raise PrometheusError(f"the server at {self.url} refuses: {phrase}")
+        known = document if isinstance(document, dict) else {}
+        if status == http.client.OK and known.get("status") == "success":
+            return query_result(known, expression)
+        reason = known.get("error") or f"the status is {status} {http.client.responses.get(status, '')}".rstrip()
+        if known.get("errorType") == "bad_data":
+            raise ConfigurationError(f"--query: {reason}")
+        if 300 <= status < 400:
+            reason = f"redirects to {where}; give that address"
+        elif status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+            reason += "; see --prometheus-token-file and --prometheus-header"
+        elif not known:
+            reason += "; this is not a Prometheus API"
+        raise PrometheusError(f"{self.url}: {reason}")
 
     def _get(self, expression: str) -> tuple[int, str, bytes]:
         """Return the status, the Location and the body of the answer."""

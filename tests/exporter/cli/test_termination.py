@@ -7,16 +7,12 @@ import json
 import sys
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from gpumem_exporter.cli import options
-from gpumem_exporter.features.fleet.fleet_options import FleetOptions
-from gpumem_exporter.features.fleet.prometheus import QueryResult
 from gpumem_exporter.main import main
-from tests.support.builders import Clock
-from tests.support.fleet_builders import A, ScriptedExporter, action, fleet_of, process, row
+from tests.support.fleet_builders import A, ScriptedExporter, action, process, row, serve_fleet
 
 TARGETS: list[tuple[str, dict[str, Any]]] = [
     ("--all", {}),
@@ -125,20 +121,14 @@ def test_a_termination_that_matches_nothing_ends_nothing_and_succeeds(
 def test_a_termination_of_a_fleet_asks_and_keeps_to_what_it_has_shown(
     monkeypatch: pytest.MonkeyPatch, on_terminal: Callable[[str], Terminal], typed: str, terminated: int
 ) -> None:
-    answers: list[Any] = [
-        action(row(1, "would_terminate")),
-        action(row(2, "refused", workload="train")),
-        action(row(1)),
-    ]
+    answers: list[Any] = [action(row(1, "would_terminate"), row(2, "refused", workload="train")), action(row(1))]
     exporter = ScriptedExporter(document={"processes": [process(1), process(2)]}, submits=answers)
-    series = [{"instance": A.instance, "pid": pid} for pid in "12"]
-    monkeypatch.setattr(FleetOptions, "connect", lambda _: Mock(query=lambda _: QueryResult(tuple(series), ())))
-    monkeypatch.setattr(FleetOptions, "fleet", lambda *_: fleet_of({A: exporter}, Clock()))
+    serve_fleet(monkeypatch, {A: exporter}, [{"instance": A.instance, "pid": pid} for pid in "12"])
     shown = on_terminal(typed)
     assert main(["fleet", "terminate", "--query", "doomed"]) == 1  # no, or a refusal
     assert "Terminate 1 process? [y/N]" in shown.getvalue()
     sent = [each["target"]["pid"] for each in exporter.requests_of("submit") if not each["dry_run"]]
-    assert sent == [1] * terminated
+    assert sent == [[1]] * terminated
 
 
 def test_a_termination_of_a_fleet_without_a_terminal_needs_a_yes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,93 +1,89 @@
 from __future__ import annotations
 
 import json
-import threading
+import os
+import signal
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError
+from gpumem_exporter.cli import clear
 from gpumem_exporter.features.fleet.fleet_action import requests_for
-from gpumem_exporter.features.fleet.fleet_options import FleetOptions
-from gpumem_exporter.features.fleet.node_requests import ExporterRequest, result_rows
-from gpumem_exporter.features.fleet.node_selection import Failure, TargetProcess
-from gpumem_exporter.features.fleet.prometheus import QueryResult
+from gpumem_exporter.features.fleet.node_selection import Selector
 from gpumem_exporter.main import main
-from tests.support.builders import Clock
-from tests.support.fleet_builders import A, B, ScriptedExporter, action, fleet_of, process, row, unreported
+from tests.support.fleet_builders import A, B, ScriptedExporter, action, process, row, serve_fleet, unreported
 
-BODY = {"action": "empty_cache", "dry_run": False}
+SILENCE = ExporterUnreachableError("silent-x")
+LISTED = {"processes": [process(1), process(2, workload="spared"), unreported(3)]}
 
-
-def new_request(pid: int | str = 1) -> ExporterRequest:
-    (request,) = requests_for("empty_cache", [TargetProcess(A, pid, "train", "0", ("0",))])
-    return request
-
-
-def results(request: ExporterRequest) -> list[tuple[Any, str, str]]:
-    return [(one["pid"], one["outcome"], one["reason"]) for one in result_rows(request)]
+PROCESSES = [
+    process(1, gpus=("0", "1")),
+    process(2, rank="1", gpus=("1",)),
+    process("1@77", workload="other", rank=""),
+    unreported(9, gpus=("1",)),
+]
 
 
-def run(exporter: ScriptedExporter, wait_seconds: float = 30.0) -> ExporterRequest:
-    """Submit one request to an exporter and wait for its end."""
-    clock = Clock()
-    request = new_request()
-    fleet = fleet_of({A: exporter}, clock)
-    fleet.run([request], BODY, wait_seconds=wait_seconds)
-    assert clock.now <= wait_seconds
-    return request
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    exporters: dict[Any, ScriptedExporter],
+    *words: str,
+    pids: str = "1",
+) -> tuple[int, list[Any]]:
+    """Run a command on processes of every exporter. Return its exit code and its results."""
+    serve_fleet(monkeypatch, exporters, [{"instance": each.instance, "pid": pid} for each in exporters for pid in pids])
+    monkeypatch.setattr(clear, "_LONGEST_PAUSE_SECONDS", 0.01)
+    code = main(["fleet", *(words or ("clear",)), "--query", "q", "--json"])
+    return code, json.loads(capsys.readouterr().out)["results"]
 
 
-def test_a_request_names_a_process_by_pid_workload_and_rank() -> None:
-    exporter = ScriptedExporter(submits=[action(row())])
-    assert results(run(exporter)) == [(1, "done", "")]
-    assert exporter.requests == [("submit", {**BODY, "target": {"pid": 1, "workload": "train", "rank": "0"}})]
+def targets(*selectors: Selector, name: str = "empty_cache") -> list[dict[str, Any]]:
+    requests, _ = requests_for(name, A, selectors, PROCESSES)
+    return [each.target for each in requests]
+
+
+def pids(*selectors: Selector, name: str = "empty_cache") -> list[list[Any]]:
+    return [each["pid"] for each in targets(*selectors, name=name)]
+
+
+def test_labels_narrow_each_other() -> None:
+    assert pids(Selector(pid="1@77")) == [["1@77"]]
+    assert pids(Selector(workload="train", rank="1")) == [[2]]
+    assert pids(Selector(gpu="1")) == [[1, 2]]
+    assert pids(Selector(pid="1", uuid="GPU-0", gpu="0")) == [[1]]
+    assert pids(Selector(pid="2", gpu="0")) == []
+
+
+def test_the_processes_of_a_node_are_one_request_whose_labels_exclude_later_processes_with_their_pids() -> None:
+    both = (Selector(pid="1", gpu="0"), Selector(pid="1", gpu="1"), Selector(rank="1"))
+    assert targets(*both) == [{"pid": [1, 2], "workload": ["train"], "rank": ["0", "1"]}]
+
+
+def test_only_an_action_on_devices_is_of_the_devices_that_the_query_names() -> None:
+    of_train = {"workload": ["train"], "rank": ["0"]}
+    (first, second) = (Selector(pid="1", gpu=gpu) for gpu in "01")
+    assert targets(first, second, name="reset_peak") == [{"pid": [1], **of_train, "uuid": ["GPU-0", "GPU-1"]}]
+    assert targets(first, Selector(pid="1"), name="reset_peak") == [{"pid": [1], **of_train}]
+    assert pids(first, Selector(pid="2", gpu="1"), name="reset_peak") == [[1], [2]]
+    assert pids(first, Selector(pid="2", gpu="1")) == [[1, 2]]
 
 
 @pytest.mark.parametrize(
-    ("name", "uuids", "requested"),
-    [
-        ("reset_peak", ("GPU-0", "GPU-1"), ["GPU-0", "GPU-1"]),
-        ("empty_cache", ("GPU-0", "GPU-1"), [None]),
-        ("reset_peak", None, [None]),
-    ],
+    ("selector", "outcome"),
+    [(Selector(pid="1", workload="before"), "gone"), (Selector(pid="5"), "gone"), (Selector(pid="9"), "unsupported")],
 )
-def test_only_actions_on_devices_are_requested_by_device(
-    name: str, uuids: tuple[str, ...] | None, requested: list[str | None]
-) -> None:
-    requests = requests_for(name, [TargetProcess(A, 1, "train", "0", ("0", "1"), uuids)])
-    assert [one.target.get("uuid") for one in requests] == requested
+def test_a_selector_without_a_process_that_can_act_has_an_outcome(selector: Selector, outcome: str) -> None:
+    requests, (failed,) = requests_for("empty_cache", A, [selector], PROCESSES)
+    assert (requests, failed["instance"], failed["outcome"]) == ([], A.instance, outcome)
+    assert failed["reason"]
 
 
-def test_the_ranks_of_a_job_on_a_node_are_one_request_which_may_add_ranks() -> None:
-    ranks = [TargetProcess(A, pid, "train", str(pid), ("0",)) for pid in (1, 2)]
-    others = [TargetProcess(B, 3, "train", "3"), TargetProcess(A, 4, "notebook", ""), TargetProcess(A, 5, None, None)]
-    requests = requests_for("empty_cache", [*ranks, *others], of_jobs=True)
-    assert [(each.exporter, each.target) for each in requests] == [
-        (A, {"pid": 4, "workload": "notebook", "rank": ""}),
-        (A, {"pid": 5}),
-        (A, {"pid": [1, 2], "workload": "train"}),
-        (B, {"pid": [3], "workload": "train"}),
-    ]
-    request = requests[2]
-    request.action = action(row(1), row(2, rank="1"), row(7, rank="2"), row(8, workload="another"), row(9, rank=""))
-    assert [(pid, outcome) for pid, outcome, _ in results(request)] == [
-        *((pid, "done") for pid in (1, 2, 7)),
-        *((pid, "failed") for pid in (8, 9)),
-    ]
-
-
-def test_ctrl_c_cancels_what_was_requested_and_requests_no_more() -> None:
-    interrupted: list[bool] = []
-    canceled = action(row(1, "refused", reason="cancelled"), state="cancelled")
-    exporter = ScriptedExporter(
-        submits=[action(state="queued")], cancels=[canceled], on_submit=lambda: interrupted.append(True)
-    )
-    requests = [new_request(pid) for pid in (1, 2)]
-    fleet_of({A: exporter}, Clock()).run(requests, BODY, stopped=lambda: bool(interrupted))
-    assert [kind for kind, _ in exporter.requests] == ["submit", "cancel"]
-    assert [outcome for request in requests for _, outcome, _ in results(request)] == ["refused", "refused"]
+def test_processes_that_do_not_report_can_be_terminated_by_a_request_of_their_own() -> None:
+    (reporting, unreported_) = targets(Selector(gpu="1"), name="terminate")
+    assert reporting["pid"] == [1, 2]
+    assert unreported_ == {"pid": [9]}
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -96,106 +92,93 @@ def test_a_termination_reaches_the_selected_processes_alone_and_a_refusal_is_a_f
 ) -> None:
     """Also a process that does not report can be terminated."""
     outcome = "would_terminate" if dry_run else "done"
-    listed = {"processes": [process(1), process(2, workload="spared"), unreported(3)]}
-    answers = [action(row(1, outcome)), action(row(3, outcome, workload="", rank=""))]
-    allows = ScriptedExporter(document=listed, submits=[*answers])
-    refuses = ScriptedExporter(document=listed, submits=[ExporterAnswerError(403, "--action.allow")])
-    series = [{"instance": each.instance, "pid": pid} for each, pid in ((A, "1"), (A, "3"), (B, "1"))]
-    monkeypatch.setattr(FleetOptions, "connect", lambda _: Mock(query=lambda _: QueryResult(tuple(series), ())))
-    monkeypatch.setattr(FleetOptions, "fleet", lambda *_: fleet_of({A: allows, B: refuses}, Clock()))
-    assert main(["fleet", "terminate", "--query", "doomed", "--json", "--dry-run" if dry_run else "--yes"]) == 1
-    requests = [*allows.requests_of("submit"), *refuses.requests_of("submit")]
-    reporting = {"pid": 1, "workload": "train", "rank": "0"}
-    assert [each["target"] for each in requests] == [reporting, {"pid": 3}, reporting]
-    assert {(each["action"], each["dry_run"]) for each in requests} == {("terminate", dry_run)}
-    rows = json.loads(capsys.readouterr().out)["results"]
+    answers = [action(row(pid, outcome), id=f"a{pid}") for pid in (1, 3)]
+    allows = ScriptedExporter(document=LISTED, submits=[*answers])
+    refuses = ScriptedExporter(document=LISTED, submits=[ExporterAnswerError(403, "--action.allow")])
+    fleet = {A: allows, B: refuses}
+    code, rows = run(monkeypatch, capsys, fleet, "terminate", "--dry-run" if dry_run else "--yes", pids="13")
+    assert code == 1
+    sent = [each for exporter in fleet.values() for each in exporter.requests_of("submit")]
+    reporting = {"pid": [1], "workload": ["train"], "rank": ["0"]}
+    assert sorted(map(str, (each["target"] for each in sent))) == sorted(map(str, [reporting, {"pid": [3]}] * 2))
+    assert {(each["action"], each["dry_run"]) for each in sent} == {("terminate", dry_run)}
     assert {(each["instance"], each["pid"], each["outcome"]) for each in rows} == {
-        (A.instance, 1, outcome),
-        (A.instance, 3, outcome),
-        (B.instance, 1, "refused"),
+        *((A.instance, pid, outcome) for pid in (1, 3)),
+        *((B.instance, pid, "refused") for pid in (1, 3)),
     }
-    assert [each["reason"] for each in rows if each["outcome"] == "refused"] == ["--action.allow"]
-
-
-def test_an_action_that_does_not_end_in_time_expires() -> None:
-    exporter = ScriptedExporter(submits=[action(state="queued")], later=[action(state="running")])
-    ((pid, outcome, reason),) = results(run(exporter, wait_seconds=5.0))
-    assert (pid, outcome) == (1, "expired")
-    assert "a1" in reason
+    assert {each["reason"] for each in rows if each["outcome"] == "refused"} == {"--action.allow"}
 
 
 @pytest.mark.parametrize(
     ("error", "outcome", "reason"),
     [
-        (ExporterAnswerError(404, "nothing matches pid=1"), "gone", ""),
-        (ExporterAnswerError(403, "not-allowed"), "refused", "not-allowed"),
+        (ExporterAnswerError(404, "nothing matches pid=1"), "refused", "nothing matches pid=1"),
         (ExporterAnswerError(401, "token-needed"), "refused", "token-needed"),
         (ExporterAnswerError(500, "see-log"), "failed", "see-log"),
-        (ExporterUnreachableError("silent-x"), "failed", "silent-x"),
+        (SILENCE, "failed", "silent-x"),
         (ExporterUntrustedError("uid 1001"), "refused", "uid 1001"),
     ],
 )
-def test_an_error_of_an_exporter_is_an_outcome(error: Any, outcome: str, reason: str) -> None:
-    ((pid, found, why),) = results(run(ScriptedExporter(submits=[error])))
-    assert (pid, found) == (1, outcome)
-    assert reason in why
-
-
-SILENCE = ExporterUnreachableError("silent-x")
-
-
-@pytest.mark.parametrize(
-    ("polls", "outcome", "reason"),
-    [
-        ([action(state="running"), SILENCE, SILENCE, action(row())], "done", ""),
-        ([SILENCE], "failed", "silent-x"),
-        ([ExporterAnswerError(404, "no such action")], "failed", ""),
-    ],
-)
-def test_a_poll_is_repeated_until_the_exporter_misses_several_answers(
-    polls: list[Any], outcome: str, reason: str
+def test_an_error_of_one_exporter_is_the_outcome_of_its_processes(
+    error: Any, outcome: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exporter = ScriptedExporter(submits=[action(state="queued")], later=polls)
-    ((_, found, why),) = results(run(exporter))
-    assert found == outcome
-    assert set(exporter.requests_of("action")) == {"a1"}
-    assert reason in why
+    fleet = {A: ScriptedExporter(document=LISTED, submits=[error]), B: ScriptedExporter(document=LISTED)}
+    fleet[B].submits = [action(row(1), row(2, workload="spared"))]
+    code, rows = run(monkeypatch, capsys, fleet, pids="12")
+    assert code == 1
+    assert [(each["instance"], each["pid"], each["outcome"]) for each in rows if each["instance"] == A.instance] == [
+        (A.instance, 2, outcome),
+        (A.instance, 1, outcome),
+    ]
+    assert [each["outcome"] for each in rows if each["instance"] == B.instance] == ["done", "done"]
+    assert all(reason in each["reason"] for each in rows if each["instance"] == A.instance)
 
 
 @pytest.mark.parametrize(
-    ("answered", "expected"),
-    [
-        (action(row(1), row(2)), [(1, "done"), (2, "failed")]),
-        (action(row(1), row(1, uuid="GPU-1")), [(1, "done"), (1, "failed")]),
-        (action(row(1, workload="other")), [(1, "failed")]),
-        (action(row(1, rank="7")), [(1, "failed")]),
-        (action(), [(1, "failed")]),
-    ],
+    ("document", "reason"), [(SILENCE, "silent-x"), ({"hello": "world"}, f"{A.url} is not a gpumem-exporter")]
 )
-def test_a_result_of_another_process_or_device_is_a_failure(answered: Any, expected: list[tuple[int, str]]) -> None:
-    target = {"pid": 1, "uuid": "GPU-0", "workload": "train", "rank": "0"}
-    request = ExporterRequest(A, (TargetProcess(A, 1, "train", "0"),), target, answered)
-    assert [(pid, outcome) for pid, outcome, _ in results(request)] == expected
-    assert all(reason for _, outcome, reason in results(request) if outcome == "failed")
+def test_a_node_that_does_not_name_its_processes_fails_and_the_others_act(
+    document: Any, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = {A: ScriptedExporter(document=document, url=A.url), B: ScriptedExporter(document=LISTED)}
+    fleet[B].submits = [action(row(1))]
+    code, (failed, done) = run(monkeypatch, capsys, fleet)
+    assert (code, failed["outcome"], done["outcome"]) == (1, "failed", "done")
+    assert reason in failed["reason"]
+    assert failed["pid"] == 1
 
 
-def test_reading_reports_silence_and_servers_that_are_no_exporters() -> None:
-    silent, other = ScriptedExporter(document=SILENCE), ScriptedExporter(document={"hello": "world"})
-    read = fleet_of({A: silent, B: other}, Clock()).processes()
-    assert read[A] == Failure("failed", "silent-x")
-    refusal = read[B]
-    assert isinstance(refusal, Failure)
-    assert refusal.outcome == "failed"
-    assert B.url in refusal.reason
+def test_a_process_without_a_result_at_the_end_expires(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(clear, "longest_seconds", lambda _: 0.05)
+    queued = action(row(1), state="running")
+    exporter = ScriptedExporter(document=LISTED, submits=[queued], later=[queued])
+    code, (expired, done) = run(monkeypatch, capsys, {A: exporter}, pids="12")
+    assert (code, done["pid"], done["outcome"]) == (1, 1, "done")
+    assert (expired["pid"], expired["outcome"], expired["action_id"]) == (2, "expired", "a1")
 
 
-def test_one_exporter_is_used_by_one_thread_at_a_time() -> None:
-    busy, overlaps = threading.Lock(), []
+def test_ctrl_c_cancels_what_was_requested(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    canceled = action(row(1, "refused", reason="cancelled"), state="cancelled")
+    running = action(state="running")
+    exporter = ScriptedExporter(
+        document=LISTED,
+        submits=[running],
+        later=[running],
+        cancels=[canceled],
+        on_submit=lambda: os.kill(os.getpid(), signal.SIGINT),
+    )
+    code, (result,) = run(monkeypatch, capsys, {A: exporter})
+    assert (code, result["outcome"], result["reason"]) == (1, "refused", "cancelled")
+    assert len(exporter.requests_of("cancel")) == 1
 
-    def on_submit() -> None:
-        overlaps.append(not busy.acquire(blocking=False))
-        busy.release()
 
-    exporter = ScriptedExporter(submits=[action(row())], on_submit=on_submit)
-    fleet_of({A: exporter}, Clock(), parallel=8).run([new_request(pid) for pid in range(1, 40)], BODY)
-    assert overlaps == [False] * 39
+def test_many_processes_are_refused_before_any_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exporter = ScriptedExporter(document=LISTED)
+    serve_fleet(monkeypatch, {A: exporter}, [{"instance": A.instance, "gpu": "0"}])
+    assert main(["fleet", "terminate", "--yes", "--query", "q", "--max-processes", "2"]) == 1
+    assert "3 processes, more than --max-processes 2" in capsys.readouterr().err
+    assert exporter.requests_of("submit") == []

@@ -36,7 +36,7 @@ HALF_DONE = [on("node1", rank="0"), refused("node2", 1, "cancelled", rank="1")]
 
 def test_json_has_every_row_and_the_sum() -> None:
     rows = [on("node1"), refused("node2", None, "no")]
-    document = fleet_document(CLEAR, rows, query="q > 1", warnings=["w"])
+    document = fleet_document(CLEAR, rows, "q > 1", ["w"])
     assert document["results"] == rows
     told = {"query": "q > 1", "warnings": ["w"], "dry_run": False, "mode": "now"}
     assert document.items() >= {**told, "state": "failed", "freed_bytes": 2 << 30, "still_free_bytes": None}.items()

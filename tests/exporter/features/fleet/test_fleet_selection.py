@@ -5,8 +5,7 @@ import re
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.features.fleet.node_selection import Exporter, Selector, exporters_of, select, selectors_of
-from tests.support.fleet_builders import A, process, unreported
+from gpumem_exporter.features.fleet.node_selection import Exporter, Selector, exporters_of, selectors_of
 
 DEFAULT = "http://{instance}"
 
@@ -61,44 +60,3 @@ def test_exporters_are_in_natural_order_and_their_names_have_no_password() -> No
 def test_a_label_cannot_lead_to_another_host(value: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(repr(value))):
         exporters_of([{"instance": value}], DEFAULT)
-
-
-PROCESSES = [
-    process(1, gpus=("0", "1")),
-    process(2, rank="1", gpus=("1",)),
-    process("1@77", workload="other", rank=""),
-    unreported(9, gpus=("1",)),
-]
-
-
-def selected(*selectors: Selector, unreported: bool = False) -> list[tuple[int | str, tuple[str, ...] | None]]:
-    processes, _ = select(A, selectors, PROCESSES, unreported=unreported)
-    return [(one.pid, one.uuids) for one in processes]
-
-
-def test_labels_narrow_each_other() -> None:
-    assert selected(Selector(pid="1@77")) == [("1@77", None)]
-    assert selected(Selector(workload="train", rank="1")) == [(2, None)]
-    assert selected(Selector(gpu="1")) == [(1, ("GPU-1",)), (2, ("GPU-1",))]
-    assert selected(Selector(pid="1", uuid="GPU-0", gpu="0")) == [(1, ("GPU-0",))]
-
-
-def test_several_series_of_a_process_select_it_once_with_all_their_devices() -> None:
-    both = (Selector(pid="1", gpu="0"), Selector(pid="1", gpu="1"), Selector(pid="1", gpu="0"))
-    assert selected(*both) == [(1, ("GPU-0", "GPU-1"))]
-    assert selected(*both, Selector(pid="1")) == [(1, None)]
-
-
-@pytest.mark.parametrize(
-    ("selector", "outcome"),
-    [(Selector(pid="1", workload="before"), "gone"), (Selector(pid="5"), "gone"), (Selector(pid="9"), "unsupported")],
-)
-def test_a_selector_without_a_process_that_can_act_has_an_outcome(selector: Selector, outcome: str) -> None:
-    processes, ((unmatched, failure),) = select(A, [selector], PROCESSES, unreported=False)
-    assert (processes, unmatched, failure.outcome) == ([], selector, outcome)
-    assert failure.reason
-
-
-def test_a_process_that_does_not_report_can_be_selected_for_termination() -> None:
-    assert selected(Selector(pid="9"), unreported=True) == [(9, None)]
-    assert selected(Selector(gpu="1"), unreported=True) == [(1, ("GPU-1",)), (2, ("GPU-1",)), (9, ("GPU-1",))]
