@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.features import features
 
 _CORE = {
     "gpumem_exporter.serve_command": ("serve",),
     "gpumem_exporter.cli.commands.info": ("info",),
     "gpumem_exporter.cli.commands.top": ("top",),
-    "gpumem_exporter.cli.commands.actions": (
-        *("clear", "gc", "reset-peak", "snapshot", "fraction", "sleep", "wake", "terminate"),
-    ),
+    "gpumem_exporter.cli.commands.actions": tuple(kind.command for kind in KINDS.values() if kind.command),
     "gpumem_exporter.cli.commands.report": ("report",),
     "gpumem_exporter.cli.commands.nvml": ("release-nvml", "attach-nvml"),
     "gpumem_exporter.cli.commands.doctor": ("doctor",),

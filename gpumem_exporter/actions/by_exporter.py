@@ -9,8 +9,8 @@ from typing import Any
 from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.engines import EngineMemory
+from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.actions.lifecycle import OutsidePart, RunningAction
-from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.actions.terminate import Terminator
 
@@ -47,7 +47,7 @@ class OutsideActs:
         """Return the result of a dry run; None for an engine, of which a dry run reads what it does."""
         if running.action.action != "terminate":
             return None
-        return CommandResult(running.action.id, DRY_RUN_OUTCOMES["terminate"], "", ReasonCode.WOULD_TERMINATE)
+        return CommandResult(running.action.id, KINDS["terminate"].would, "", ReasonCode.WOULD_TERMINATE)
 
     def start(self, running: RunningAction, part: OutsidePart) -> None:
         """Act on a process, once the action is recorded."""

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_INTEGER, MAX_LABEL_LENGTH, MODES
+from gpumem_exporter.actions.kinds import KINDS
 
-ACTIONS = (
-    *("empty_cache", "collect_garbage", "reset_peak", "snapshot", "profile", "set_memory_fraction", "terminate"),
-    *ENGINE_ACTIONS,
-)
+ACTIONS = tuple(KINDS)
 GROUP_IS_DEPRECATED = "group is deprecated: mode step acts on all ranks of a job together"
-OUTSIDE_ACTIONS = ("terminate", *ENGINE_ACTIONS)
+OUTSIDE_ACTIONS = tuple(action for action, kind in KINDS.items() if kind.outside)
 """The actions that reach also processes that only the driver lists, because the exporter itself can act."""
 DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action not in OUTSIDE_ACTIONS)
 """The actions that the exporter allows by default: they end no process and interrupt no service."""
@@ -40,7 +38,7 @@ ENGINE_ANSWER_SECONDS = 180.0
 """The same for an engine, which may copy all of its weights between the device and the host."""
 KEPT_COMPONENTS = ("weights",)
 """The components that `release_memory` can leave on the device."""
-DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")
+DEVICE_ACTIONS = tuple(action for action, kind in KINDS.items() if kind.by_device)
 """The actions that apply to the target devices only. All others apply to every device of a process."""
 
 _MAX_VALUES = 1000
@@ -65,6 +63,8 @@ class RequestOption:
     """bool, int, float or str."""
     default: Any = None
     """None: there is no value, or the exporter chooses it."""
+    terminal_default: Any = None
+    """The default of a command on a terminal, except of a dry run; None if it is the same."""
     choices: tuple[str, ...] = ()
     over: float | None = None
     least: float | None = None
@@ -328,6 +328,7 @@ class ActionRequest:
         ),
         "--settle",
         MAX_SETTLE_SECONDS,
+        terminal_default=10.0,
     )
     dry_run: bool = _flag("Show what would happen. Change nothing.", "--dry-run")
     reason: str = _option("Recorded in the audit log.", "--reason", "TEXT", default="", most=MAX_REASON_LENGTH)

@@ -21,8 +21,8 @@ from gpumem_client.wire.protocol import CommandResult, denied_by_owner
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.declarations import ActionRequest
+from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, RunningAction, Waking
-from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
 from gpumem_exporter.actions.results import DriverValues
 from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess
 from gpumem_exporter.core.caller import Caller, CallerKind
@@ -221,9 +221,7 @@ class EngineMemory:
             return CommandResult(action_id, error.outcome, str(error), error.code), None
         duration_seconds = self._clock() - started
         if running.action.dry_run:
-            return CommandResult(action_id, DRY_RUN_OUTCOMES[running.action.action]), DriverValues(
-                part.used_before, None
-            )
+            return CommandResult(action_id, KINDS[running.action.action].would), DriverValues(part.used_before, None)
         after = await self.used_after(target.host_pid)
         return CommandResult(action_id, "done", duration_seconds=duration_seconds), DriverValues(
             part.used_before, after

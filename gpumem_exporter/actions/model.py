@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import SnapshotFile
@@ -12,28 +11,11 @@ from gpumem_exporter.actions.declarations import DEFAULT_DEADLINE_SECONDS, Actio
 from gpumem_exporter.core.caller import Caller, Rights, share_of
 from gpumem_exporter.core.ledger import sum_of_known
 
-DRY_RUN_OUTCOMES: Mapping[str, str] = {
-    "empty_cache": "would_clear",
-    "collect_garbage": "would_collect",
-    "reset_peak": "would_reset",
-    "snapshot": "would_write",
-    "profile": "would_profile",
-    "set_memory_fraction": "would_set",
-    "terminate": "would_terminate",
-    "release_memory": "would_release",
-    "resume_memory": "would_resume",
-}
-"""The outcome in a dry run of each action, in a process that would do it."""
 # About the memory of a result with its numbers and names, or of an action without results.
 _RESULT_BYTES = 1024
 _BLOCK_BYTES = 512
 # A string without its characters.
 _TEXT_BYTES = 64
-
-
-def is_done(outcome: str) -> bool:
-    """Return whether an outcome is `done`, or in a dry run would be."""
-    return outcome == "done" or outcome in DRY_RUN_OUTCOMES.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +29,7 @@ class ActionResult:
     gpu: str
     uuid: str
     outcome: str
-    """One of `protocol.OUTCOMES`, or in a dry run of `DRY_RUN_OUTCOMES`."""
+    """One of `protocol.OUTCOMES`, or in a dry run `ActionKind.would`."""
     reason: str = ""
     """The reason for the outcome, for people."""
     reason_code: str | None = None

@@ -10,7 +10,8 @@ from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSampl
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.declarations import ActionRequest
-from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, ActionResult, is_done
+from gpumem_exporter.actions.kinds import KINDS, is_done
+from gpumem_exporter.actions.model import ActionResult
 from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
 from gpumem_exporter.core.samples import ReportingProcess
 
@@ -107,7 +108,7 @@ def dry_run_results(
     idle = {sample.uuid: sample.idle_cache_bytes for sample in selected.samples}
     report = selected.process.report
     step = report.step if report.step_seconds else None
-    would = CommandResult("", DRY_RUN_OUTCOMES[request.action], reason, devices=tuple(devices), step=step)
+    would = CommandResult("", KINDS[request.action].would, reason, devices=tuple(devices), step=step)
     for result in command_results(selected, would, facts):
         # What the process did not need for a minute. The rest is reserved again, as in every minute before.
         idle_bytes, freed = idle.get(result.uuid), result.freed_bytes

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gpumem_client.wire.units import counted, human_bytes
-from gpumem_exporter.actions.model import is_done
+from gpumem_exporter.actions.kinds import KINDS, is_done
 
 Document = Mapping[str, Any]
 
@@ -90,7 +90,7 @@ def sentence(action: Document) -> str:
     act, acted = ("would act", "No process would act.") if action["dry_run"] else ("acted", "No process acted.")
     if not done:
         return acted
-    text = _OF_ACTIONS.get(action["action"], _other)(action, done)
+    text = _OF_ACTIONS.get(action["action"], _declared)(action, done)
     if action["dry_run"] and (when_ := timing(action)):
         text = f"{text} {when_}"
     count, all_count = (len({(each.get("instance"), each["pid"]) for each in some}) for some in (done, results))
@@ -157,20 +157,12 @@ def _collect(action: Document, done: Sequence[Document]) -> str:
     return f"{text}: allocated memory {change} from {human_bytes(sizes[0])} to {human_bytes(sizes[1])}. {nothing}"
 
 
-def _reset(action: Document, done: Sequence[Document]) -> str:
-    return f"{'Would reset' if action['dry_run'] else 'Reset'} the peaks in {subject(done)}."
-
-
 def _write(action: Document, done: Sequence[Document]) -> str:
     written = [result["snapshot"] for result in done if result.get("snapshot")]
     count = len({(result.get("instance"), result["pid"]) for result in done})
     what = f"{'a snapshot' if count == 1 else f'{count} snapshots'} of {subject(done)}"
     size = f": {human_bytes(sum(each['size_bytes'] for each in written))}" if written else ""
     return f"Would write {what}." if action["dry_run"] else f"Wrote {what}{size}."
-
-
-def _profile(action: Document, done: Sequence[Document]) -> str:
-    return f"{'Would profile' if action['dry_run'] else 'Profiled'} {subject(done)}."
 
 
 def _limit(action: Document, done: Sequence[Document]) -> str:
@@ -212,16 +204,16 @@ def _resume(action: Document, done: Sequence[Document]) -> str:
     return f"Woke {subject(done)}{f', which uses {human_bytes(sum(used))} now' if used else ''}."
 
 
-def _other(action: Document, done: Sequence[Document]) -> str:
-    return f"{'Would act' if action['dry_run'] else 'Acted'} in {subject(done)}."
+def _declared(action: Document, done: Sequence[Document]) -> str:
+    kind = KINDS[action["action"]]
+    return (kind.would_sentence if action["dry_run"] else kind.done_sentence).format(subject(done))
 
 
+# The sentences with sizes.
 _OF_ACTIONS = {
     "empty_cache": _clear,
     "collect_garbage": _collect,
-    "reset_peak": _reset,
     "snapshot": _write,
-    "profile": _profile,
     "set_memory_fraction": _limit,
     "terminate": _terminate,
     "release_memory": _release,

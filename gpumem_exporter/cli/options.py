@@ -31,9 +31,6 @@ from gpumem_exporter.cli.render.layout import Order
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.usage import note, quiet_option
 
-# The settling time of a clear on a terminal.
-_SETTLE_SECONDS = 10.0
-
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -236,8 +233,8 @@ def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any
     if option.kind is bool:
         return click.option(option.flag, name, is_flag=True, help=text)
     default = option.default
-    if name == "settle_seconds":
-        default, text = None, f"{text} Default: {_SETTLE_SECONDS:g} on a terminal, otherwise 0."
+    if option.terminal_default is not None:
+        default, text = None, f"{text} Default: {option.terminal_default:g} on a terminal, otherwise {default:g}."
     return click.option(
         option.flag,
         name,
@@ -257,13 +254,11 @@ def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool)
             raise ConfigurationError(f"--group and --mode {request['mode']} contradict each other")
         note("--group is deprecated: --mode step acts on all ranks of a job together")
         request["mode"] = "step"
+    for name, option in OPTIONS.items():
+        if name in request and request[name] is None and on_terminal and not request["dry_run"]:
+            request[name] = option.terminal_default
     # What is not given is the exporter's choice.
-    request = {name: value for name, value in request.items() if value is not None or name == "settle_seconds"}
-    settle_seconds = request.pop("settle_seconds", 0.0)
-    if settle_seconds is None and on_terminal and not request["dry_run"]:
-        settle_seconds = _SETTLE_SECONDS
-    if settle_seconds:
-        request["settle_seconds"] = settle_seconds
+    request = {name: value for name, value in request.items() if value is not None}
     return checked_request(request)
 
 

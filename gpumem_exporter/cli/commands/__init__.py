@@ -1,4 +1,1 @@
-"""The commands, one file each.
-
-Other folders import: `actions`.
-"""
+"""The commands, one file each."""

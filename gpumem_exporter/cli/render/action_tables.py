@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN, human_bytes, human_seconds
-from gpumem_exporter.actions.model import is_done
+from gpumem_exporter.actions.kinds import DEFAULT_COLUMNS, KINDS, Column, is_done
 from gpumem_exporter.actions.sentences import job_name, sentence, subject
 from gpumem_exporter.cli.api_client import Document
 from gpumem_exporter.cli.render.columns import natural
@@ -39,7 +39,9 @@ def result_tables(action: Document) -> Iterator[RenderableType]:
     """
     results, name = action["results"], action["action"]
     if results:
-        columns: list[_Column] = [*_NAMES, *_SIZES.get((name, action["dry_run"]), (_TOOK,))]
+        kind = KINDS[name]
+        declared = kind.would_columns if action["dry_run"] else kind.done_columns
+        columns = [*_NAMES, *map(_column, DEFAULT_COLUMNS if declared is None else declared)]
         if action["dry_run"] and any(result.get("mode") in ("step", "idle") for result in results):
             columns.insert(len(_NAMES), _WHEN)
         if any("instance" in result for result in results):
@@ -87,22 +89,26 @@ def _outcome(result: Document) -> Text:
     return plain(outcome.replace("_", " "), "green" if is_done(outcome) else "red")
 
 
-def _bytes(name: str) -> Callable[[Document], str]:
-    return lambda result: human_bytes(result.get(f"{name}_bytes"))
-
-
-def _difference(more: str, less: str) -> Callable[[Document], str]:
-    """The difference of two sizes; unknown if one is. It is negative if user code allocated more meanwhile."""
+def _column(column: Column) -> _Column:
+    """Return a declared column. A difference is negative if user code allocated more meanwhile."""
+    shown = human_seconds if column.field.endswith("_seconds") else human_bytes
 
     def cell(result: Document) -> str:
-        before, after = result.get(f"{more}_bytes"), result.get(f"{less}_bytes")
-        return UNKNOWN if before is None or after is None else human_bytes(before - after)
+        value = _value(result, column.field)
+        if column.minus and value is not None:
+            less = _value(result, column.minus)
+            value = None if less is None else value - less
+        return (value or UNKNOWN) if column.side == "wrap" else shown(value)
 
-    return cell
+    return column.heading, column.side, cell
 
 
-def _snapshot(name: str) -> Callable[[Document], Any]:
-    return lambda result: (result.get("snapshot") or {}).get(name)
+def _value(result: Document, field: str) -> Any:
+    """Return a field of a result, as `snapshot.path`; None if it is unknown."""
+    found: Any = result
+    for name in field.split("."):
+        found = (found or {}).get(name)
+    return found
 
 
 _NAMES: tuple[_Column, ...] = (
@@ -114,44 +120,3 @@ _NAMES: tuple[_Column, ...] = (
 )
 _MODES = {"now": "at once", "step": "end of step", "idle": "when idle"}
 _WHEN: _Column = ("when", "left", lambda result: _MODES.get(result.get("mode") or "", UNKNOWN))
-_TOOK: _Column = ("took", "right", lambda result: human_seconds(result.get("duration_seconds")))
-_STAYS_FREE: _Column = ("stays free", "right", _bytes("still_free"))
-_RESERVED: _Column = ("reserved", "right", _bytes("reserved_before"))
-_LIMIT: _Column = ("limit", "right", _bytes("limit"))
-_USED: _Column = ("used now", "right", _bytes("driver_before"))
-_FREED: _Column = ("freed", "right", _bytes("freed"))
-
-# The columns of an action and of its dry run besides the names. `gc` and `reset-peak` free nothing to the driver.
-_SIZES: Mapping[tuple[str, bool], tuple[_Column, ...]] = {
-    ("empty_cache", True): (
-        ("reserved now", "right", _bytes("reserved_before")),
-        _STAYS_FREE,
-        ("reserved again", "right", _difference("freed", "still_free")),
-    ),
-    ("empty_cache", False): (_FREED, _STAYS_FREE, ("reserved after", "right", _bytes("reserved_after")), _TOOK),
-    ("collect_garbage", True): (("allocated", "right", _bytes("allocated_before")),),
-    ("collect_garbage", False): (
-        ("before", "right", _bytes("allocated_before")),
-        ("after", "right", _bytes("allocated_after")),
-        ("collected", "right", _difference("allocated_before", "allocated_after")),
-        _TOOK,
-    ),
-    ("reset_peak", True): (),
-    ("snapshot", True): (),
-    ("snapshot", False): (
-        ("size", "right", lambda result: human_bytes(_snapshot("size_bytes")(result))),
-        ("path", "wrap", lambda result: _snapshot("path")(result) or UNKNOWN),
-    ),
-    ("set_memory_fraction", True): (_LIMIT, _RESERVED),
-    ("set_memory_fraction", False): (_LIMIT, _RESERVED, _TOOK),
-    ("release_memory", True): (_USED, ("frees", "right", _bytes("freed"))),
-    ("release_memory", False): (_FREED, _STAYS_FREE, ("resident", "right", _bytes("driver_after")), _TOOK),
-    ("resume_memory", True): (_USED,),
-    ("resume_memory", False): (
-        ("before", "right", _bytes("driver_before")),
-        ("after", "right", _bytes("driver_after")),
-        _TOOK,
-    ),
-    ("terminate", True): (("frees", "right", _bytes("freed")),),
-    ("terminate", False): (_FREED, _TOOK),
-}

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import click
 
 from gpumem_client.wire.units import human_bytes
-from gpumem_exporter.actions.declarations import ACTIONS
+from gpumem_exporter.actions.kinds import COMMAND_NAMES
 from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended
 from gpumem_exporter.cli.completion import ACTION_IDS, JOBS
@@ -21,7 +21,7 @@ from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.terminal import plain, print_result, table
 from gpumem_exporter.cli.usage import CommandGroup
-from gpumem_exporter.features.events.event_entries import ACTION_NAMES, caller_text
+from gpumem_exporter.features.events.event_entries import caller_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,7 +37,7 @@ Examples:
 An ID may be shortened, as in the list. A user without the rights to all processes has its own actions.
 """
 # The action of each command.
-_COMMANDS = {ACTION_NAMES.get(action, action): action for action in ACTIONS}
+_COMMANDS = {name: action for action, name in COMMAND_NAMES.items()}
 _STATES = {state.value: state.value for state in ActionState}
 _SHOWN_ID = 8
 # The actions that release memory to the driver.
@@ -117,7 +117,7 @@ def _row(action: Document) -> Sequence[Any]:
     return (
         action["id"][:_SHOWN_ID],
         _time(action),
-        ACTION_NAMES.get(action["action"], action["action"]),
+        COMMAND_NAMES.get(action["action"], action["action"]),
         _target(action["target"]),
         caller_text(action["requested_by"]),
         plain(outcome, style),
@@ -128,7 +128,7 @@ def _row(action: Document) -> Sequence[Any]:
 
 def _lines(action: Document, note: str = "") -> Iterator[RenderableType]:
     """Yield what was requested, by whom and why, the results, and a note."""
-    name = ACTION_NAMES.get(action["action"], action["action"])
+    name = COMMAND_NAMES.get(action["action"], action["action"])
     dry_run = ", a dry run" if action["dry_run"] else ""
     mode = f", in mode {action['mode']}" if action["mode"] not in ("auto", "now") else ""
     reason = f": {action['reason']}" if action["reason"] else ""

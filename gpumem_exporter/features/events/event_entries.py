@@ -11,19 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumem_client.wire.units import counted, human_bytes
+from gpumem_exporter.actions.kinds import COMMAND_NAMES
 from gpumem_exporter.core.event import PLACE, Event
 
 FOLD_SECONDS = 600.0
 """Starts and ends of a job, and its errors on a device, that are further apart are separate entries."""
-ACTION_NAMES = {
-    "empty_cache": "clear",
-    "collect_garbage": "gc",
-    "reset_peak": "reset-peak",
-    "set_memory_fraction": "fraction",
-    "release_memory": "sleep",
-    "resume_memory": "wake",
-}
-"""The command of each action whose command has another name."""
 
 _LOCAL_CALLER = re.compile(r"(?:unix|loopback):uid=(\d+)")
 _FOLDED = ("process_started", "process_ended")
@@ -55,7 +47,7 @@ class Entry:
         event = self.event
         if event.type == "action":
             action = str(event.detail.get("action"))
-            return ACTION_NAMES.get(action, action)
+            return COMMAND_NAMES.get(action, action)
         return _WORDS[event.type][0] if event.type in _WORDS else event.type
 
     @property

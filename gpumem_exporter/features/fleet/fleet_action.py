@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gpumem_client.wire.errors import ExporterError, ExporterUnreachableError, ExporterUntrustedError
 from gpumem_client.wire.http import shown_url
 from gpumem_exporter.actions.declarations import DEVICE_ACTIONS, OUTSIDE_ACTIONS
-from gpumem_exporter.actions.model import is_done
+from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.sentences import sentence, subject
 from gpumem_exporter.cli import clear
 from gpumem_exporter.cli.api_client import Document, ExporterApi

@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from gpumem_exporter.actions.declarations import DEVICE_ACTIONS
-from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
+from gpumem_exporter.actions.kinds import KINDS, ActionKind
 from gpumem_exporter.cli.options import (
     action_options,
     interval_option,
@@ -98,22 +97,23 @@ def top(options: FleetOptions, interval_seconds: float, query: str, **values: An
     return Top(source, nodes, view, interval_seconds=interval_seconds, open_api=options.api).run_to_end()
 
 
-def _add_action(command: ActionCommand) -> None:
-    devices = " If a series names a device, only on that device." if command.action in DEVICE_ACTIONS else ""
-    acts = f"Acts as `{command.name}` on each process that the query selects."
+def _add_action(action: str, kind: ActionKind) -> None:
+    devices = " If a series names a device, only on that device." if kind.by_device else ""
+    acts = f"Acts as `{kind.command}` on each process that the query selects."
 
     @fleet.command(
-        command.name,
-        help=f"{command.summary}\n\n{acts}{devices}",
+        kind.command,
+        help=f"{kind.summary}\n\n{acts}{devices}",
         epilog="See `gpumem-exporter fleet --help` for the labels of a series.",
     )
-    @(yes_to_terminate if command.action == "terminate" else option_group())
-    @action_options(command.action, without=("group",))
+    @(yes_to_terminate if action == "terminate" else option_group())
+    @action_options(action, without=("group",))
     @selection_options
     @fleet_options
     def run(options: FleetOptions, query: str, max_processes: int, **values: Any) -> int:
-        return act(command.action, query, max_processes, values, options)
+        return act(action, query, max_processes, values, options)
 
 
-for _command in ACTION_COMMANDS:
-    _add_action(_command)
+for _action, _kind in KINDS.items():
+    if _kind.command:
+        _add_action(_action, _kind)

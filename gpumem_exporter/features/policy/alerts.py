@@ -22,7 +22,8 @@ from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.declarations import OUTSIDE_ACTIONS, SELECTORS, ActionRequest, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.model import Action, is_done
+from gpumem_exporter.actions.kinds import is_done
+from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.selection import (
     OutsideTarget,
     SelectedProcess,

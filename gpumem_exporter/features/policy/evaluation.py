@@ -19,7 +19,8 @@ from typing import NamedTuple
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.actions.engine_starts import describe, devices_of, starts_on, waits
-from gpumem_exporter.actions.model import Action, is_done
+from gpumem_exporter.actions.kinds import is_done
+from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.timing import acts_on_jobs, steps_with_ranks
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.ledger import sum_of_known

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
+from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.cli import options
 from gpumem_exporter.cli.commands.actions import exit_code
 from gpumem_exporter.cli.render.action_tables import action_tables
@@ -147,7 +147,7 @@ def test_the_output_of_each_action() -> None:
     parts: list[str] = []
     for name, done in cases.items():
         would = [
-            {**each, "outcome": each["outcome"].replace("done", DRY_RUN_OUTCOMES[done["action"]])}
+            {**each, "outcome": each["outcome"].replace("done", KINDS[done["action"]].would)}
             for each in done["results"]
         ]
         parts += [f"== {name}", *_printed(done), ""]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
+from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.actions.sentences import sentence, subject
 from tests.support.fleet_builders import action, row
 
@@ -68,9 +68,9 @@ def test_a_settled_sleep_counts_nothing_as_taken_where_that_is_not_known() -> No
     assert sentence(taken) == f"{text}, and at least 1.0 GiB were taken again within 10 s."
 
 
-@pytest.mark.parametrize("name", DRY_RUN_OUTCOMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_no_dry_run_reads_as_done(name: str) -> None:
-    would = row(1, DRY_RUN_OUTCOMES[name], job="llm")
+    would = row(1, KINDS[name].would, job="llm")
     assert "ould" in sentence(action(would, action=name, dry_run=True))
     assert "ould" not in sentence(action(row(1, job="llm"), action=name))
 
