@@ -142,7 +142,7 @@ class DeviceSlot:
             self._component_bytes[component] = self._component_bytes.get(component, 0) + block.size_bytes
         self._add(Tensor(block, self, component, pool="private"))
 
-    def free(self, tensor: Tensor, *, used_by_other_stream: bool) -> None:
+    def free(self, tensor: Tensor) -> None:
         """Free a tensor of this device."""
         self.frees += 1
         del self.live[tensor]
@@ -151,7 +151,7 @@ class DeviceSlot:
         self.record("free_completed", tensor)
         if tensor.component:
             self._component_bytes[tensor.component] -= tensor.block.size_bytes
-        self.allocator.free(tensor.block, used_by_other_stream=used_by_other_stream)
+        self.allocator.free(tensor.block)
 
     def record(self, action: str, tensor: Tensor | None = None) -> None:
         """Add an entry to the history, if it is recorded."""
@@ -377,13 +377,13 @@ class SimulatedProcess:
             if not component:
                 tensor.owner = self._owner("parameters", tensor)
 
-    def free(self, tensors: list[Tensor], *, used_by_other_stream: bool = False) -> None:
+    def free(self, tensors: list[Tensor]) -> None:
         """Free all tensors of a list, the newest first, and empty the list."""
         while tensors:
             tensor = tensors.pop()
             if tensor.owner is not None:
                 self._owned[tensor.owner.kind] -= 1
-            tensor.slot.free(tensor, used_by_other_stream=used_by_other_stream)
+            tensor.slot.free(tensor)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

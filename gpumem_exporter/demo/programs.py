@@ -77,29 +77,6 @@ def forgotten_notebook(process: SimulatedProcess) -> Iterator[None]:
         yield
 
 
-def inference_server(process: SimulatedProcess) -> Iterator[None]:
-    """Answers a varying number of requests; each uses its own key-value cache while it runs."""
-    rng = process.rng
-    process.keep(24, 280 * MIB)
-    running: list[tuple[int, list[Tensor]]] = []
-    tick = 0
-    while True:
-        tick += 1
-        burst = tick % 90 < 24
-        for _ in range(rng.randint(2, 5) if burst else int(rng.random() < 0.25)):
-            if len(running) < 32:
-                try:
-                    blocks = [process.tensor(rng.randint(32, 240) * MIB)]
-                except SimulatedOutOfMemoryError:
-                    break  # the request is rejected
-                running.append((tick + rng.randint(3, 14), blocks))
-        for entry in [entry for entry in running if entry[0] <= tick]:
-            running.remove(entry)
-            process.free(entry[1])
-        process.busy_ratio = min(0.95, 0.03 + 0.04 * len(running))
-        yield
-
-
 def language_model_server(process: SimulatedProcess) -> Iterator[None]:
     """A vLLM server whose key-value cache is much larger than its few requests need."""
     rng = process.rng
@@ -144,39 +121,10 @@ def sleeping_engine(process: SimulatedProcess) -> Iterator[None]:
 
 def embedding_server(process: SimulatedProcess) -> Iterator[None]:
     """Holds models in another runtime, without torch and without a reporter."""
-    process.load_libraries(6 * GIB)
+    process.load_libraries(16 * GIB)
     while True:
         process.busy_ratio = process.rng.uniform(0.02, 0.2)
         yield
-
-
-def evaluation(process: SimulatedProcess) -> Iterator[None]:
-    """Runs for about a minute; a new process repeats the job."""
-    rng = process.rng
-    process.busy_ratio = 0.75
-    process.keep(16, 180 * MIB)
-    for _ in range(rng.randint(90, 130)):
-        batch = [process.tensor(rng.randint(120, 440) * MIB) for _ in range(4)]
-        yield
-        process.free(batch)
-        process.end_step()
-
-
-def diffusion_server(process: SimulatedProcess) -> Iterator[None]:
-    """Replays captured CUDA graphs, whose private pools cannot be released while the graphs exist."""
-    rng = process.rng
-    process.keep(24, 212 * MIB)
-    for gigabytes in (1, 1, 2):
-        process.slots[0].capture_graph(int(process.scale * (gigabytes * GIB - 300 * MIB)))
-    while True:
-        process.busy_ratio = 0.9
-        images = [process.tensor(rng.choice((96, 192)) * MIB) for _ in range(6)]
-        for _ in range(rng.randint(3, 8)):
-            yield
-        process.free(images)
-        process.busy_ratio = 0.0
-        for _ in range(rng.randint(0, 10)):
-            yield
 
 
 def pretraining(process: SimulatedProcess) -> Iterator[None]:
@@ -254,7 +202,7 @@ def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
 
 
 def pipeline_training(process: SimulatedProcess) -> Iterator[None]:
-    """One process on two devices; a tensor that it sends between them stays active until the copy is complete."""
+    """One process on two devices."""
     process.busy_ratio = 0.7
     process.pinned_bytes = 256 * MIB
     stages = ((0, 4), (1, 2))
@@ -263,9 +211,8 @@ def pipeline_training(process: SimulatedProcess) -> Iterator[None]:
     while True:
         with process.phase("forward"):
             first = [process.tensor(730 * MIB, device=0) for _ in range(4)]
-            sent = [process.tensor(192 * MIB, device=0)]
+            process.free([process.tensor(192 * MIB, device=0)])  # a copy between the devices
             second = [process.tensor(730 * MIB, device=1) for _ in range(2)]
-            process.free(sent, used_by_other_stream=True)
         yield
         gradients: list[Tensor] = []
         with process.phase("backward"):

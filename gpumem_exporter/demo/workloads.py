@@ -60,11 +60,6 @@ DEMO_WORKLOADS = (
         k8s_pod="search/rag-indexer",
     ),
     Workload(
-        *("demo-diffusion-graphs", programs.diffusion_server, "python serve_images.py", "media", ((4,),)),
-        torch_version="2.8.0+cu128",
-        k8s_pod="media/diffusion",
-    ),
-    Workload(
         *("", programs.embedding_server, "tritonserver", "search", ((4,),)),
         reports=False,
         context_bytes=410 * MIB,
@@ -75,12 +70,6 @@ DEMO_WORKLOADS = (
         context_bytes=690 * MIB,
         warm_up_ticks=250,
         slurm_job_id="4711",
-    ),
-    Workload(
-        *("demo-chat-server", programs.inference_server, "python serve_chat.py", "serving", ((5,),)),
-        warm_up_ticks=100,
-        context_bytes=610 * MIB,
-        k8s_pod="serving/chat",
     ),
     Workload(
         *("demo-asr-varlen", programs.varying_length_training, "python train_asr.py", "speech", ((6,),)),
@@ -101,11 +90,6 @@ DEMO_WORKLOADS = (
         slurm_job_id="4715",
     ),
     Workload(
-        *("demo-nightly-eval", programs.evaluation, "python evaluate.py", "ci", ((5,),)),
-        restart_ticks=40,
-        k8s_pod="ci/nightly-eval",
-    ),
-    Workload(
         *("demo-sleeping-engine", programs.sleeping_engine, "vllm serve", "serving", ((5,),)),
         context_bytes=640 * MIB,
         k8s_pod="serving/sleeping-engine",
@@ -121,11 +105,10 @@ DEMO_WORKLOADS = (
         idle_before_seconds=9 * 3600.0,
     ),
 )
-"""Devices 0 to 3 are full without problems. On device 4, a leak takes the memory that three other processes leave.
-On device 5, an engine has a much larger key-value cache than its requests need, and a notebook holds a model that
-nobody uses. On device 6, a fragmented heap stays
-within its memory fraction. On device 7, the notebook's cache is the memory that the larger rank of the mixture of
-experts lacks."""
+"""Devices 0 to 3 are full without problems. On device 4, a leak takes the memory that another runtime leaves. On device
+5, an engine has a much larger key-value cache than its requests need, and a notebook holds a model that nobody uses. On
+device 6, a fragmented heap stays within its memory fraction. On device 7, the notebook's cache is the memory that the
+larger rank of the mixture of experts lacks."""
 
 
 def workloads_of(processes: int) -> tuple[Workload, ...]:

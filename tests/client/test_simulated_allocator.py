@@ -114,14 +114,6 @@ def test_the_model_has_the_statistics_of_pytorch_for_the_same_operations() -> No
     assert rows == TORCH_CLASSIC.strip().splitlines()
 
 
-def test_a_block_that_another_stream_uses_stays_active_until_the_next_allocation() -> None:
-    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
-    allocator.free(allocator.allocate(64 * MIB), used_by_other_stream=True)
-    assert (allocator.statistics.allocated_bytes, allocator.statistics.active_bytes) == (0, 64 * MIB)
-    allocator.allocate(512)
-    assert allocator.statistics.active_bytes == 512
-
-
 def test_a_clear_does_not_release_the_private_pool_of_a_graph() -> None:
     allocator = CachingAllocator(Memory(FREE_AT_FIRST))
     allocator.capture_graph(101 * MIB)

@@ -10,7 +10,7 @@ The model implements the rules of `c10/cuda/CUDACachingAllocator.cpp` that affec
 - A pool uses best fit. Blocks are split, and freed blocks are merged with free neighbors.
 - When the driver has no memory left, the allocator flushes the cache once and retries.
 
-Streams are not modeled, except for blocks that another stream still uses. The model is not thread-safe.
+Streams are not modeled. The model is not thread-safe.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class CachingAllocator:
         self._small: FreeList = []
         self._large: FreeList = []
         self._next_address = 0
-        self._used_by_other_streams: list[Block] = []
 
     @property
     def reclaimable_bytes(self) -> int:
@@ -118,7 +117,6 @@ class CachingAllocator:
         Raises:
             SimulatedOutOfMemoryError: neither the cache nor the driver has enough memory, even after a flush.
         """
-        self.finish_other_streams()
         size_bytes = _multiple(requested_bytes, MIN_BLOCK_BYTES)
         block = self._place(size_bytes)
         if block is None:
@@ -144,19 +142,16 @@ class CachingAllocator:
         self.statistics.private_pools_bytes += block.size_bytes
         return self._hand_out(block, requested_bytes)
 
-    def free(self, block: Block, *, used_by_other_stream: bool = False) -> None:
-        """Free a block. A block that another stream still uses stays active until the next allocation."""
+    def free(self, block: Block) -> None:
+        """Put a block into its pool, merged with its free neighbors."""
         self.statistics.allocated_bytes -= block.size_bytes
         self.statistics.requested_bytes -= block.requested_bytes
-        if used_by_other_stream:
-            self._used_by_other_streams.append(block)
-        else:
-            self._return(block)
-
-    def finish_other_streams(self) -> None:
-        """Free the blocks that other streams used."""
-        while self._used_by_other_streams:
-            self._return(self._used_by_other_streams.pop())
+        self.statistics.active_bytes -= block.size_bytes
+        block.used = False
+        self._merge(block)
+        if block.split:
+            self.statistics.inactive_split_bytes += block.size_bytes
+        insort(block.pool, (block.size_bytes, block.address, block))
 
     def empty_cache(self) -> int:
         """Release every segment without a live block to the driver; returns the released bytes."""
@@ -202,15 +197,6 @@ class CachingAllocator:
         self._next_address += size_bytes
         return block
 
-    def _return(self, block: Block) -> None:
-        """Put a block into its pool, merged with its free neighbors."""
-        self.statistics.active_bytes -= block.size_bytes
-        block.used = False
-        self._merge(block)
-        if block.split:
-            self.statistics.inactive_split_bytes += block.size_bytes
-        insort(block.pool, (block.size_bytes, block.address, block))
-
     def _merge(self, block: Block) -> None:
         before, after = block.before, block.after
         if before is not None and not before.used:
@@ -233,7 +219,6 @@ class CachingAllocator:
         self.statistics.inactive_split_bytes -= block.size_bytes
 
     def _flush(self) -> None:
-        self.finish_other_streams()
         self.statistics.cache_flushes += 1
         for pool in (self._small, self._large):
             whole = [size_bytes for size_bytes, _, block in pool if not block.split]
