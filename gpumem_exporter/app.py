@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections import ChainMap
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ from gpumem_exporter.actions.action_routes import actions_router, caller_router
 from gpumem_exporter.actions.nvml_route import nvml_router
 from gpumem_exporter.edge.listeners import parse_listen_address
 from gpumem_exporter.edge.problems import install_problem_handlers
-from gpumem_exporter.edge.request_guard import Guard
+from gpumem_exporter.edge.request_guard import MAX_REPORT_BYTES, Guard
 from gpumem_exporter.edge.tokens import FileRefresher
 from gpumem_exporter.features.events.event_routes import events_router, jobs_router
 from gpumem_exporter.health import health_router
@@ -166,6 +167,9 @@ def _add_guard(app: FastAPI, runtime: Runtime) -> None:
         reports=runtime.reports_rule,
         callers=runtime.callers,
         on_report_refused=runtime.instruments.count_report,
+        body_limits=ChainMap(
+            {REPORTS_PATH: MAX_REPORT_BYTES}, *(dict(parts.body_limits) for parts in runtime.features.values())
+        ),
         loopback_only=all(parse_listen_address(each).is_loopback for each in runtime.settings.web_listen_address),
         web=runtime.web,
     )

@@ -10,6 +10,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,24 +157,24 @@ def build_server(
     By default, the limits of clients are derived from `--report.max-processes` and the open files.
     """
     app, settings = create_app(runtime), runtime.settings
+    limits = limits or Limits(max_connections=_max_connections(2 * settings.report_max_processes + 256))
+    # A reporter sends its next request after one interval, a scraper usually within a minute.
+    idle_seconds = max(limits.idle_seconds, int(2 * settings.report_interval) + 1)
     web: WebAccess | None = runtime.web
-    tls = web.context if web is not None else None
     configured = web.headers if web is not None else {}
 
     def started() -> None:
-        names = ",".join(listeners.names(tls=tls is not None))
+        names = ",".join(listeners.names(tls=web is not None and web.tls() is not None))
         _log.info("listening", extra={"fields": {"addresses": names, "version": app.version}})
         on_started()
 
     return LimitedServer(
         web.with_headers(app) if web is not None else app,
-        limits=limits or Limits(max_connections=_max_connections(2 * settings.report_max_processes + 256)),
-        tls=tls,
+        limits=replace(limits, idle_seconds=idle_seconds),
+        tls=web.tls if web is not None else lambda: None,
         on_started=started,
         on_stopping=runtime.held_requests.stop,
         headers=[(name, value) for name, value in _HEADERS if name not in configured],
-        # A reporter sends its next request after one interval, a scraper usually within a minute.
-        timeout_keep_alive=max(75, int(2 * settings.report_interval) + 1),
         timeout_graceful_shutdown=_STOP_SECONDS,
     )
 

@@ -36,6 +36,7 @@ from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
 from gpumem_exporter.core.caller import Rights
 from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import HeldRequests
 from gpumem_exporter.edge.problems import FieldError, ProblemError, problems, retry_after
 from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
@@ -347,7 +348,7 @@ class ActionRoutes:
             await self._audit.wait_until_restored()
         with refusals_as_problems():
             action = self._dispatcher.submit(
-                body.request(), requested_by=request.state.caller, idempotency_key=idempotency_key
+                body.request(), requested_by=Exchange.of(request).caller, idempotency_key=idempotency_key
             )
         if not action.finished and body.wait_seconds > 0:
             await self._held_requests.hold(action.id, body.wait_seconds, request.receive)
@@ -362,7 +363,7 @@ class ActionRoutes:
 
         A caller without the rights to all sees its own actions. Long targets shorten the list, to about 1 MiB.
         """
-        visible = [action for action in self._dispatcher.recent() if action.visible_to(request.state.caller)]
+        visible = [action for action in self._dispatcher.recent() if action.visible_to(Exchange.of(request).caller)]
         names = self._snapshot().names
 
         def listing() -> bytes:
@@ -379,11 +380,11 @@ class ActionRoutes:
         """Cancel the parts of an action that have not started. May be repeated."""
         if self._visible(request, action_id) is None:
             raise ProblemError(404, _UNKNOWN_ACTION)
-        return await self._recorded(self._dispatcher.cancel(action_id, requested_by=request.state.caller))
+        return await self._recorded(self._dispatcher.cancel(action_id, requested_by=Exchange.of(request).caller))
 
     def _visible(self, request: Request, action_id: str) -> Action | None:
         action = self._dispatcher.get(action_id)
-        return action if action is not None and action.visible_to(request.state.caller) else None
+        return action if action is not None and action.visible_to(Exchange.of(request).caller) else None
 
     async def _recorded(self, action: Action | None, running_status: int = 202) -> Response:
         """Return the action. If it has ended, wait until its end is stored."""

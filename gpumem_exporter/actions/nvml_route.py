@@ -19,6 +19,7 @@ from gpumem_exporter.actions.action_routes import MAX_WAIT_SECONDS
 from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.caller import Caller
+from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import Held, HeldRequests
 from gpumem_exporter.edge.problems import problems
 from gpumem_exporter.edge.replies import iso_time, json_reply, json_response
@@ -74,7 +75,7 @@ def nvml_router(
     @router.post(NVML_PATH + "/release", **_ROUTE)
     async def release(request: Request, body: _Request) -> Response:
         """Release NVML: shut it down and unload its library until it is attached again."""
-        caller: Caller = request.state.caller
+        caller: Caller = Exchange.of(request).caller
         if poller.status(clock()).release is None:
             record("nvml_release", caller, body.reason)
         poller.release(str(caller), body.reason)
@@ -83,7 +84,7 @@ def nvml_router(
     @router.post(NVML_PATH + "/attach", **_ROUTE)
     async def attach(request: Request, body: _Request) -> Response:
         """Attach released NVML again, or retry at once if there is no driver."""
-        caller: Caller = request.state.caller
+        caller: Caller = Exchange.of(request).caller
         if poller.status(clock()).release is not None:
             record("nvml_attach", caller, body.reason)
         poller.attach()

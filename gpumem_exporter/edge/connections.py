@@ -1,6 +1,6 @@
-"""The limits of clients, and their connections, counted from accept.
+"""The limits of clients, their connections by owner, and their requests.
 
-When the connections are used up, the owner with the most loses first.
+When the connections are used up, or the replies that clients have not read, the owner with the most loses first.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import ipaddress
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.edge.peer import Peer
 
 Owner: TypeAlias = str
@@ -21,13 +23,8 @@ Owner: TypeAlias = str
 
 # A connection makes room for another one of its own owner only after this time.
 _IDLE_SECONDS = 1.0
-# The number of connections beyond the limit that are kept until they are answered with 503. Others are closed.
-_REFUSALS = 64
 
 _log = logging.getLogger(__name__)
-
-PIECE_BYTES = 128 << 10
-"""A longer reply is sent in pieces of this size, so that a slow client's copy of it is never larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +35,16 @@ class Limits:
     """Half of them may be of one user or machine."""
     pipelined_requests: int = 8
     """The number of requests that may wait for an earlier one; with more, the connection is closed."""
-    bodies_bytes: int = 16 << 20
-    """The size of all bodies of unanswered requests together."""
     unread_bytes: int = 24 << 20
-    """The size of all replies that clients have not read."""
+    """The size of all long replies that clients have not read."""
     head_bytes: int = 64 << 10
     """The size of request line and headers."""
     request_seconds: float = 10.0
-    """The time until a whole request has arrived, headers and body."""
-    handshake_seconds: float = 3.0
-    """The time for a TLS handshake, from accept."""
+    """The time until a whole request has arrived: TLS handshake, headers and body."""
     unread_seconds: float = 30.0
-    """The time until a client reads its reply."""
-    handshakes: int = 64
-    """The number of TLS handshakes at the same time; a quarter of them may be of one user or machine."""
+    """The time until a client reads a piece of its reply."""
+    idle_seconds: float = 75.0
+    """The time for which a connection without a request is kept."""
     bodies: int = 16
     """The number of long bodies that are received at the same time; a quarter of them may be of one user or machine."""
     reads: int = 4
@@ -71,27 +64,107 @@ def owner_of(peer: Peer) -> Owner:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One connection."""
+    """One connection, and how far its requests are. Used on the event loop only."""
 
     peer: Peer
-    owner: Owner
+    limits: Limits
+    clock: Callable[[], float] = time.monotonic
+    owner: Owner = field(init=False)
+    abort: Callable[[], object] = lambda: None
+    """Ends it with a reset."""
     close: Callable[[], object] = lambda: None
-    """Closes it at once."""
-    waiting_since_seconds: float = math.inf
+    """Ends it when what was written is sent."""
+    is_open: bool = True
+    waiting_since_seconds: float = field(init=False)
     """When the exporter began to wait for its client, which has no request or has not finished sending one; infinite
     while the exporter works on a request."""
-    refused: bool = False
-    """It is beyond the limit, and its first request is answered with 503."""
-    reject_bodies: Callable[[], object] = lambda: None
-    """Answers its requests whose bodies arrive with 503, and frees the bodies."""
-    bodies_bytes: int = 0
-    """The bodies of its unanswered requests."""
-    unread_reply: object = None
-    """The long reply that is being sent; the same object for all readers of a page."""
-    unread_bytes: int = 0
-    """Its size."""
-    buffered_bytes: int = 0
-    """What its transport keeps, because the client does not read."""
+    due_seconds: float = field(init=False)
+    """When it is ended, unless its client or the exporter does the next step before."""
+    _requests: int = 0
+    """The number of requests whose headers have arrived and that are not answered."""
+    _in_head: bool = True
+    """Whether the next bytes are of the headers of a request."""
+    _head_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.owner = owner_of(self.peer)
+        self.waiting_since_seconds = self.clock()
+        self.due_seconds = self.waiting_since_seconds + self.limits.request_seconds
+
+    def receive(self, size: int) -> None:
+        """Count received bytes, before they are parsed."""
+        if self._in_head:
+            if not self._requests and not self._head_bytes:
+                self.due_seconds = self.clock() + self.limits.request_seconds
+            self._head_bytes += size
+
+    def check_head(self) -> None:
+        """End the connection if the received bytes are a head that is too long."""
+        # The parser keeps an unfinished header, and would keep it for ever.
+        if self._head_bytes > self.limits.head_bytes:
+            _log.debug("a connection of %s ended: its headers are too long", self.owner)
+            self.abort()
+
+    def start_request(self) -> None:
+        """Note that the headers of a request have arrived. Raises OverflowError if too many requests wait."""
+        if self._requests > self.limits.pipelined_requests:
+            raise OverflowError("too many requests wait for an earlier one")
+        self._requests += 1
+        self._in_head = False
+        self._head_bytes = 0
+
+    def wait_for_body(self) -> None:
+        """Note that the client must send the body of the request that is answered next."""
+        self._in_head = False
+        self._head_bytes = 0
+        if self.due_seconds == math.inf:  # the exporter answered an earlier request meanwhile
+            self.waiting_since_seconds = now = self.clock()
+            self.due_seconds = now + self.limits.request_seconds
+
+    def work(self) -> None:
+        """Note that a request has arrived with its body: the exporter has the next step."""
+        self._in_head = True
+        self.waiting_since_seconds = self.due_seconds = math.inf
+
+    def wait_for_reader(self) -> None:
+        """Note that the client must read before the exporter can go on; `work` follows."""
+        self.due_seconds = self.clock() + self.limits.unread_seconds
+
+    def end_request(self) -> None:
+        """Note that a request is answered."""
+        self._requests -= 1
+        if not self._requests:
+            self.waiting_since_seconds = now = self.clock()
+            # uvicorn closes an idle connection. uvloop then waits for the client to read, which it may never do.
+            idle_seconds = self.limits.idle_seconds + self.limits.unread_seconds
+            self.due_seconds = now + (self.limits.request_seconds if self._head_bytes else idle_seconds)
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """A request, who sent it, and its turn."""
+
+    connection: Connection
+    peer: Peer = field(init=False)
+    """The process at the other end; without a user if that process is a proxy."""
+    caller: Caller = field(init=False)
+    """The caller of an action. Missing on the routes where the guard identifies no caller."""
+    end_turn: Callable[[], None] = lambda: None
+    """Ends the turn of a long body or of a read before the reply does, so that its owner has the next one."""
+
+    def __post_init__(self) -> None:
+        self.peer = self.connection.peer
+
+    @classmethod
+    def of(cls, scope: Mapping[str, Any]) -> Exchange:
+        """Return the exchange of an ASGI scope or a `Request`. KeyError if the request did not pass the edge."""
+        exchange: Exchange = scope["state"]["exchange"]
+        return exchange
+
+    @property
+    def owner(self) -> Owner:
+        """The owner of its connection, by whom requests are limited."""
+        return self.connection.owner
 
 
 class Connections:
@@ -101,37 +174,32 @@ class Connections:
     that has waited longest for its client: a connection without a request, or with a request that is not finished.
     """
 
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits
         self._clock = clock
         # The connections of each owner, the oldest first.
         self._owners: dict[Owner, dict[Connection, None]] = {}
         self._count = 0
-        self._refused: set[Connection] = set()
+        # The sizes of the long replies that are being sent.
+        self._unread: dict[Connection, int] = {}
 
     def __len__(self) -> int:
         return self._count
 
     def admit(self, connection: Connection) -> bool:
-        """Count a new connection and make room for it. Return False if it must be closed at once.
-
-        If there is no room, it is kept to be answered with 503, unless too many others are.
-        """
-        connection.waiting_since_seconds = self._clock()
-        if self._has_room(connection.owner):
-            self._owners.setdefault(connection.owner, {})[connection] = None
-            self._count += 1
-            return True
-        _log.debug("no room for a connection of %s", connection.owner)
-        if len(self._refused) >= _REFUSALS:
+        """Count a new connection, and make room for it. Return False if there is no room: it must be ended."""
+        if not self._has_room(connection.owner):
+            _log.debug("no room for a connection of %s", connection.owner)
+            connection.is_open = False
             return False
-        connection.refused = True
-        self._refused.add(connection)
+        self._owners.setdefault(connection.owner, {})[connection] = None
+        self._count += 1
         return True
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection that has ended; one that made room is forgotten already."""
-        self._refused.discard(connection)
+        connection.is_open = False
+        self._unread.pop(connection, None)
         owned = self._owners.get(connection.owner, {})
         if connection in owned:
             del owned[connection]
@@ -139,42 +207,46 @@ class Connections:
             if not owned:
                 del self._owners[connection.owner]
 
-    def close_one(self) -> bool:
-        """Close a connection of the owner with the most, because files or memory are used up; False without any."""
-        if not self._owners:
-            return False
-        self._close(_longest_waiting(max(self._owners.values(), key=len)))
-        return True
+    def end_late(self) -> None:
+        """End the connections whose time is over."""
+        now = self._clock()
+        for late in [each for owned in self._owners.values() for each in owned if each.due_seconds < now]:
+            self._end(late, "its client took too long")
+
+    def start_reply(self, connection: Connection, size: int) -> None:
+        """Count a long reply before it is sent, and end other connections if all long replies are too large."""
+        self._unread[connection] = size
+        # A single reply is never too large.
+        while len(self._unread) > 1 and sum(self._unread.values()) > self.limits.unread_bytes:
+            # The owner first: many connections with short replies count together.
+            totals: Counter[Owner] = Counter()
+            for each, unread in self._unread.items():
+                totals[each.owner] += unread
+            owner = max(totals, key=totals.__getitem__)
+            heaviest = max((each for each in self._unread if each.owner == owner), key=self._unread.__getitem__)
+            self._end(heaviest, "it does not read its reply")
+
+    def end_reply(self, connection: Connection) -> None:
+        """Forget a long reply that was sent."""
+        self._unread.pop(connection, None)
 
     def _has_room(self, owner: Owner) -> bool:
-        """Return whether there is room for a connection of this owner, after closing another one if necessary."""
+        """Return whether there is room for a connection of this owner, after ending another one if necessary."""
         own = self._owners.get(owner, {})
-        if len(own) >= max(1, self._limit // 2):
-            return self._close_idle(own)
-        if self._count < self._limit:
+        has_half = len(own) >= max(1, self.limits.max_connections // 2)
+        if not has_half and self._count < self.limits.max_connections:
             return True
         # The new connection counts for its owner: of two owners with equally many, the new connection's loses.
         largest = max(self._owners.values(), key=lambda owned: (len(owned) + (owned is own), owned is not own))
-        if largest is own:
-            return self._close_idle(own)
-        self._close(_longest_waiting(largest))
-        return True
-
-    def _close_idle(self, own: Collection[Connection]) -> bool:
-        """Close the connection that has waited longest, if that is long enough."""
-        longest = _longest_waiting(own)
-        if self._clock() - longest.waiting_since_seconds < _IDLE_SECONDS:
+        loser = own if has_half else largest
+        # Searched only when there is no room, 50 ns for each connection; an order costs each request.
+        longest = min(loser, key=attrgetter("waiting_since_seconds"))
+        if loser is own and self._clock() - longest.waiting_since_seconds < _IDLE_SECONDS:
             return False
-        self._close(longest)
+        self._end(longest, "it makes room")
         return True
 
-    def _close(self, connection: Connection) -> None:
-        _log.debug("a connection of %s makes room", connection.owner)
+    def _end(self, connection: Connection, why: str) -> None:
+        _log.debug("a connection of %s ended: %s", connection.owner, why)
         self.remove(connection)
-        connection.close()
-
-
-def _longest_waiting(connections: Collection[Connection]) -> Connection:
-    """Return the connection that has waited longest for its client; the oldest one if none waits."""
-    # Searched only when there is no room, 50 ns for each connection; an order costs each request.
-    return min(connections, key=attrgetter("waiting_since_seconds"))
+        connection.abort()

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from typing import TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpumem_exporter.edge.connections import PIECE_BYTES, Connection, Limits, Owner
+from gpumem_exporter.edge.connections import Connection, Connections, Exchange, Owner
 from gpumem_exporter.edge.problems import ProblemError
-from gpumem_exporter.edge.protocol import UnreadReplies
 
 T = TypeVar("T")
 # A body of this length has been read before the application asks for it: uvicorn reads that much ahead.
 _SHORT_BODY_BYTES = 64 << 10
+# A longer reply is sent in pieces of this size.
+_PIECE_BYTES = 64 << 10
+# What is read of a body that the application does not want.
+_DROPPED_BYTES = 4 << 20
 _REFUSAL_SECONDS = 1.0
-_RETRY_AFTER = {"Retry-After": "1"}
 
 
 class Held(Enum):
@@ -88,18 +90,15 @@ async def _disconnected(receive: Receive) -> None:
 class Turns:
     """Lets a few owners work at a time, in turns. Used on the event loop only.
 
-    A number runs and a number waits, in all and of one owner.
+    A number runs, in all and of one owner, and of one owner a number waits.
     """
 
-    def __init__(
-        self, running: int, *, running_of_owner: int = 1, waiting_of_owner: int = 64, waiting: int = 1024
-    ) -> None:
+    def __init__(self, running: int, *, running_of_owner: int = 1, waiting_of_owner: int = 64) -> None:
         self._running = running
         self._running_of_owner = running_of_owner
         self._waiting_of_owner = waiting_of_owner
-        self._waiting = waiting
         self._active: Counter[Owner] = Counter()
-        # The futures of the requests that wait. The first owner has the next turn.
+        # The futures of the requests that wait, at most one for each connection. The first owner has the next turn.
         self._queues: dict[Owner, deque[asyncio.Future[None]]] = {}
         self._executor: ThreadPoolExecutor | None = None
 
@@ -122,16 +121,16 @@ class Turns:
 
     async def start(self, owner: Owner) -> None:
         """Wait for a turn of this owner, which lasts until `end`. Raises ProblemError (503) if too many wait."""
-        if not self._queues.get(owner) and self._may_start(owner):
+        waiting = len(self._queues.get(owner, ()))
+        if not waiting and self._may_start(owner):
             self._active[owner] += 1
             return
-        if not self._has_room(owner):
+        if waiting >= self._waiting_of_owner:
             # A client that ignores Retry-After would otherwise keep the event loop busy with refusals.
             await asyncio.sleep(_REFUSAL_SECONDS)
-            raise _too_many()
-        queue = self._queues.setdefault(owner, deque())
+            raise ProblemError(503, "too many requests wait for their turn", {"Retry-After": "1"})
         turn = asyncio.get_running_loop().create_future()
-        queue.append(turn)
+        self._queues.setdefault(owner, deque()).append(turn)
         try:
             await turn
         except asyncio.CancelledError:
@@ -149,22 +148,6 @@ class Turns:
 
     def _may_start(self, owner: Owner) -> bool:
         return self._active.total() < self._running and self._active[owner] < self._running_of_owner
-
-    def _has_room(self, owner: Owner) -> bool:
-        """Return whether another one of this owner may wait, after the owner with the most has lost its latest."""
-        waiting = len(self._queues.get(owner, ()))
-        if waiting >= self._waiting_of_owner:
-            return False
-        if sum(map(len, self._queues.values())) < self._waiting:
-            return True
-        largest = max(self._queues.values(), key=len)
-        # Two owners with equally many would take the last place from each other for ever.
-        if len(largest) <= waiting + 1:
-            return False
-        latest = largest.pop()
-        if not latest.done():
-            latest.set_exception(_too_many())
-        return True
 
     def _start_next(self, owner: Owner) -> None:
         queue = self._queues[owner]
@@ -187,8 +170,7 @@ class _Turn:
     def __init__(self, turns: Turns, owner: Owner) -> None:
         self._turns = turns
         self._owner = owner
-        self._started = False
-        self._runs = False
+        self._started = self._runs = False
 
     async def start(self) -> None:
         if not self._started:
@@ -202,104 +184,111 @@ class _Turn:
 
 
 class FairRequests:
-    """The middleware in which owners take turns, and long replies are sent piece by piece."""
+    """The middleware at the edge: owners take turns, and each step of a request has its time."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, unread: UnreadReplies) -> None:
+    def __init__(self, app: ASGIApp, connections: Connections) -> None:
+        limits = connections.limits
         self._app = app
+        self._connections = connections
         self._bodies = Turns(limits.bodies, running_of_owner=max(1, limits.bodies // 4))
         self._reads = Turns(limits.reads)
-        self._unread = unread
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on the request.
 
         If too many long bodies wait, the first `receive()` of the next application raises the ProblemError of a 503.
         """
-        connection: Connection | None = scope.get("state", {}).get("connection")
-        if connection is None:  # not a request
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        turn = None
-        if _has_long_body(scope):
-            turn = _Turn(self._bodies, connection.owner)
-            receive = _receive_in(turn, receive)
-            # For the application, once it has read the body. Until then, others' bodies wait in the clients' sockets.
-            scope["state"]["end_body_turn"] = turn.end
-        elif scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/api/"):
-            # Writes (reports, actions) and scrapes do not wait for reads.
-            turn = _Turn(self._reads, connection.owner)
-            # For a route that waits for a process: its owner may read other documents meanwhile.
-            scope["state"]["end_read_turn"] = turn.end
-            try:
-                await turn.start()
-            except ProblemError as problem:
-                await problem.response()(scope, receive, send)
-                return
-            send = _end_before(send, turn)
+        exchange = Exchange.of(scope)
+        connection = exchange.connection
+        headers = dict(scope["headers"])
+        length = int(headers.get(b"content-length", b"0"))
+        is_chunked = b"transfer-encoding" in headers
+        # The application ends the turn of a body when it has read it. Others' bodies wait in the clients' sockets.
+        body = _Turn(self._bodies, connection.owner) if length > _SHORT_BODY_BYTES else None
+        # Writes (reports, actions) and scrapes do not wait for reads.
+        is_read = scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/api/")
+        read = _Turn(self._reads, connection.owner) if is_read and body is None else None
+        if turn := body or read:
+            exchange.end_turn = turn.end
+        arrived = not length and not is_chunked
+        if arrived:
+            connection.work()
+        else:
+            connection.wait_for_body()
+
+        async def receive_next() -> Message:
+            nonlocal arrived
+            message = await receive()
+            if not arrived and not message.get("more_body"):
+                arrived = True
+                connection.work()
+            return message
+
+        async def receive_in_turn() -> Message:
+            if body is not None:
+                await body.start()
+            return await receive_next()
+
+        async def send_in_time(message: Message) -> None:
+            # A client that expects a reply sends the body only afterwards.
+            if not arrived and message["type"] == "http.response.start" and not is_chunked and b"expect" not in headers:
+                await _drop_body(receive_next)
+            if read is not None:
+                read.end()  # a client that reads slowly, or follows a stream, would occupy it
+            await self._send(connection, message, send)
+
+        # Behind a body in chunks, more headers may follow, which no limit sees.
+        refusal = ProblemError(411, "a body needs a Content-Length") if is_chunked else None
         try:
-            await self._app(scope, receive, self._send_in_pieces(connection, send))
+            if read is not None:
+                try:
+                    await read.start()
+                except ProblemError as problem:
+                    refusal = problem
+            if refusal is not None:
+                await refusal.response()(scope, receive, send_in_time)
+            else:
+                await self._app(scope, receive_in_turn, send_in_time)
         finally:
-            if turn is not None:
-                turn.end()
+            exchange.end_turn()
+            connection.end_request()
+            if not arrived:  # what else arrives would be parsed as another request
+                connection.close()
 
-    def _send_in_pieces(self, connection: Connection, send: Send) -> Send:
-        """Return a `send` in which each piece waits until the client has read the previous ones.
-
-        A body that many clients read is sent as the `pieces` of a message, which they share.
-        """
-
-        # Otherwise every slow client would have a copy of its reply, and with TLS an encrypted one.
-        async def send_in_pieces(message: Message) -> None:
-            body, pieces = message.get("body", b""), message.get("pieces")
-            size = len(body) if pieces is None else sum(map(len, pieces))
-            if pieces is None and size <= PIECE_BYTES:
-                await send(message)
-                return
-            self._unread.send(connection, body if pieces is None else pieces, size)
-            unsent, more = size, message.get("more_body", False)
-            try:
-                for piece in cut(body) if pieces is None else pieces:
-                    unsent -= len(piece)
-                    await send({"type": "http.response.body", "body": piece, "more_body": more or unsent > 0})
-            finally:
-                self._unread.sent(connection)
-
-        return send_in_pieces
+    async def _send(self, connection: Connection, message: Message, send: Send) -> None:
+        """Send a part of a reply; a long one in pieces, each of which waits until the client has read the others."""
+        # Otherwise every slow client would have a copy of its reply, with TLS an encrypted one that no limit sees.
+        body = message.get("body", b"")
+        pieces: Iterable[Message] = (message,)
+        if len(body) > _PIECE_BYTES:
+            self._connections.start_reply(connection, len(body))
+            pieces = _pieces(message)
+        try:
+            for piece in pieces:
+                # uvicorn would write to a connection that has ended, if an earlier request of it is answered.
+                if not connection.is_open:
+                    break
+                connection.wait_for_reader()
+                await send(piece)
+                connection.work()
+        finally:
+            self._connections.end_reply(connection)
 
 
-def cut(body: bytes) -> Iterator[bytes]:
-    """Yield the pieces of a long body."""
-    for start in range(0, len(body), PIECE_BYTES):
-        yield body[start : start + PIECE_BYTES]  # a copy: a view would keep all of the body
+def _pieces(message: Message) -> Iterator[Message]:
+    body, more_body = message["body"], message.get("more_body", False)
+    for start in range(0, len(body), _PIECE_BYTES):
+        end = start + _PIECE_BYTES
+        # A copy: a view would keep all of the body.
+        yield {**message, "body": body[start:end], "more_body": more_body or end < len(body)}
 
 
-def _receive_in(turn: _Turn, receive: Receive) -> Receive:
-    async def receive_in_turn() -> Message:
-        await turn.start()
-        return await receive()
-
-    return receive_in_turn
-
-
-def _end_before(send: Send, turn: _Turn) -> Send:
-    """Return a `send` that ends the turn."""
-
-    # A client that reads slowly, or follows a stream, would occupy the turn.
-    async def end_and_send(message: Message) -> None:
-        turn.end()
-        await send(message)
-
-    return end_and_send
-
-
-def _has_long_body(scope: Scope) -> bool:
-    if scope["method"] != "POST":
-        return False
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            return not (value.isdigit() and len(value) < 10 and int(value) <= _SHORT_BODY_BYTES)
-    return True
-
-
-def _too_many() -> ProblemError:
-    return ProblemError(503, "too many requests wait for their turn", _RETRY_AFTER)
+async def _drop_body(receive: Receive) -> None:
+    """Read the rest of a body that the application did not want, up to a limit, before the reply."""
+    # If a socket is closed while bytes are unread, the kernel sends a reset, and the client never sees the reply.
+    dropped = 0
+    while dropped <= _DROPPED_BYTES and (message := await receive()).get("more_body"):
+        dropped += len(message["body"])

@@ -296,15 +296,11 @@ def take_systemd_sockets(environ: MutableMapping[str, str] = os.environ) -> List
     """
     # Removed, so that children do not use the sockets.
     pid, count, *_ = (environ.pop(name, "") for name in _SYSTEMD_VARIABLES)
-    if not pid or not count.isdecimal() or int(count) == 0:
+    if pid != str(os.getpid()) or not count.isdecimal() or int(count) == 0:
         raise BindError(
-            "--web.systemd-socket: systemd passed no sockets (LISTEN_FDS and LISTEN_PID are not set): start the socket "
-            "unit before the service, or leave the option out"
-        )
-    if pid != str(os.getpid()):
-        raise BindError(
-            f"--web.systemd-socket: systemd passed its sockets to process {pid[:20]} (LISTEN_PID), and this is process "
-            f"{os.getpid()}: start the exporter directly, without a program in between"
+            f"--web.systemd-socket: systemd passed no sockets to this process {os.getpid()} (LISTEN_PID is "
+            f"{pid[:20]!r}, LISTEN_FDS {count[:20]!r}): start the socket unit before the service, and the exporter "
+            "without a program in between"
         )
     listeners = Listeners()
     try:

@@ -32,10 +32,7 @@ class PeerPlace(NamedTuple):
 
 @dataclass(eq=False)
 class Peer:
-    """The process at the other end of a connection, in the exporter's namespaces.
-
-    `scope["state"]["peer"]` is the peer of an ASGI request.
-    """
+    """The process at the other end of a connection, in the exporter's namespaces."""
 
     host: str = ""
     """The address of a TCP peer; empty for a unix socket."""

@@ -16,11 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpumem_client.wire.protocol import PROFILES_PATH, REPORTS_PATH
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
+from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.listeners import is_loopback
 from gpumem_exporter.edge.peer import Peer, PeerPlaces
 from gpumem_exporter.edge.problems import ProblemError
 from gpumem_exporter.edge.tokens import TokenFile
-from gpumem_exporter.features.profiles.profile_document import MAX_BODY_BYTES as MAX_PROFILE_BYTES
 
 if TYPE_CHECKING:
     from gpumem_exporter.edge.web_access import WebAccess  # loaded only if there is a web configuration
@@ -38,14 +38,11 @@ RELOAD_PATH = "/-/reload"
 
 MAX_REPORT_BYTES = 1 << 20
 """The largest report: three times one of 64 devices with 16 phases and components each."""
-MAX_ALERTS_BYTES = 1 << 20
-"""The largest body from Alertmanager, which sends all alerts of a group in one body, about 1 KiB each."""
 MAX_BODY_BYTES = 64 << 10
 """The largest body on the other routes."""
 
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
 _LOOPBACK_NAMES = frozenset(("localhost", "ip6-localhost", "127.0.0.1", "::1"))
-_LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES, PROFILES_PATH: MAX_PROFILE_BYTES}
 _OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 503: "busy"}
 
 _log = logging.getLogger(__name__)
@@ -117,7 +114,7 @@ class Callers:
 
     async def of(self, scope: Mapping[str, Any]) -> Caller:
         """Return the caller of an ASGI request. It has no rights if the rule refuses the request."""
-        peer: Peer = scope["state"]["peer"]
+        peer = Exchange.of(scope).peer
         caller = _identified(peer)
         if self.rule.refusal(peer, dict(scope["headers"])) is not None:
             return caller
@@ -141,7 +138,7 @@ class Callers:
 
     def refusal(self, caller: Caller, scope: Mapping[str, Any]) -> ProblemError | None:
         """Return why a caller has no rights; None if it has some."""
-        problem = self.rule.refusal(scope["state"]["peer"], dict(scope["headers"]))
+        problem = self.rule.refusal(Exchange.of(scope).peer, dict(scope["headers"]))
         if problem is not None or caller.rights is not Rights.NONE:
             return problem
         return ProblemError(
@@ -238,7 +235,7 @@ def is_report(method: str, path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The middleware. It sets `peer` in the request's state, and `caller` on the routes of actions and events."""
+    """The middleware. It sets the peer of the exchange, and its caller on the routes of actions and events."""
 
     app: ASGIApp
     routes: Mapping[str, ASGIApp]
@@ -248,6 +245,8 @@ class Guard:
     callers: Callers
     on_report_refused: Callable[[str], None]
     """Called with the outcome of a refused report: `unauthorized`, `too_large`, `busy` or `invalid`."""
+    body_limits: Mapping[str, int]
+    """The size of the largest body by path, where it is not `MAX_BODY_BYTES`."""
     loopback_only: bool = False
     """Whether the exporter listens on loopback alone. A request for another name then reads nothing."""
     web: WebAccess | None = None
@@ -262,7 +261,7 @@ class Guard:
         try:
             guarded = await self._admit(scope, path)
             if guarded and method == "POST":
-                receive = _replay(await read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
+                receive = _replay(await read_body(scope, receive, self.body_limits.get(path, MAX_BODY_BYTES)), receive)
         except ProblemError as problem:
             _log.debug("%s %s refused: %s %s", method, path, problem.status, problem.detail)
             if path == REPORTS_PATH:
@@ -280,15 +279,13 @@ class Guard:
 
         Raises ProblemError if the request is refused.
         """
-        headers, state = dict(scope["headers"]), scope.setdefault("state", {})
-        state.setdefault("owner", "")  # without the server's own protocol, as in tests
-        peer = state.get("peer") or Peer()
+        headers, exchange = dict(scope["headers"]), Exchange.of(scope)
+        peer = exchange.peer
         if not _FORWARDED.isdisjoint(headers):
             # The kernel names the proxy, on a socket too, whose user is not the caller.
-            peer = Peer(peer.host)
-        state["peer"] = peer
+            exchange.peer = peer = Peer(peer.host)
         reports = is_report(scope["method"], path)
-        await self._require_password(reports, peer, headers)
+        await self._require_password(reports, exchange, headers)
         rule = self.reports if reports else self.callers.rule
         if not reports and not is_restricted(path):
             # What these show depends on the caller, so another site's page must not ask in the user's name.
@@ -305,7 +302,7 @@ class Guard:
         if reports:
             rule.admit(peer, headers)
         else:
-            state["caller"] = caller = await self.callers.admit(scope)
+            exchange.caller = caller = await self.callers.admit(scope)
             if path in (ALERTS_PATH, RELOAD_PATH) or path.startswith(NVML_PATH + "/"):
                 self.callers.require_all(caller, path)
         # A reload has no body, so its Content-Type does not matter.
@@ -313,18 +310,18 @@ class Guard:
             _require_json(headers, b"gzip" if path == PROFILES_PATH else b"identity")
         return True
 
-    async def _require_password(self, reports: bool, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
+    async def _require_password(self, reports: bool, exchange: Exchange, headers: Mapping[bytes, bytes]) -> None:
         """Restrict every route over TCP to the users, as Prometheus' own exporters do.
 
         The token of actions opens every route, the token of reports only their route.
         """
         # The unix socket is exempt: the kernel identifies its clients.
-        if self.web is None or not len(self.web.users) or peer.on_unix_socket:
+        if self.web is None or not len(self.web.users) or exchange.peer.on_unix_socket:
             return
         # A request has either a password or a token in its one `Authorization` header: a token stands for both.
         if self.callers.rule.matches_token(headers) or (reports and self.reports.matches_token(headers)):
             return
-        await self.web.users.authenticate(headers.get(b"authorization", b""))
+        await self.web.users.authenticate(headers.get(b"authorization", b""), exchange.owner)
 
 
 class DisconnectedError(Exception):

@@ -1,37 +1,38 @@
-"""The server: uvicorn with counted connections, TLS on the TCP sockets only, and limits of each client."""
+"""The server: uvicorn with connections counted by owner, TLS on the TCP sockets only, and limits of each client.
+
+This module uses four names that uvicorn does not document: the class `HttpToolsProtocol`, its callback
+`on_headers_complete` and its attribute `scope`, and the method `Server.shutdown`. A contract test fails with a uvicorn
+that lacks one. Without them, no request has an exchange, and every request fails.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import logging
+import os
 import signal
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gpumem_exporter.edge.connections import Connection, Limits, Owner, owner_of
-from gpumem_exporter.edge.fair_queue import FairRequests, Turns
+from gpumem_exporter.edge.connections import Connection, Connections, Exchange, Limits
+from gpumem_exporter.edge.fair_queue import FairRequests
 from gpumem_exporter.edge.peer import Peer
-from gpumem_exporter.edge.problems import ProblemError
-from gpumem_exporter.edge.protocol import Clients, LimitedProtocol
 
-# The number of connections that are accepted before other work of the event loop runs.
-_BATCH = 32
-# The time without files or memory for new connections until the next attempt; asyncio would pause for a second.
-_PAUSE_SECONDS = 0.05
-_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_TICK_SECONDS = 1.0
+# The longest time between two searches for connections whose time is over.
+_SEARCH_SECONDS = 1.0
 # The time for a client to confirm the end of a TLS connection.
 _SHUTDOWN_SECONDS = 1.0
-
+# The most bytes that are read of a connection at a time. uvicorn reads until it has 64 KiB of a body.
+_READ_BYTES = 32 << 10
+# The unsent bytes of a connection from which on its replies wait.
+_WRITE_BYTES = 32 << 10
 # The kernel's buffer of a connection with TLS. uvloop keeps a buffer as large as the longest read, up to 256 KiB.
 _TLS_RECEIVE_BYTES = 16 << 10
 
@@ -39,94 +40,49 @@ _log = logging.getLogger(__name__)
 
 
 class LimitedServer(uvicorn.Server):
-    """uvicorn with `LimitedProtocol`. The unix socket never uses TLS."""
+    """uvicorn with limits for everything that clients can make it keep.
+
+    `tls` returns the context for a new TCP connection, None without TLS. The unix socket never uses TLS.
+    """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
         limits: Limits,
-        tls: ssl.SSLContext | None,
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
         on_started: Callable[[], None],
         on_stopping: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> None:
-        self._clients = Clients(limits)
+        self.connections = Connections(limits)
         self._tls = tls
         self._on_started = on_started
         self._on_stopping = on_stopping
-        # While the server runs.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._exiting = asyncio.Event()
-        app = FairRequests(app, limits, self._clients.unread)
-        protocol: Any = LimitedProtocol
-        options |= {"http": protocol, "loop": "uvloop", "ws": "none", "lifespan": "on", "log_config": None}
+        self._app = FairRequests(app, self.connections)
+        self._read_buffer = memoryview(bytearray(_READ_BYTES))
+        options |= {"interface": "asgi3", "loop": "uvloop", "ws": "none", "lifespan": "on", "log_config": None}
         options |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
-        super().__init__(uvicorn.Config(app, **options))
+        protocol: Any = self._protocol
+        super().__init__(
+            uvicorn.Config(self._pass_on, http=protocol, timeout_keep_alive=int(limits.idle_seconds), **options)
+        )
 
     def stop(self) -> None:
-        """Let the server exit. Any thread, and a signal handler, may call this."""
+        """Let the server exit. Any thread may call this."""
         self.should_exit = True
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # another thread has closed the loop: the server has stopped
-                loop.call_soon_threadsafe(self._exiting.set)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal to exit."""
-        super().handle_exit(sig, frame)
-        self.stop()
-
-    async def main_loop(self) -> None:
-        """Run until the server is to exit."""
-        self._loop = asyncio.get_running_loop()
-        # uvicorn looks ten times a second whether to exit, which takes a third of the CPU of an exporter at rest.
-        while not await self.on_tick(0):  # sets the Date header, which has seconds
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._exiting.wait(), _TICK_SECONDS)
-        self._loop = None
 
     def run_until_signal(self, sockets: Sequence[socket.socket]) -> int:
         """Run until SIGTERM or SIGINT, and return 0; 1 if the application fails to start. In a thread, handle none."""
-
-        def stop(*_: object) -> None:
-            self.should_exit = True
-
-        # uvicorn handles both signals while it runs, then restores these handlers and raises the signals again.
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
-        before = {number: signal.signal(number, stop) for number in numbers}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                # uvicorn handles both while it runs, then restores these handlers and raises the signals again.
+                signal.signal(number, lambda *_: self.stop())
         try:
             self.run(sockets=list(sockets))
         except SystemExit:
             return 1  # the log has the reason
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         return 0
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, accept connections, and call `on_started`."""
-        # Without sockets: asyncio would count a connection only when its handshake has ended, and stop accepting for a
-        # second when the files are used up.
-        await super().startup([])
-        limits = self._clients.limits
-        handshakes = Turns(limits.handshakes, running_of_owner=max(1, limits.handshakes // 4))
-        for sock in sockets or ():
-            tls = None if sock.family == socket.AF_UNIX else self._tls
-            acceptor: Any = Acceptor(sock, self._clients, self._protocol, tls, handshakes)
-            self.servers.append(acceptor)
-        if self.started:
-            self._on_started()
-
-    def _protocol(self, connection: Connection) -> LimitedProtocol:
-        return LimitedProtocol(
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-            connection=connection,
-            clients=self._clients,
-        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop: first end the requests that wait."""
@@ -134,113 +90,128 @@ class LimitedServer(uvicorn.Server):
         self._on_stopping()
         await super().shutdown(sockets)
 
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request. When the application has started, call `on_started`: the sockets listen already."""
 
-class Acceptor:
-    """Accepts the connections of one listening socket. Used on the event loop only; the caller closes the socket."""
+        async def send_and_start(message: Message) -> None:
+            await send(message)
+            if message["type"] == "lifespan.startup.complete":
+                self._end_late_connections()
+                self._on_started()
+
+        await self._app(scope, receive, send_and_start if scope["type"] == "lifespan" else send)
+
+    def _end_late_connections(self) -> None:
+        limits = self.connections.limits
+        # As often as the shortest time needs.
+        shortest = min(limits.request_seconds, limits.unread_seconds)
+        asyncio.get_running_loop().call_later(min(_SEARCH_SECONDS, shortest / 4), self._end_late_connections)
+        self.connections.end_late()
+
+    def _protocol(self, **given: Any) -> Client:
+        """Return the protocol of a new connection; uvicorn calls this with the arguments of its own protocol."""
+        return Client(_Requests(**given), self.connections, self._read_buffer, self._tls)
+
+
+class _Requests(HttpToolsProtocol):
+    """uvicorn's protocol. Each request has an `Exchange`."""
+
+    connection: Connection
+
+    def on_headers_complete(self) -> None:
+        """Start the request. An error ends the connection."""
+        self.connection.start_request()
+        self.scope["state"]["exchange"] = Exchange(self.connection)
+        super().on_headers_complete()
+
+
+class Client(asyncio.BufferedProtocol):
+    """One connection: counts it, opens it with TLS or without, and passes on what it receives in small parts."""
 
     def __init__(
         self,
-        sock: socket.socket,
-        clients: Clients,
-        protocol: Callable[[Connection], asyncio.Protocol],
-        tls: ssl.SSLContext | None,
-        handshakes: Turns,
+        requests: _Requests,
+        connections: Connections,
+        read_buffer: memoryview,
+        tls: Callable[[], ssl.SSLContext | None],
     ) -> None:
-        self._sock = sock
-        self._connections = clients.connections
-        self._limits = clients.limits
-        self._protocol = protocol
+        self._requests = requests
+        self._connections = connections
+        # Of all connections: what was read is parsed at once.
+        self._read_buffer = read_buffer
         self._tls = tls
-        self._handshakes = handshakes
-        self._loop = asyncio.get_running_loop()
-        self._connecting: set[asyncio.Task[None]] = set()
-        self._resume: asyncio.TimerHandle | None = None
-        self._logged = False
-        sock.setblocking(False)
-        if tls is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _TLS_RECEIVE_BYTES)
-        self._start()
+        self._is_new = True
+        self._is_open = False
 
-    def close(self) -> None:
-        """Accept no more connections, and end connections whose handshake has not ended."""
-        self._loop.remove_reader(self._sock.fileno())
-        if self._resume is not None:
-            self._resume.cancel()
-        for task in self._connecting:
-            task.cancel()
-
-    async def wait_closed(self) -> None:
-        """Wait until no handshake runs."""
-        if self._connecting:
-            await asyncio.wait(tuple(self._connecting))
-
-    def _start(self) -> None:
-        self._loop.add_reader(self._sock.fileno(), self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(_BATCH):
-            try:
-                sock, _ = self._sock.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count a new connection, and start TLS; or start to read requests."""
+        if self._is_new:
+            self._is_new = False
+            sock = transport.get_extra_info("socket")
+            connection = Connection(Peer.of_socket(sock), self._connections.limits)
+            context = None if sock.family == socket.AF_UNIX else self._tls()
+            # The accepted socket for TLS: `start_tls` would lose what the client has sent already.
+            accepted = None if context is None else socket.socket(fileno=os.dup(sock.fileno()))
+            if not self._connections.admit(connection):
+                transport.abort()
+                if accepted is not None:
+                    accepted.close()
                 return
-            except OSError as error:
-                if error.errno not in _USED_UP:
-                    raise
-                self._make_room(error)
+            _log.debug("connection of %s", connection.owner)
+            self._connection = self._requests.connection = connection
+            if context is not None and accepted is not None:
+                transport.abort()
+                opening = asyncio.ensure_future(self._open_with_tls(accepted, context, connection))
+                connection.abort = opening.cancel
                 return
-            self._open(sock)
+        self._is_open = True
+        self._connection.abort, self._connection.close = transport.abort, transport.close
+        transport.set_write_buffer_limits(high=_WRITE_BYTES)
+        self._requests.connection_made(transport)
 
-    def _make_room(self, error: OSError) -> None:
-        """Close a connection, and accept again when its file is free."""
-        # Connections that wait in the kernel's queue keep the socket readable: without a pause the loop would spin.
-        self._connections.close_one()
-        if not self._logged:
-            self._logged = True
-            _log.warning("connections are closed for new ones", extra={"fields": {"error": error.strerror}})
-        self._loop.remove_reader(self._sock.fileno())
-        self._resume = self._loop.call_later(_PAUSE_SECONDS, self._start)
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection, unless this is the end of the transport without TLS."""
+        if self._is_open:
+            self._connections.remove(self._connection)
+            self._requests.connection_lost(exc)
 
-    def _open(self, sock: socket.socket) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
+        """Return where to put what is read."""
+        return self._read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Parse what was read, within the limit of a request's head."""
+        self._connection.receive(nbytes)
+        self._requests.data_received(bytes(self._read_buffer[:nbytes]))
+        self._connection.check_head()
+
+    def eof_received(self) -> None:
+        """Close the connection: its client sends no more."""
+        self._requests.eof_received()
+
+    def pause_writing(self) -> None:
+        """Let replies wait for the client."""
+        self._requests.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Go on with replies."""
+        self._requests.resume_writing()
+
+    async def _open_with_tls(self, sock: socket.socket, context: ssl.SSLContext, connection: Connection) -> None:
+        """Do the handshake. It ends with a second call of `connection_made`."""
         sock.setblocking(False)
-        peer = Peer.of_socket(sock)
-        connection = Connection(peer, owner_of(peer))
-        if not self._connections.admit(connection):
-            sock.close()
-            return
-        _log.debug("connection of %s", connection.owner)
-        task = self._loop.create_task(self._connect(sock, connection))
-        connection.close = task.cancel
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-
-    async def _connect(self, sock: socket.socket, connection: Connection) -> None:
-        """Hand a connection to its protocol, which changes `connection.close`."""
-
-        def protocol() -> asyncio.Protocol:
-            return self._protocol(connection)
-
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _TLS_RECEIVE_BYTES)
         try:
-            if self._tls is None:
-                await self._loop.connect_accepted_socket(protocol, sock)
-            else:
-                handshake = self._do_handshake(self._tls, protocol, sock, connection.owner)
-                await asyncio.wait_for(handshake, self._limits.handshake_seconds)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self,
+                sock,
+                ssl=context,
+                ssl_handshake_timeout=connection.limits.request_seconds,
+                ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
+            )
         except BaseException as error:
             _log.debug("connection of %s not opened: %r", connection.owner, error)
             self._connections.remove(connection)
             sock.close()
-            if not isinstance(error, (OSError, ProblemError, asyncio.TimeoutError, asyncio.CancelledError)):
+            if not isinstance(error, (OSError, asyncio.CancelledError)):
                 raise
-
-    async def _do_handshake(
-        self, tls: ssl.SSLContext, protocol: Callable[[], asyncio.Protocol], sock: socket.socket, owner: Owner
-    ) -> None:
-        # A connection that waits for its turn has a file, but none of the buffers of TLS.
-        async with self._handshakes.of(owner):
-            await self._loop.connect_accepted_socket(
-                protocol,
-                sock,
-                ssl=tls,
-                ssl_handshake_timeout=self._limits.handshake_seconds,
-                ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
-            )

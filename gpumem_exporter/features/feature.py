@@ -36,6 +36,8 @@ class Parts:
     """What a feature runs. Everything is optional; `start` and `stop` are called once."""
 
     routers: Sequence[APIRouter] = ()
+    body_limits: Mapping[str, int] = field(default_factory=dict)
+    """The size of the largest body by path, where it is not `MAX_BODY_BYTES` of the request guard."""
     chores: Mapping[str, Callable[[], None]] = field(default_factory=dict)
     """By name: done once a second on the event loop."""
     each_second: Mapping[str, Callable[[Snapshot], None]] = field(default_factory=dict)

@@ -7,14 +7,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 from prometheus_client.exposition import choose_encoder
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.edge.fair_queue import Turns, cut
+from gpumem_exporter.edge.connections import Exchange
+from gpumem_exporter.edge.fair_queue import Turns
 from gpumem_exporter.edge.problems import ProblemError, problem_response
 from gpumem_exporter.edge.replies import accepts_gzip
 from gpumem_exporter.metrics.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
@@ -52,20 +52,18 @@ class MetricsRoute:
         openmetrics = chooses_openmetrics(",".join(accepted.getlist("accept")))
         gzip = accepts_gzip(",".join(accepted.getlist("accept-encoding")))
         try:
-            async with self._turns.of(scope["state"]["owner"]):
+            async with self._turns.of(Exchange.of(scope).owner):
                 page = await self._pages.next(openmetrics=openmetrics)
-                pieces = await page.compressed() if gzip else page.pieces
+                body = await page.compressed() if gzip else page.body
                 headers = [
                     (b"content-type", _CONTENT_TYPES[openmetrics]),
-                    (b"content-length", b"%d" % sum(map(len, pieces))),
+                    (b"content-length", b"%d" % len(body)),
                     (b"vary", b"Accept, Accept-Encoding"),
                     (b"cache-control", b"no-store"),
                     *([(b"content-encoding", b"gzip")] if gzip else []),
                 ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-                # Only the server's own middleware knows `pieces`.
-                body = {"pieces": pieces} if "connection" in scope["state"] else {"body": b"".join(pieces)}
-                await send({"type": "http.response.body", **body})
+                await send({"type": "http.response.body", "body": body})
         except ProblemError as problem:
             await problem.response()(scope, receive, send)
 
@@ -83,17 +81,17 @@ def chooses_openmetrics(accept: str) -> bool:
 class Page:
     """A rendered page, shared by its readers."""
 
-    pieces: tuple[bytes, ...]
-    _compressed: asyncio.Future[tuple[bytes, ...]] | None = None
+    body: bytes
+    _compressed: asyncio.Future[bytes] | None = None
 
-    async def compressed(self) -> tuple[bytes, ...]:
+    async def compressed(self) -> bytes:
         """Return the page as gzip, which is compressed once."""
         if self._compressed is None:
-            if sum(map(len, self.pieces)) <= _INLINE_GZIP_BYTES:
+            if len(self.body) <= _INLINE_GZIP_BYTES:
                 self._compressed = asyncio.get_running_loop().create_future()
-                self._compressed.set_result(_gzip(self.pieces))
+                self._compressed.set_result(_gzip(self.body))
             else:
-                self._compressed = asyncio.ensure_future(asyncio.to_thread(_gzip, self.pieces))  # releases the GIL
+                self._compressed = asyncio.ensure_future(asyncio.to_thread(_gzip, self.body))  # releases the GIL
         return await asyncio.shield(self._compressed)
 
 
@@ -150,9 +148,9 @@ class SharedPages:
         # After a page, as much time as it took is left for other work; readers that come meanwhile share the next one.
         now = self._clock()
         self._due_seconds = now + spent_seconds + now - started_seconds
-        return Page(tuple(chain.from_iterable(map(cut, pieces))))
+        return Page(b"".join(pieces))
 
 
-def _gzip(page: tuple[bytes, ...]) -> tuple[bytes, ...]:
+def _gzip(page: bytes) -> bytes:
     compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    return tuple(cut(b"".join([*map(compressor.compress, page), compressor.flush()])))
+    return compressor.compress(page) + compressor.flush()

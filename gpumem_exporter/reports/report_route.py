@@ -29,6 +29,7 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.event import Journal
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.core.store import Store
+from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import Held, HeldRequests, Turns
 from gpumem_exporter.edge.problems import FieldError, ProblemError, problem_response
 from gpumem_exporter.errors import (
@@ -144,7 +145,7 @@ class ReportsRoute:
             long = len(body) > INLINE_BYTES
             report = await self._read_in_turn(body, scope) if long else self._reader.read(body)
             short = within_limits = shortened(report)
-            reported = await self._senders.identify(report.process, scope["state"]["peer"])
+            reported = await self._senders.identify(report.process, Exchange.of(scope).peer)
             if reported.slurm_job_id not in (None, short.process.slurm_job_id):
                 short = replace(short, process=replace(short.process, slurm_job_id=reported.slurm_job_id))
             key = ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
@@ -216,10 +217,11 @@ class ReportsRoute:
 
     async def _read_in_turn(self, body: bytes, scope: Scope) -> Report:
         """Read a long report in a thread and in a turn of its sender."""
+        exchange = Exchange.of(scope)
         try:
-            return await self._turns.run(scope["state"]["owner"], partial(self._reader.read, body))
+            return await self._turns.run(exchange.owner, partial(self._reader.read, body))
         finally:
-            scope["state"].get("end_body_turn", lambda: None)()
+            exchange.end_turn()
 
     def _start_session(self, before: ReportingProcess | None, process: ReportingProcess, sent: Report) -> None:
         """Take the first report of a reporter; `sent` may have devices that the driver does not have."""

@@ -24,7 +24,6 @@ SHIMS = {"gpumem_exporter.client", "gpumem_exporter.training"}
 ALLOWED = {
     ("gpumem_exporter.demo", "gpumem_client"),
     ("gpumem_exporter.features.profiles", "gpumem_client.profile.model"),
-    ("gpumem_exporter.edge.request_guard", "gpumem_exporter.features.profiles.profile_document"),
     ("gpumem_exporter.actions.action_routes", "gpumem_exporter.page.jobs"),
     ("gpumem_exporter.page.live_route", "gpumem_exporter.health"),
     ("gpumem_exporter.main", "gpumem_client.run"),

@@ -34,6 +34,7 @@ from gpumem_exporter.demo.workloads import Workload
 from gpumem_exporter.edge.peer import Peer
 from gpumem_exporter.runtime import Runtime
 from gpumem_exporter.settings_sources import load_settings
+from tests.support.exchanges import state_from
 from tests.support.paths import REPOSITORY
 
 RULES = sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml"), reverse=True)
@@ -161,7 +162,7 @@ async def request(app: FastAPI, method: str, path: str, document: Any = None) ->
         "root_path": "",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         "client": ("127.0.0.1", 50000),
-        "state": {"peer": Peer(uid=os.geteuid(), pid=os.getpid(), place=HERE)},
+        "state": state_from(Peer(uid=os.geteuid(), pid=os.getpid(), place=HERE)),
         "server": ("127.0.0.1", 9844),
     }
     await app(scope, receive, send)

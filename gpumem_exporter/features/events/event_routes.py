@@ -18,6 +18,7 @@ from gpumem_exporter.actions.action_routes import KnownFields, words
 from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.event import AUDIT_TYPES, EVENT_TYPES, Event, Page, Query
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
+from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.problems import ProblemError, problems
 from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.edge.request_guard import EVENTS_PATH, JOBS_PATH
@@ -197,7 +198,7 @@ def events_router(
             raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
 
     def visible(request: Request, events: Sequence[Event]) -> tuple[Event, ...]:
-        caller: Caller = request.state.caller
+        caller: Caller = Exchange.of(request).caller
         seen = tuple(events)
         if caller.rights is not Rights.ALL:
             seen = events_for_user(events, caller, hide_identities=hide_identities)
@@ -392,7 +393,7 @@ def jobs_router(
         the exporter's start. The callers that may read events may read jobs. A process that is in a cgroup of
         slurmstepd has the job of that cgroup, whatever it reports; `uid` leaves out what other users claim.
         """
-        caller: Caller = request.state.caller
+        caller: Caller = Exchange.of(request).caller
         owner = caller.share if hide_identities and caller.rights is not Rights.ALL else None
         query = Query(
             after=0,

@@ -33,6 +33,7 @@ from gpumem_exporter.actions.selection import (
 )
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.problems import ProblemError, field_errors, problems, retry_after
 from gpumem_exporter.edge.replies import iso_time, json_body, json_reply, json_response
 from gpumem_exporter.edge.request_guard import ALERTS_PATH, OwnNames
@@ -42,6 +43,8 @@ from gpumem_exporter.features.policy.alert_actions import PREFIX, AlertRequestEr
 if TYPE_CHECKING:
     from gpumem_exporter.features.policy.policy_runner import PolicyRunner
 
+MAX_BODY_BYTES = 1 << 20
+"""The largest body from Alertmanager, which sends all alerts of a group in one body, about 1 KiB each."""
 MAX_ALERTS = 1000
 MAX_REMEMBERED = 4096
 RULE = "gpumem_rule"
@@ -152,7 +155,7 @@ def alerts_router(receiver: AlertReceiver, *, own_names: OwnNames, count_alert: 
         for alert in message.alerts:
             here = own_names.name_this_node(alert.labels.get("instance", ""), address)
             # Without an await in it, so that a second message with the same alert finds its actions.
-            taken.append(receiver.take(alert, request.state.caller, of_this_node=here))
+            taken.append(receiver.take(alert, Exchange.of(request).caller, of_this_node=here))
             count_alert(taken[-1][0]["outcome"])
             await asyncio.sleep(0)  # each alert takes about a millisecond where many processes report
         passing = [(outcome["reason"], seconds) for outcome, seconds in taken if seconds is not None]

@@ -34,7 +34,8 @@ def _check_file(settings: Settings) -> None:
 
 
 def _build(node: Node) -> Parts:
-    from gpumem_exporter.features.policy.alerts import AlertReceiver, alerts_router
+    from gpumem_exporter.edge.request_guard import ALERTS_PATH
+    from gpumem_exporter.features.policy.alerts import MAX_BODY_BYTES, AlertReceiver, alerts_router
     from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
     from gpumem_exporter.features.policy.policy_route import policy_router
 
@@ -54,6 +55,7 @@ def _build(node: Node) -> Parts:
             alerts_router(receiver, own_names=node.own_names, count_alert=metrics.count_alert),
             policy_router(runner),
         ],
+        body_limits={ALERTS_PATH: MAX_BODY_BYTES},
         chores={} if runner is None else {"run_policies": runner.tick},
         reload=None if runner is None else runner.reload_on_hangup,
     )

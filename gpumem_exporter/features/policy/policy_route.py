@@ -9,6 +9,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.problems import ProblemError, problems
 from gpumem_exporter.edge.replies import json_reply, json_response
 from gpumem_exporter.edge.request_guard import RELOAD_PATH
@@ -43,7 +44,7 @@ def policy_router(policies: PolicyRunner | None) -> APIRouter:
         if policies is None:
             raise ProblemError(404, "nothing to reload: the exporter was started without --policy.file")
         try:
-            rules = await policies.reload(str(request.state.caller))
+            rules = await policies.reload(str(Exchange.of(request).caller))
         except ConfigurationError as error:
             raise ProblemError(422, f"nothing has changed: {error}") from None
         listed = [

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 
 def _build(node: Node) -> Parts:
+    from gpumem_client.wire.protocol import PROFILES_PATH
+    from gpumem_exporter.features.profiles.profile_document import MAX_BODY_BYTES
     from gpumem_exporter.features.profiles.profile_intake import ProfileIntake
     from gpumem_exporter.features.profiles.profile_routes import ProfileAccess, ProfileRoutes, profiles_router
     from gpumem_exporter.features.profiles.profile_store import Profiles
@@ -37,6 +39,7 @@ def _build(node: Node) -> Parts:
     routes = ProfileRoutes(access, scraped, node.dispatcher, node.held_requests, node.renderer)
     return Parts(
         routers=[profiles_router(intake, routes)],
+        body_limits={PROFILES_PATH: MAX_BODY_BYTES},
         chores={"delete_unconfirmed_profiles": intake.expire},
         tasks=[lambda: asyncio.to_thread(profiles.load)],
     )

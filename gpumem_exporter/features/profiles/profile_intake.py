@@ -22,6 +22,7 @@ from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
+from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import Turns
 from gpumem_exporter.edge.problems import ProblemError, retry_after
 from gpumem_exporter.edge.replies import json_response
@@ -112,13 +113,13 @@ class ProfileIntake:
         The process must report, and must have taken the profile for a command of this exporter or for an
         out-of-memory error that it has reported. A profile that is sent again keeps its id.
         """
-        state = request.scope["state"]
-        owner = request.state.owner
+        exchange = Exchange.of(request)
+        owner = exchange.owner
         body = await request.body()
         try:
             self._requests.take(owner, ())
             identity, profile = await self._reading.run(owner, partial(read_profile, body))
-            reported = await self._senders.identify(identity, state["peer"])
+            reported = await self._senders.identify(identity, exchange.peer)
             key = ProcessKey(identity.pid_namespace, identity.pid, reported.owner_uid, reported.place)
             process = self._reporting(key, identity)
             profile_id = await self._take(process, profile, body, owner)
@@ -129,7 +130,7 @@ class ProfileIntake:
         except TooManyActionsError as error:
             raise ProblemError(429, str(error), {"Retry-After": retry_after(error.retry_seconds)}) from None
         finally:
-            state.get("end_body_turn", lambda: None)()
+            exchange.end_turn()
         return json_response({"id": profile_id}, 201)
 
     def _reporting(self, key: ProcessKey, identity: ProcessIdentity) -> ReportingProcess:

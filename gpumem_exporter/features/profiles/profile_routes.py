@@ -19,6 +19,7 @@ from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.event import Event, session_of_oom
 from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.core.store import Store
+from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import HeldRequests, Turns
 from gpumem_exporter.edge.problems import FieldError, ProblemError, problems
 from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
@@ -229,7 +230,7 @@ class ProfileRoutes:
 
     async def recent(self, request: Request, parameters: Annotated[ListParameters, Query()]) -> Response:
         """The profiles of processes that the caller may act on, newest first, without their rows."""
-        caller: Caller = request.state.caller
+        caller: Caller = Exchange.of(request).caller
 
         def listing() -> bytes:
             found = [facts for facts in self._access.newest_first(caller) if parameters.admit(facts)]
@@ -241,7 +242,7 @@ class ProfileRoutes:
         self, request: Request, profile_id: _Id, parameters: Annotated[FormatParameters, Query()]
     ) -> Response:
         """One profile. A profile of a process that the caller may not act on is unknown to it."""
-        facts = self._access.find(request.state.caller, profile_id)
+        facts = self._access.find(Exchange.of(request).caller, profile_id)
         return await self._reply(request, parameters, lambda: self._read(facts.id))
 
     async def diff(
@@ -250,7 +251,7 @@ class ProfileRoutes:
         """What grew and what shrank from one profile to another, by stack and by owner."""
         from gpumem_exporter.features.profiles.profile_diff import at_moment, difference
 
-        before, after = (self._access.find(request.state.caller, each).id for each in (profile_id, later_id))
+        before, after = (self._access.find(Exchange.of(request).caller, each).id for each in (profile_id, later_id))
 
         def lines(profile_id: str) -> SavedProfile:
             # One after the other: a large profile takes more memory than its lines.
@@ -270,10 +271,10 @@ class ProfileRoutes:
         wanted = ActionRequest("profile", Target(pid=pid), deadline_seconds=SCRAPE_SECONDS)
         if invalid := invalid_fields(wanted):
             raise ProblemError.invalid([FieldError("pid", each.message) for each in invalid])
-        request.scope["state"].get("end_read_turn", lambda: None)()
-        async with self._scrapes.of(request.state.owner):
+        Exchange.of(request).end_turn()
+        async with self._scrapes.of(Exchange.of(request).owner):
             with refusals_as_problems():
-                action = self._dispatcher.submit(wanted, requested_by=request.state.caller, unlisted=True)
+                action = self._dispatcher.submit(wanted, requested_by=Exchange.of(request).caller, unlisted=True)
             self._scraped[action.id] = None
             try:
                 if not action.finished:
@@ -305,7 +306,7 @@ class ProfileRoutes:
             return render(read(), parameters.format, parameters.moment)
 
         try:
-            body, media_type = await self._turns.run(request.state.owner, build)
+            body, media_type = await self._turns.run(Exchange.of(request).owner, build)
         except NoPeakError as error:
             raise ProblemError.invalid([FieldError("moment", str(error))]) from None
         headers = {"Cache-Control": "no-store"}

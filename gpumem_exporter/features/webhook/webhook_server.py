@@ -41,10 +41,9 @@ without the client."""
 _LONG_BYTES = 256 << 10
 """A longer body waits for other long bodies. The pods of a cluster are far below."""
 # One client, the API server, sends nearly all requests, and waits for a few seconds.
-_LIMITS = Limits(max_connections=512, bodies=64, bodies_bytes=32 << 20, request_seconds=5.0)
+_LIMITS = Limits(max_connections=512, request_seconds=5.0, idle_seconds=120.0)
 # The time for running requests when the webhook stops.
 _STOP_SECONDS = 5
-_KEEP_ALIVE_SECONDS = 120
 
 _log = logging.getLogger(__name__)
 
@@ -82,15 +81,13 @@ def run(options: Options) -> int:
     configure_logging(options.log_level, options.log_format)
     tls = Tls.model_construct(cert_file=options.certificate, key_file=options.key)
     certificate = Certificate(tls, "the webhook's certificate")
-    certificate.context.sni_callback = lambda connection, _name, _context: certificate.use_in(connection)
     with bind([options.address]) as listeners:
         fields = {"addresses": ",".join(listeners.names(tls=True)), "version": __version__}
         server = LimitedServer(
             create_app(options.host_path),
             limits=_LIMITS,
-            tls=certificate.context,
+            tls=certificate.in_force,
             on_started=lambda: _log.info("listening", extra={"fields": fields}),
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_STOP_SECONDS,
         )
         files = FileRefresher([certificate.refresh])

@@ -16,6 +16,7 @@ from gpumem_exporter.edge.problems import ProblemError
 from gpumem_exporter.edge.request_guard import Callers, Rule
 from gpumem_exporter.edge.tokens import FileRefresher, TokenFile
 from gpumem_exporter.node.sockets import SocketHolders
+from tests.support.exchanges import state_from
 from tests.support.waiting import patient
 
 OWNER = 1000
@@ -65,7 +66,7 @@ def rule(token: TokenFile | None = None) -> Rule:
 
 
 def caller(caught: Caught, headers: dict[bytes, bytes] | None = None, token: TokenFile | None = None) -> Caller:
-    scope = {"state": {"peer": caught.peer}, "headers": list((headers or {}).items())}
+    scope = {"state": state_from(caught.peer), "headers": list((headers or {}).items())}
     return asyncio.run(Callers(rule(token), OWNER, PeerPlaces(Holders(set(caught.held)))).of(scope))
 
 
@@ -112,7 +113,7 @@ def test_without_a_token_file_the_kernel_decides_the_rights(peer: Caught, rights
 
 @pytest.mark.parametrize("peer", [unix(0, UNKNOWN), tcp(1001, UNKNOWN)], ids=str)
 async def test_a_caller_in_an_unknown_place_is_refused_with_what_to_do(peer: Caught) -> None:
-    scope = {"state": {"peer": peer.peer}, "headers": []}
+    scope = {"state": state_from(peer.peer), "headers": []}
     with pytest.raises(ProblemError) as raised:
         await Callers(rule(), OWNER, PeerPlaces(Holders(set(peer.held)))).admit(scope)
     assert raised.value.status == 403

@@ -1,19 +1,14 @@
 from __future__ import annotations
 
-import asyncio
-import importlib.metadata
 import math
-import socket
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 
-from gpumem_exporter.edge import protocol as module
-from gpumem_exporter.edge.connections import Connection, Connections, Owner, owner_of
+from gpumem_exporter.edge.connections import Connection, Connections, Limits, Owner, owner_of
 from gpumem_exporter.edge.peer import Peer
-from gpumem_exporter.edge.protocol import SUPPORTED_UVICORN, ReplyTransport, RequestBodies, UnreadReplies
-from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient
+
+LIMITS = Limits(8, unread_bytes=100, request_seconds=10, unread_seconds=30, idle_seconds=75)
 
 
 class Clock:
@@ -30,81 +25,75 @@ def clock() -> Clock:
 
 @pytest.fixture
 def connections(clock: Clock) -> Connections:
-    return Connections(8, clock)
+    return Connections(LIMITS, clock)
 
 
-CLOSED: list[Connection] = []
+ENDED: list[Connection] = []
 
 
-def connection(owner: Owner) -> Connection:
-    made = Connection(Peer(), owner)
-    made.close = lambda: CLOSED.append(made)
+def connection(owner: Owner, clock: Callable[[], float] = lambda: 100.0) -> Connection:
+    made = Connection(Peer(owner), LIMITS, clock)
+    made.abort = lambda: ENDED.append(made)
     return made
 
 
-def connect(connections: Connections, owner: Owner) -> Connection:
-    made = connection(owner)
+def connect(connections: Connections, owner: Owner, clock: Callable[[], float] = lambda: 100.0) -> Connection:
+    made = connection(owner, clock)
     assert connections.admit(made)
     return made
 
 
 @pytest.fixture(autouse=True)
-def closed() -> list[Connection]:
-    CLOSED.clear()
-    return CLOSED
+def ended() -> list[Connection]:
+    ENDED.clear()
+    return ENDED
 
 
 def test_the_longest_idle_connection_of_the_same_owner_makes_room_after_a_second(
-    connections: Connections, clock: Clock, closed: list[Connection]
+    connections: Connections, clock: Clock, ended: list[Connection]
 ) -> None:
     first, second, third, fourth = (connect(connections, "1") for _ in range(4))
-    assert connect(connections, "1").refused, "an owner has at most half"
+    assert not connections.admit(connection("1")), "an owner has at most half"
     first.waiting_since_seconds = math.inf
     second.waiting_since_seconds = clock() + 0.1
     clock.seconds += 1.5
-    assert not connect(connections, "1").refused
-    assert closed == [third]
+    assert connections.admit(connection("1"))
+    assert ended == [third]
     first.waiting_since_seconds = clock()
-    assert not connect(connections, "1").refused
-    assert closed == [third, fourth]
+    assert connections.admit(connection("1"))
+    assert ended == [third, fourth]
 
 
 def test_the_owner_with_the_most_makes_room_for_another_at_once(
-    connections: Connections, closed: list[Connection]
+    connections: Connections, ended: list[Connection]
 ) -> None:
     several = [connect(connections, "1") for _ in range(4)]
     few = [connect(connections, "10.0.0.1") for _ in range(3)]
     one = connect(connections, "2")
     for busy in (*several[:2], *few, one):
         busy.waiting_since_seconds = math.inf
-    assert not connect(connections, "3").refused
-    assert closed == [several[2]]
+    assert connections.admit(connection("3"))
+    assert ended == [several[2]]
 
 
 def test_a_busy_connection_makes_room_for_another_owner_if_all_are_busy(
-    connections: Connections, closed: list[Connection]
+    connections: Connections, ended: list[Connection]
 ) -> None:
     busy = [connect(connections, owner) for owner in "11112222"]
     for each in busy:
         each.waiting_since_seconds = math.inf
-    assert not connect(connections, "3").refused
-    assert closed == [busy[0]]
-    assert connect(connections, "2").refused
+    assert connections.admit(connection("3"))
+    assert ended == [busy[0]]
+    assert not connections.admit(connection("2"))
 
 
-def test_refused_connections_are_bounded_too(connections: Connections) -> None:
-    assert not connections.close_one()
-    mine = [Connection(Peer(), "1") for _ in range(200)]
-    for each in mine:
-        connections.admit(each)
-    assert not connections.admit(Connection(Peer(), "1"))
-    assert connections.admit(Connection(Peer(), "2"))
+def test_an_ended_connection_is_forgotten_once(connections: Connections) -> None:
+    mine = [connect(connections, "1") for _ in range(4)]
     for each in mine:
         connections.remove(each)
         connections.remove(each)
-    assert len(connections) == 1
-    assert connections.close_one()
-    assert connections.admit(Connection(Peer(), "1"))
+    assert len(connections) == 0
+    connect(connections, "1")
 
 
 def test_a_user_a_machine_or_a_network_of_ipv6_addresses_is_an_owner() -> None:
@@ -115,88 +104,112 @@ def test_a_user_a_machine_or_a_network_of_ipv6_addresses_is_an_owner() -> None:
     assert owner_of(Peer("fe80::1%eth0")) == owner_of(Peer("fe80::2%eth0"))
 
 
-def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
-    bodies = RequestBodies(100)
-    rejected: list[Connection] = []
-    several = [connection("a") for _ in range(4)]
-    one = connection("b")
-
-    def reject(each: Connection) -> None:
-        rejected.append(each)
-        bodies.free(each)
-
-    for each in (*several, one):
-        each.reject_bodies = partial(reject, each)
-    bodies.add(one, 40)
-    for each, size in zip(several, (9, 25, 25, 1), strict=True):
-        bodies.add(each, size)
-    assert not rejected
-    bodies.add(several[0], 6)
-    assert rejected == [several[1]], "the older one of two equal bodies"
-    bodies.add(one, 19)
-    assert rejected == [several[1]]
+def receive_head(connection: Connection) -> None:
+    connection.receive(100)
+    connection.start_request()
 
 
-def test_a_page_counts_once_for_all_its_readers(closed: list[Connection]) -> None:
-    unread = UnreadReplies(100)
-    page = object()
-    readers = [connection(str(number)) for number in range(20)]
-    for each in readers:
-        unread.send(each, page, 90)
-    assert unread.total_bytes == 90
-    for each in readers:
-        unread.sent(each)
-    assert unread.total_bytes == 0
-    assert not closed
+def receive_half_a_body(connection: Connection) -> None:
+    receive_head(connection)
+    connection.wait_for_body()
+    connection.receive(1_000_000)
 
 
-def test_the_owner_with_the_most_unread_bytes_loses_first(closed: list[Connection]) -> None:
-    unread = UnreadReplies(100)
-    first, second, other = (connection(owner) for owner in ("a", "a", "b"))
-    unread.buffer(first, 30)
-    unread.buffer(second, 25)
-    unread.send(other, object(), 40)
-    assert not closed
-    unread.buffer(second, 35)
-    assert closed == [second]
-    assert unread.total_bytes == 70
-    unread.buffer(second, 0)
-    unread.sent(second)
-    unread.forget(other)
-    unread.forget(first)
-    assert unread.total_bytes == 0
+def write_a_reply(connection: Connection) -> None:
+    receive_head(connection)
+    connection.work()
+    connection.wait_for_reader()
 
 
-def test_the_supported_versions_are_those_of_the_package() -> None:
-    assert f'"uvicorn{SUPPORTED_UVICORN}",' in (REPOSITORY / "pyproject.toml").read_text()
-    least, below = (bound.lstrip(">=<") for bound in SUPPORTED_UVICORN.split(","))
-    installed = importlib.metadata.version("uvicorn")
-    assert numbers(least) <= numbers(installed) < numbers(below)
+def answer(connection: Connection) -> None:
+    write_a_reply(connection)
+    connection.work()
+    connection.end_request()
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
+def answer_and_receive_a_byte(connection: Connection) -> None:
+    answer(connection)
+    connection.receive(1)
 
 
-@pytest.mark.parametrize("unfinished", [False, True])
-async def test_a_client_that_reads_nothing_does_not_keep_its_connection(
-    unfinished: bool, monkeypatch: pytest.MonkeyPatch
+def receive_a_body_behind_another_request(connection: Connection) -> None:
+    receive_head(connection)
+    connection.start_request()
+    connection.work()
+    connection.end_request()
+    connection.wait_for_body()
+
+
+@pytest.mark.parametrize(
+    ("step", "seconds"),
+    [
+        (lambda connection: None, 10),
+        (lambda connection: connection.receive(1), 10),
+        (receive_half_a_body, 10),
+        (write_a_reply, 30),
+        (answer, 105),
+        (answer_and_receive_a_byte, 10),
+        (receive_a_body_behind_another_request, 10),
+    ],
+)
+def test_each_step_of_a_client_has_its_time(
+    step: Callable[[Connection], None], seconds: float, connections: Connections, clock: Clock, ended: list[Connection]
 ) -> None:
-    for name in ("READ_AWAY_SECONDS", "UNREAD_SECONDS"):
-        monkeypatch.setattr(module, name, 0.01)
+    slow = connect(connections, "1", clock)
+    step(slow)
+    clock.seconds += seconds
+    connections.end_late()
+    assert not ended
+    clock.seconds += 0.1
+    connections.end_late()
+    assert ended == [slow]
 
-    loop = asyncio.get_running_loop()
-    lost = loop.create_future()
 
-    class Protocol(asyncio.Protocol):
-        def connection_lost(self, exc: Exception | None) -> None:
-            lost.set_result(exc)
+def test_the_exporter_has_any_time(connections: Connections, clock: Clock, ended: list[Connection]) -> None:
+    held = connect(connections, "1", clock)
+    receive_head(held)
+    held.work()
+    clock.seconds += 3600
+    held.receive(1)  # the next request
+    connections.end_late()
+    assert not ended
+    held.end_request()
+    clock.seconds += 10.1
+    connections.end_late()
+    assert ended == [held]
 
-    silent, sock = socket.socketpair()
-    sock.setblocking(False)
-    with silent:
-        transport, _ = await loop.connect_accepted_socket(Protocol, sock)
-        reply = ReplyTransport(transport, loop, lambda: unfinished)
-        reply.write(b"x" * (1 << 20))
-        reply.close()
-        await asyncio.wait_for(lost, patient(10))
+
+def test_bytes_of_a_body_are_not_of_a_head_and_others_are_limited(ended: list[Connection]) -> None:
+    one = connection("1")
+    receive_half_a_body(one)
+    one.check_head()
+    one.work()
+    one.receive(LIMITS.head_bytes)
+    one.check_head()
+    assert not ended
+    one.receive(1)
+    one.check_head()
+    assert ended == [one]
+
+
+def test_a_number_of_requests_waits_for_an_earlier_one() -> None:
+    one = connection("1")
+    for _ in range(1 + LIMITS.pipelined_requests):
+        one.start_request()
+    with pytest.raises(OverflowError):
+        one.start_request()
+
+
+def test_the_owner_with_the_most_unread_bytes_loses_first(connections: Connections, ended: list[Connection]) -> None:
+    first, second, third, other = (connect(connections, owner) for owner in ("a", "a", "a", "b"))
+    connections.start_reply(first, 30)
+    connections.start_reply(second, 25)
+    connections.start_reply(other, 40)
+    assert not ended
+    connections.start_reply(third, 10)
+    assert ended == [first]
+    assert not first.is_open
+    for each in (second, other, third):
+        connections.end_reply(each)
+    connections.start_reply(other, 1000)
+    assert ended == [first], "a single reply is never too large"

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.edge import fair_queue as module
-from gpumem_exporter.edge.connections import PIECE_BYTES, Connection, Limits
-from gpumem_exporter.edge.fair_queue import FairRequests, Held, HeldRequests, Turns, cut
+from gpumem_exporter.edge.connections import Connection, Connections, Exchange, Limits
+from gpumem_exporter.edge.fair_queue import FairRequests, Held, HeldRequests, Turns
 from gpumem_exporter.edge.peer import Peer
 from gpumem_exporter.edge.problems import ProblemError
-from gpumem_exporter.edge.protocol import UnreadReplies
 
 
 async def settle() -> None:
@@ -60,45 +59,30 @@ async def test_a_cancelled_wait_passes_its_turn_on() -> None:
     await asyncio.wait_for(waiting[2], 10)
 
 
-async def test_a_bounded_number_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bounded_number_of_an_owner_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REFUSAL_SECONDS", 0.0)
 
-    turns = Turns(1, waiting_of_owner=2, waiting=3)
+    turns = Turns(1, waiting_of_owner=2)
     await turns.start("a")
-    waiting = [asyncio.ensure_future(turns.start(owner)) for owner in ("b", "c", "d")]
+    waiting = [asyncio.ensure_future(turns.start(owner)) for owner in ("b", "b", "c")]
     await settle()
-    for owner in ("b", "e"):
-        with pytest.raises(ProblemError) as refused:
-            await turns.start(owner)
-        assert refused.value.status == 503
-        assert refused.value.headers["Retry-After"]
+    with pytest.raises(ProblemError) as refused:
+        await turns.start("b")
+    assert refused.value.status == 503
+    assert refused.value.headers["Retry-After"]
     assert not any(each.done() for each in waiting)
     for each in waiting:
         each.cancel()
 
 
-async def test_owners_that_fill_the_queue_make_room_for_others() -> None:
-    turns = Turns(1, waiting_of_owner=2, waiting=4)
-    await turns.start("a")
-    waiting = [asyncio.ensure_future(turns.start(owner)) for owner in ("b", "b", "c", "c")]
-    await settle()
-    new = asyncio.ensure_future(turns.start("d"))
-    await settle()
-    (refused,) = [each for each in waiting if each.done()]
-    assert isinstance(refused.exception(), ProblemError)
-    for owner in ("a", "b", "c"):
-        turns.end(owner)
-        await settle()
-    assert new.done()
-    assert new.exception() is None
-    for each in waiting:
-        each.cancel()
+LIMITS = Limits(8, reads=1, bodies=1)
 
 
 def scope(path: str, method: str = "GET", **headers: str) -> dict[str, Any]:
     sent = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    state = {"connection": Connection(Peer(), "a")}
-    return {"type": "http", "method": method, "path": path, "headers": sent, "state": state}
+    exchange = Exchange(Connection(Peer(), LIMITS))
+    exchange.connection.start_request()
+    return {"type": "http", "method": method, "path": path, "headers": sent, "state": {"exchange": exchange}}
 
 
 async def ignored(message: Any) -> None:
@@ -111,7 +95,7 @@ async def empty() -> dict[str, Any]:
 
 def fair(app: Any) -> FairRequests:
     """An application in which one request reads, and one long body arrives, at a time."""
-    return FairRequests(app, Limits(8, reads=1, bodies=1), UnreadReplies(1 << 20))
+    return FairRequests(app, Connections(LIMITS))
 
 
 async def test_a_read_has_a_turn_until_its_reply_starts() -> None:
@@ -136,7 +120,7 @@ async def test_a_read_has_a_turn_until_its_reply_starts() -> None:
         request.cancel()
 
 
-@pytest.mark.parametrize(("length", "waits"), [("1000", False), ("100000", True), ("", True)])
+@pytest.mark.parametrize(("length", "waits"), [("1000", False), ("100000", True)])
 async def test_only_long_bodies_wait_for_a_turn(length: str, waits: bool) -> None:
     read: list[str] = []
 
@@ -147,10 +131,9 @@ async def test_only_long_bodies_wait_for_a_turn(length: str, waits: bool) -> Non
             await asyncio.sleep(10)
 
     served = fair(app)
-    first = asyncio.ensure_future(served(scope("/first", "POST"), empty, ignored))
+    first = asyncio.ensure_future(served(scope("/first", "POST", content_length="100000"), empty, ignored))
     await settle()
-    headers = {"content_length": length} if length else {}
-    second = asyncio.ensure_future(served(scope("/second", "POST", **headers), empty, ignored))
+    second = asyncio.ensure_future(served(scope("/second", "POST", content_length=length), empty, ignored))
     await settle()
     assert (read == ["/first"]) is waits
     first.cancel()
@@ -158,33 +141,79 @@ async def test_only_long_bodies_wait_for_a_turn(length: str, waits: bool) -> Non
     assert read == ["/first", "/second"]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-async def test_a_long_reply_is_sent_in_pieces(shared: bool) -> None:
-    body = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end"
-    unread, sent, counted = UnreadReplies(1 << 30), [], []
+async def test_a_long_reply_waits_for_its_reader_between_its_pieces() -> None:
+    body = bytes(range(256)) * (3 << 10) + b"end"
+    sent: list[dict[str, Any]] = []
+    request = scope("/metrics")
+    connection = Exchange.of(request).connection
 
     async def app(_: Any, __: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", **({"pieces": tuple(cut(body))} if shared else {"body": body})})
+        await send({"type": "http.response.body", "body": body})
 
-    async def send(message: dict[str, Any]) -> None:
-        counted.append(unread.total_bytes)
+    async def send(message: Any) -> None:
+        assert connection.due_seconds - connection.clock() > LIMITS.unread_seconds - 1
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "method": "GET",
-        "path": "/metrics",
-        "headers": [],
-        "state": {"connection": Connection(Peer(), "1")},
-    }
-    await FairRequests(app, Limits(8), unread)(scope, send, send)  # type: ignore[arg-type]
+    await fair(app)(request, empty, send)
     _, *pieces = sent
     assert b"".join(piece["body"] for piece in pieces) == body
-    assert max(len(piece["body"]) for piece in pieces) == PIECE_BYTES
-    assert [piece["more_body"] for piece in pieces] == [True, True, True, False]
-    assert counted == [0, *[len(body)] * 4]
-    assert unread.total_bytes == 0
+    assert max(len(piece["body"]) for piece in pieces) <= 64 << 10
+    assert [piece["more_body"] for piece in pieces] == [*[True] * (len(pieces) - 1), False]
+
+
+async def test_a_body_of_unknown_length_is_refused_unread() -> None:
+    request = scope("/", "POST", transfer_encoding="chunked")
+    steps: list[Any] = []
+    Exchange.of(request).connection.close = lambda: steps.append("close")
+
+    async def send(message: Any) -> None:
+        steps.append(message.get("status"))
+
+    await fair(ignored)(request, empty, send)  # type: ignore[arg-type]
+    assert steps == [411, None, "close"]
+
+
+async def test_nothing_is_sent_to_a_connection_that_has_ended() -> None:
+    request = scope("/metrics")
+    sent: list[Any] = []
+
+    async def app(_: Any, __: Any, send: Any) -> None:
+        Exchange.of(request).connection.is_open = False
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await fair(app)(request, empty, send)
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "received", "closed"),
+    [({}, 10, False), ({"expect": "100-continue"}, 0, True), ({"content_length": "900000000"}, 5, True)],
+)
+async def test_the_rest_of_an_unwanted_body_is_read_before_the_reply(
+    headers: dict[str, str], received: int, closed: bool
+) -> None:
+    request = scope("/", "POST", **{"content_length": "10485760", **headers})
+    steps: list[str] = []
+    Exchange.of(request).connection.close = lambda: steps.append("close")
+    parts = 1 << 20 if "content_length" in headers else 400 << 10
+
+    async def app(_: Any, __: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 415, "headers": []})
+
+    async def receive() -> dict[str, Any]:
+        steps.append("receive")
+        more = steps.count("receive") < 10
+        return {"type": "http.request", "body": b"x" * parts, "more_body": more}
+
+    async def send(message: Any) -> None:
+        steps.append(message["type"])
+
+    await fair(app)(request, receive, send)
+    assert steps == ["receive"] * received + ["http.response.start"] + ["close"] * closed
 
 
 async def test_a_request_is_held_until_it_is_woken_or_late_or_its_client_or_the_exporter_goes() -> None:

@@ -18,7 +18,6 @@ from gpumem_exporter.edge.request_guard import (
     EVENTS_PATH,
     JOBS_PATH,
     MAX_BODY_BYTES,
-    MAX_REPORT_BYTES,
     NVML_PATH,
     PROCESSES_PATH,
     RELOAD_PATH,
@@ -28,9 +27,10 @@ from gpumem_exporter.edge.request_guard import (
     Rule,
 )
 from gpumem_exporter.edge.tokens import TokenFile
-from gpumem_exporter.features.profiles.profile_document import MAX_BODY_BYTES as MAX_PROFILE_BYTES
+from tests.support.exchanges import state_from
 
 REPORTS = "/api/v1/reports"
+LIMITS = {REPORTS: 1 << 20, PROFILES_PATH: 2 << 20}
 JSON = (b"content-type", b"application/json")
 HOST = (b"host", b"localhost:9844")
 
@@ -93,9 +93,9 @@ def pass_through(
         token_file.refresh()
     rule = Rule("things", "--x.token-file", token_file)
     callers = Callers(rule, 1000)
-    guard = Guard(route, {}, OwnNames(["node-7"]), rule, callers, exchange.outcomes.append, loopback_only)
+    guard = Guard(route, {}, OwnNames(["node-7"]), rule, callers, exchange.outcomes.append, LIMITS, loopback_only)
     peer = Peer(client, uid=uid if client in ("127.0.0.1", "") else None, place=HERE)
-    scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "state": {"peer": peer}}
+    scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "state": state_from(peer)}
     asyncio.run(guard(scope, receive, send))
     return exchange
 
@@ -163,7 +163,7 @@ def test_a_profile_is_compressed_json() -> None:
     for headers in ([HOST, JSON], [HOST, gzip], [HOST, JSON, (b"content-encoding", b"br")]):
         assert pass_through(PROFILES_PATH, headers=headers).status == 415
     assert pass_through(PROFILES_PATH, headers=[HOST, JSON, gzip], client="10.0.0.5").status == 403
-    at_most = (b"x" * MAX_PROFILE_BYTES,)
+    at_most = (b"x" * LIMITS[PROFILES_PATH],)
     assert pass_through(PROFILES_PATH, headers=[HOST, JSON, gzip], chunks=at_most).status == 200
     assert pass_through(PROFILES_PATH, headers=[HOST, JSON, gzip], chunks=(*at_most, b"x")).status == 413
 
@@ -231,7 +231,7 @@ def test_a_client_with_the_token_may_use_any_host_name(tmp_path: Path) -> None:
     assert pass_through(ACTIONS_PATH, headers=[host, JSON, bearer, page], token=token).status == 403
 
 
-@pytest.mark.parametrize(("path", "limit"), [(REPORTS, MAX_REPORT_BYTES), (ACTIONS_PATH, MAX_BODY_BYTES)])
+@pytest.mark.parametrize(("path", "limit"), [(REPORTS, LIMITS[REPORTS]), (ACTIONS_PATH, MAX_BODY_BYTES)])
 def test_a_body_at_its_limit_passes_and_one_byte_more_does_not(path: str, limit: int) -> None:
     assert pass_through(path, chunks=(b"x" * limit,)).status == 200
     longer = pass_through(path, chunks=(b"x" * limit, b"x", b"x"))
@@ -257,7 +257,7 @@ def test_a_client_that_disconnects_while_sending_reaches_no_route() -> None:
     [
         ({"client": "10.0.0.5"}, "unauthorized"),
         ({"headers": [HOST]}, "invalid"),
-        ({"chunks": (b"x" * (MAX_REPORT_BYTES + 1),)}, "too_large"),
+        ({"chunks": (b"x" * (LIMITS[REPORTS] + 1),)}, "too_large"),
     ],
 )
 def test_refused_reports_are_counted_and_refused_actions_are_not_reports(changed: dict[str, Any], outcome: str) -> None:

@@ -19,7 +19,6 @@ from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.edge.connections import PIECE_BYTES
 from gpumem_exporter.edge.replies import Renderer, accepts_gzip, encoded
 from gpumem_exporter.metrics.metrics_route import Page, SharedPages, chooses_openmetrics
 from gpumem_exporter.page.live_route import LiveNode, Rendering
@@ -115,17 +114,17 @@ async def test_readers_that_wait_share_a_page() -> None:
     while not rendered:
         await asyncio.sleep(0)
     later = [asyncio.ensure_future(pages.next(openmetrics=openmetrics)) for openmetrics in (False, True) * 10]
-    assert (await first).pieces == (b"page 1",)
+    assert (await first).body == b"page 1"
     found = await asyncio.gather(*later)
     assert len({id(page) for page in found}) == 2
     assert rendered == [False, False, True]
-    assert (await pages.next(openmetrics=True)).pieces == (b"page 4",)
+    assert (await pages.next(openmetrics=True)).body == b"page 4"
 
 
 async def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> None:
     failing = [True]
 
-    rendered = [b"", b"short", b"long" * PIECE_BYTES, b"end"]
+    rendered = [b"", b"short", b"long" * 100_000, b"end"]
 
     def render(*, openmetrics: bool) -> list[bytes]:
         if failing[0]:
@@ -136,17 +135,15 @@ async def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> N
     (found,) = await asyncio.gather(pages.next(openmetrics=False), return_exceptions=True)
     assert isinstance(found, ValueError)
     failing[0] = False
-    pieces = (await pages.next(openmetrics=False)).pieces
-    assert b"".join(pieces) == b"".join(rendered)
-    assert all(0 < len(piece) <= PIECE_BYTES for piece in pieces)
+    assert (await pages.next(openmetrics=False)).body == b"".join(rendered)
 
 
 async def test_a_page_is_compressed_once() -> None:
-    for pieces in ((b"short",), (b"long" * 100_000, b"end")):
-        page = Page(pieces)
+    for body in (b"short", b"long" * 100_000):
+        page = Page(body)
         first, second = await asyncio.gather(page.compressed(), page.compressed())
         assert first is second
-        assert zlib.decompress(b"".join(first), 16 + zlib.MAX_WBITS) == b"".join(pieces)
+        assert zlib.decompress(first, 16 + zlib.MAX_WBITS) == body
 
 
 ROOT, STRANGER = Caller(CallerKind.LOOPBACK, Rights.ALL, uid=0), Caller(CallerKind.TCP, host="10.0.0.9")

@@ -46,7 +46,7 @@ def test_the_settings_are_applied(folder: Path) -> None:
     )
     access = WebAccess(folder / "web.yml")
     assert len(access.users) == 1
-    context = access.context
+    context = access.tls()
     assert context is not None
     assert context.minimum_version == ssl.TLSVersion.TLSv1_3
     assert context.verify_mode == ssl.CERT_OPTIONAL
@@ -144,9 +144,10 @@ def test_the_example_is_valid_here_and_for_prometheus(folder: Path, everything: 
         text = re.sub(r"^( *)# ( *(?:- \S+|[\w-]+:(?: \S+)?)$)", r"\1\2", text, flags=re.MULTILINE)
     (folder / "web.yml").write_text(text)
     access = WebAccess(folder / "web.yml")
-    assert access.context is not None
+    context = access.tls()
+    assert context is not None
     assert len(access.users) == 1
-    assert (access.context.verify_mode == ssl.CERT_REQUIRED) == everything
+    assert (context.verify_mode == ssl.CERT_REQUIRED) == everything
     assert (set(access.headers) == {"Strict-Transport-Security"}) == everything
     checked = subprocess.run([promtool, "check", "web-config", folder / "web.yml"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr

@@ -84,8 +84,6 @@ def test_half_sent_bodies_use_little_memory(exporter: ExporterProcess, size: int
         opened = connections(exporter, 400, stack)
         flood(opened, HEAD + b"Content-Length: 1048576\r\n\r\n" + b" " * size)
         assert exporter.peak_bytes() < MOST_BYTES
-        refused = wait_for(lambda: [each for each in opened if b" 503 " in _answer(each)[:20]], "a refused body")
-        assert b"retry-after: 1\r\n" in _answer(refused[0])
     wait_for(lambda: exporter.request("POST", "/api/v1/reports", {}).status == 422, "an answer to another report")
 
 
@@ -98,14 +96,6 @@ def _is_answered(connection: socket.socket) -> bool:
     except ConnectionResetError:
         return True
     return True
-
-
-def _answer(connection: socket.socket) -> bytes:
-    """Return what the exporter has sent, without removing it."""
-    try:
-        return connection.recv(65536, socket.MSG_PEEK)
-    except (BlockingIOError, ConnectionResetError):
-        return b""
 
 
 @pytest.mark.parametrize(("mode", "accepted"), [(0o775, False), (0o757, False), (0o1777, True)])

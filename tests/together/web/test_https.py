@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import signal
+import ssl
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -180,18 +181,18 @@ def test_sighup_loads_users_and_certificate_and_refuses_other_changes(
     issue(authority, folder)
     assert exporter.request("/metrics", user=IN_URL).status == 200
     other = {"bob": bcrypt.hashpw(b"x", bcrypt.gensalt(4)).decode()}
-    for changed, message in (
-        ({"basic_auth_users": other}, r"\bTLS\b.*\brestart"),
-        (
-            {"tls_server_config": {**TLS, "min_version": "TLS13"}},
-            r"config\.min_version changed, .*\brestart",
-        ),
-    ):
+    headers = {"http_server_config": {"headers": {"X-Frame-Options": "sameorigin"}}, "tls_server_config": TLS}
+    for changed in ({"basic_auth_users": other}, headers):
         exporter.config.write_text(json.dumps(changed))
-        assert re.search(message, exporter.reload())
+        assert re.search(r"\bTLS\b.*\bheaders\b.*\brestart", exporter.reload())
         assert exporter.request("/metrics", user=IN_URL).status == 200
-    exporter.config.write_text(json.dumps({"tls_server_config": TLS, "basic_auth_users": other}))
+    newer = {**TLS, "min_version": "TLS13"}
+    exporter.config.write_text(json.dumps({"tls_server_config": newer, "basic_auth_users": other}))
     assert "users=1" in exporter.reload()
+    old = client_context(folder)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(OSError, match=r"(?i)version|reset|EOF"):
+        handshake(exporter.port, old)
     assert [exporter.request("/metrics", user=user).status for user in (IN_URL, "bob:x@")] == [401, 200]
     exporter.config.write_text(json.dumps({"tls_server_config": TLS}))
     exporter.reload()

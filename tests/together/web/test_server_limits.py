@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -52,23 +51,24 @@ def test_a_connection_without_a_request_is_closed(exporter: RunningExporter) -> 
         b"GET /metrics?",
         b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-Long: ",
         b"POST /api/v1/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        b"Content-Length: 1000\r\n\r\n{",
+        b"Content-Length: 1000000\r\n\r\n{",
     ],
 )
-def test_a_slow_request_is_answered_with_408(exporter: RunningExporter, head: bytes) -> None:
+def test_a_slow_request_is_cut_off(exporter: RunningExporter, head: bytes) -> None:
     with connect(exporter) as sock:
         sock.sendall(head)
         sock.settimeout(0.05)
         started = time.monotonic()
-        answer = b""
-        while not answer and time.monotonic() - started < patient(30):
+        while time.monotonic() - started < patient(30):
             try:
                 sock.sendall(b"x")
-                answer = sock.recv(65536)
+                assert sock.recv(65536) == b""
             except TimeoutError:
                 continue
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"application/problem+json" in answer
+            except (ConnectionResetError, BrokenPipeError):
+                pass
+            return
+    pytest.fail("the connection is still open")
 
 
 def test_a_request_that_waits_for_a_command_has_no_timeout(exporter: RunningExporter) -> None:
@@ -78,11 +78,10 @@ def test_a_request_that_waits_for_a_command_has_no_timeout(exporter: RunningExpo
     assert time.monotonic() - started >= 1.0 > LIMITS.request_seconds
 
 
-def test_headers_over_the_limit_are_answered_with_431(exporter: RunningExporter) -> None:
-    for size, status in ((60_000, 200), (66_000, 431)):
-        with connect(exporter) as sock:
-            sock.sendall(GET[:-2] + b"X-Long: " + b"x" * size + b"\r\n\r\n")
-            assert read_answer(sock)[0] == status
+def test_headers_within_the_limit_are_accepted(exporter: RunningExporter) -> None:
+    with connect(exporter) as sock:
+        sock.sendall(GET[:-2] + b"X-Long: " + b"x" * 60_000 + b"\r\n\r\n")
+        assert read_answer(sock)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -90,11 +89,9 @@ def test_headers_over_the_limit_are_answered_with_431(exporter: RunningExporter)
 )
 def test_endless_headers_are_cut_off(exporter: RunningExporter, line: bytes) -> None:
     with connect(exporter) as sock:
-        try:
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             sock.sendall(GET[:-2] + line)
-        except (ConnectionResetError, BrokenPipeError):
-            return
-        assert b"431" in read_to_the_end(sock)[:20]
+        assert read_to_the_end(sock) == b""
 
 
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"\x00" * 100])
@@ -103,7 +100,6 @@ def test_bytes_that_are_not_http_are_answered_with_400(exporter: RunningExporter
         sock.sendall(garbage)
         answer = read_to_the_end(sock)
     assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b"application/problem+json" in answer
 
 
 def test_pipelined_requests_beyond_the_limit_close_the_connection(exporter: RunningExporter) -> None:
@@ -115,31 +111,23 @@ def test_pipelined_requests_beyond_the_limit_close_the_connection(exporter: Runn
         assert read_to_the_end(sock).count(b"HTTP/1.1 200") <= 1 + LIMITS.pipelined_requests
 
 
-def assert_problem(answer: tuple[int, dict[str, str], bytes], status: int) -> None:
-    assert answer[0] == status
-    assert answer[1]["content-type"] == "application/problem+json"
-    assert json.loads(answer[2])["status"] == status
-
-
-def test_a_connection_over_the_limit_is_answered_with_503_if_all_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_over_the_limit_is_reset_if_all_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_IDLE_SECONDS", 0.0)  # each connection that waits for its client makes room
     limits = Limits(max_connections=8)  # half of them for one user
     with running_exporter(limits=limits, report_interval=20, report_expiry=60) as exporter:
         body = b'{"action":"empty_cache","target":{"all":true},"wait_seconds":60}'
         head = b"POST /api/v1/actions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         exporter.report(report(1, devices=(sample(UUIDS[0]),)))
-        eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 0)
+        eventually(lambda: len(exporter.server.connections), lambda count: count == 0)
         with contextlib.ExitStack() as stack:
             for _ in range(4):
                 sock = stack.enter_context(connect(exporter))
                 sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             eventually(lambda: len(exporter.runtime.held_requests), lambda count: count == 4)
             with connect(exporter) as sock:
-                sock.sendall(GET)
-                answer = read_answer(sock)
-                assert_problem(answer, 503)
-                assert int(answer[1]["retry-after"]) > 0
-        eventually(lambda: exporter.get("/-/healthy").status, lambda status: status == 200)
+                assert read_to_the_end(sock) == b""
+        eventually(lambda: len(exporter.server.connections), lambda count: count < 4)
+        assert exporter.get("/-/healthy").status == 200
 
 
 def test_a_client_that_does_not_read_its_reply_is_disconnected() -> None:
@@ -155,6 +143,6 @@ def test_a_client_that_does_not_read_its_reply_is_disconnected() -> None:
             sock.settimeout(patient(30))
             sock.connect(("127.0.0.1", exporter.port))
             sock.sendall(GET.replace(b"/-/healthy", b"/metrics") * 8)
-            eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 1)
-            eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 0)
+            eventually(lambda: len(exporter.server.connections), lambda count: count == 1)
+            eventually(lambda: len(exporter.server.connections), lambda count: count == 0)
             assert exporter.get("/-/healthy").status == 200

@@ -78,11 +78,15 @@ def test_a_renewed_certificate_is_served_without_a_restart(folder: Path, authori
         assert ssl.DER_cert_to_PEM_cert(renewed) in (folder / "tls.crt").read_text()
 
 
-def test_a_client_of_a_removed_authority_cannot_resume_its_session(folder: Path, authority: trustme.CA) -> None:
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_of_a_removed_authority_cannot_resume_its_session(
+    version: ssl.TLSVersion, folder: Path, authority: trustme.CA
+) -> None:
     (folder / "clients.crt").write_bytes((folder / "authority.crt").read_bytes())
     renewed = trustme.CA()
     with serving(folder, {**VERIFIED, "client_ca_file": "clients.crt"}) as port:
         client = client_context(folder, authority.issue_cert("client.example"))
+        client.maximum_version = version
         session = resumed(port, client, None)
         trust(renewed, folder, "clients.crt")
         accepted = client_context(folder, renewed.issue_cert("client.example"))

@@ -1,0 +1,42 @@
+"""The four names of uvicorn that the edge uses and that uvicorn does not document."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+
+async def test_the_protocol_calls_back_for_each_request_and_has_its_scope() -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Protocol(HttpToolsProtocol):
+        def on_headers_complete(self) -> None:
+            self.scope["state"]["exchange"] = "set"
+            super().on_headers_complete()
+
+    async def application(scope: dict[str, Any], *_: object) -> None:
+        seen.append((scope["path"], scope["state"]["exchange"]))
+        await asyncio.Event().wait()
+
+    config = uvicorn.Config(application, interface="asgi3", http=Protocol, lifespan="off", log_config=None)
+    config.load()
+    assert config.http_protocol_class is Protocol
+    state = ServerState()
+    protocol = Protocol(config=config, server_state=state, app_state={})
+    protocol.connection_made(asyncio.Transport())
+    protocol.data_received(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n")
+    await asyncio.sleep(0)
+    assert seen == [("/first", "set")]
+    (task,) = state.tasks
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def test_the_server_has_a_step_before_its_end() -> None:
+    assert list(inspect.signature(uvicorn.Server.shutdown).parameters) == ["self", "sockets"]
+    assert inspect.iscoroutinefunction(uvicorn.Server.shutdown)
