@@ -1,33 +1,24 @@
-"""The file of the history in the folder of `--storage.path`: written whole, read at the start.
-
-It is compressed, with a line of JSON for each series before the values of the series, and then a line for the minima of
-each process on each device. gzip's checksum detects damage.
-"""
+"""The file of the history in the folder of `--storage.path`: a SQLite database, to which new rows are added."""
 
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
 import logging
-import os
-import sys
-import zlib
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from gpumem_exporter.core.samples import PartKey
-from gpumem_exporter.features.history.history import MAX_BYTES, History
-from gpumem_exporter.features.history.series import Subject
+from gpumem_exporter.features.history.history import History
+from gpumem_exporter.features.history.point_table import MAX_BYTES, PointTable
 
-FILE_NAME = "history.gz"
-
-_FORMAT = {"format": "gpumem-history", "version": 1, "byteorder": sys.byteorder}
-# Compresses a full history of 16 MiB in about 0.3 s of CPU. A higher level takes much longer and gains little.
-_LEVEL = 1
-_PIECE_BYTES = 256 << 10
-_MAX_LINE = 64 << 10
+FILE_NAME = "history.db"
+_FILE_OF_0_3 = "history.gz"
+# The file keeps rows for which the memory has no room any more. A larger one is written again.
+_MAX_FILE_BYTES = 2 * MAX_BYTES
+# What a row adds to the disk: itself, and to the journal the page before.
+_ROW_BYTES = 100
+# Rows that are further in the future show that the wall clock is behind.
+_BEHIND_SECONDS = 90.0
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +28,10 @@ class HistoryFile:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
+        # The rows until this time are in the file.
+        self._saved_seconds = 0.0
+        # How often the wall clock had been set when they were saved; None if the file has to be written again.
+        self._clock_steps: int | None = None
 
     def __str__(self) -> str:
         return str(self._path)
@@ -48,100 +43,53 @@ class HistoryFile:
         behind until the machine has synchronized it. Do not save then. Without `wait_for_clock`, drops these rows.
         """
         try:
-            with gzip.open(self._path, "rb") as file:
-                while file.read(_PIECE_BYTES):
-                    pass  # the checksum is at the end, and no row of a damaged file may be shown
-                file.seek(0)
-                _require_format(_line(file))
-                minima: list[tuple[PartKey, int, list[int]]] = []
-                saved = list(_series(file, minima))
-            if wait_for_clock and history.is_behind(saved):
-                return False
-            history.restore(saved)
-            history.restore_minima(minima)
-        except FileNotFoundError:
-            pass
-        except (EOFError, zlib.error, ValueError, TypeError, LookupError, gzip.BadGzipFile) as error:
-            moved = self._path.with_name(self._path.name + ".unreadable")
-            _log.warning(
-                "the history of earlier runs cannot be read",
-                extra={"fields": {"file": str(self._path), "error": str(error), "moved_to": str(moved)}},
-            )
-            with contextlib.suppress(OSError):
-                self._path.replace(moved)
-        except OSError as error:
-            _log.warning(
-                "the history of earlier runs cannot be read",
-                extra={"fields": {"file": str(self._path), "error": error.strerror or str(error)}},
-            )
+            self._path.with_name(_FILE_OF_0_3).unlink(missing_ok=True)
+            if not self._path.exists():
+                return True
+            with self._open(history) as table:
+                table.check()
+                last_seconds = table.last_seconds
+                # The minima of the last minute of an earlier run were stored before its end.
+                is_behind = last_seconds > history.now_seconds + _BEHIND_SECONDS
+                if is_behind and wait_for_clock:
+                    return False
+                clock_steps = history.clock_steps
+                history.restore(table.series())
+            self._saved_seconds = last_seconds
+            self._clock_steps = None if is_behind else clock_steps
+        except (sqlite3.Error, OSError) as error:
+            fields = {"file": str(self._path), "error": str(error)}
+            # Python raises the base class only for a damaged file, and a subclass for other errors.
+            if type(error) is sqlite3.DatabaseError:
+                moved = self._path.with_name(self._path.name + ".unreadable")
+                fields["moved_to"] = str(moved)
+                with contextlib.suppress(OSError):
+                    self._path.replace(moved)
+            _log.warning("the history of earlier runs cannot be read", extra={"fields": fields})
         return True
 
     def save(self, history: History) -> int:
-        """Replace the file; returns its size in bytes. Raises OSError; the file is then the previous one."""
+        """Save what has changed; returns about the bytes written. Raises sqlite3.Error or OSError; nothing is saved."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = self._path.with_name(self._path.name + ".new")
+        self._path.touch(mode=0o600)
+        now_seconds, clock_steps, count = history.now_seconds, history.clock_steps, 0
+        with self._open(history) as table:
+            since_seconds = self._saved_seconds
+            if clock_steps != self._clock_steps or table.size_bytes > _MAX_FILE_BYTES:
+                table.clear()
+                since_seconds = 0.0
+            for subject, rows in history.rows(since_seconds):
+                table.put(subject, rows)
+                count += len(rows)
+            table.expire(now_seconds)
+            table.commit()
+        self._saved_seconds, self._clock_steps = now_seconds, clock_steps
+        return _ROW_BYTES * count
+
+    @contextlib.contextmanager
+    def _open(self, history: History) -> Iterator[PointTable]:
+        table = PointTable(str(self._path), retention_seconds=history.retention_seconds)
         try:
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as raw:
-                with gzip.GzipFile("", "wb", _LEVEL, raw) as file:
-                    _write(file, _FORMAT)
-                    for subject, tracks in history.saved():
-                        _write(
-                            file, {"subject": tuple(subject), "tracks": [[first, len(rows)] for first, rows in tracks]}
-                        )
-                        for _, rows in tracks:
-                            file.write(rows)
-                    # At the end: a version that does not know them has then restored the series.
-                    for part, first, values in history.saved_minima():
-                        _write(file, {"part": part, "first": first, "minima": values})
-                raw.flush()
-                os.fsync(raw.fileno())
-                size = raw.tell()
-            new.replace(self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                new.unlink()
-            raise
-        return size
-
-
-def _write(file: gzip.GzipFile, line: object) -> None:
-    file.write(json.dumps(line).encode() + b"\n")
-
-
-def _line(file: gzip.GzipFile) -> dict[str, Any] | None:
-    """Return the next line; None at the end."""
-    text = file.readline(_MAX_LINE)
-    line = json.loads(text) if text else None
-    if text and not isinstance(line, dict):
-        raise ValueError("a line is not an object")
-    return line
-
-
-def _require_format(line: dict[str, Any] | None) -> None:
-    if line is None or line.get("format") != _FORMAT["format"]:
-        raise ValueError("it is not a history")
-    if line != _FORMAT:
-        raise ValueError(f"another version or machine wrote it ({line.get('version')}, {line.get('byteorder')})")
-
-
-def _series(
-    file: gzip.GzipFile, minima: list[tuple[PartKey, int, list[int]]]
-) -> Iterator[tuple[Subject, list[tuple[int, bytes]]]]:
-    """Yield the series, and append to `minima` what follows them."""
-    left = 2 * MAX_BYTES
-    while (line := _line(file)) is not None:
-        if "part" in line:
-            minima.append((PartKey(*line["part"]), int(line["first"]), line["minima"]))
-            continue
-        subject = Subject(*line["subject"])
-        tracks = []
-        for first, size in line["tracks"]:
-            left -= size
-            if left < 0 or size < 0:
-                raise ValueError("it is too large")
-            rows = file.read(size)
-            if len(rows) != size:
-                raise EOFError("it ends too early")
-            tracks.append((int(first), rows))
-        yield subject, tracks
+            yield table
+        finally:
+            table.close()

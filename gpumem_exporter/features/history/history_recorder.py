@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from gpumem_exporter.features.history.history_file import HistoryFile
 from gpumem_exporter.node.failures import FailureLog
 
 _SAVE_SECONDS = 60.0
-# A large history is saved less often, so that the disk writes at most 1.4 GB a day. A normal one has 0.2 MB.
+# Much is saved less often, so that the disk writes at most 1.4 GB a day. A device or a job has 7 kB a minute.
 _SAVED_BYTES_PER_SECOND = 16 << 10
 # How long a file with rows in the future is kept as it is, because the wall clock may be behind. After that, these rows
 # were written while the clock was ahead.
@@ -60,8 +61,8 @@ class HistoryRecorder:
                 continue
             try:
                 size_bytes = file.save(self._history)
-            except OSError as error:
-                failures.failed(str(file), f"the history cannot be saved: {error.strerror or error}")
+            except (sqlite3.Error, OSError) as error:
+                failures.failed(str(file), f"the history cannot be saved: {error}")
             else:
                 failures.recovered(str(file))
 

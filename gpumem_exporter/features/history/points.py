@@ -3,17 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from gpumem_exporter.core.ledger import idle_cache_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, giving_way, kv_cache_size_bytes
-from gpumem_exporter.features.history.series import Subject, row_of
 from gpumem_exporter.page.documents import SeenProcess
 from gpumem_exporter.page.jobs import Job, job_of_process, jobs_of
 
 # The maximum number of peaks that are kept, about 1 MiB. The in-use peaks of further parts come from samples alone.
 _MAX_PEAKS = 4096
 
-Point = tuple[Subject, list[int]]
+VALUES = ("used", "allocated", "idle_cache", "in_use_peak")
+"""The values of a row."""
+Row = list[int | None]
+"""The values of a second in whole KiB; None is unknown."""
+UNIT_BITS = 10
+_MAX_UNITS = 1 << 32
+
+
+class Subject(NamedTuple):
+    """What a series is about."""
+
+    uuid: str
+    """Of a device; empty for others."""
+    job: str
+    """The id of a job; empty for a device."""
+    name: str
+    """The name of the device's model, or the workload of the job."""
+    command: str = ""
+    """Of a job; `--web.hide-identities` hides it."""
+    gpu: str = ""
+    """The NVML index of the device."""
+    owner: str = ""
+    """The user whose share of the memory the series uses."""
+    start_time_ticks: int = 0
+    """Of a job that is one process without a workload, and of a cache: differs for a later process with the same pid.
+    """
+    part: str = ""
+    """Of a series that no document has. Of the key-value cache of one process of the job on one device: the process's
+    name, a space and the uuid; its values `used` and `in_use_peak` are what running requests use, `allocated` is the
+    size. Of the minima of a process on a device, which is of no job: the session, a space and the uuid."""
+
+    @property
+    def key(self) -> str:
+        """The key of the series: a device's uuid or a job's id. Other keys have a space, which no id has."""
+        return f"{self.job or self.owner} {self.part}" if self.part else self.uuid or self.job
+
+
+Point = tuple[Subject, Row]
 # A process on a device: its key, its session and the uuid.
 _Part = tuple[ProcessKey, str, str]
 
@@ -106,7 +143,7 @@ def _caches(snapshot: Snapshot) -> Iterator[Point]:
 
 def _subject_of_cache(process: ReportingProcess, cache: str) -> Subject:
     workload, job, ticks = process.report.process.workload, job_of_process(process), process.start_time_ticks
-    return Subject("", job, workload, owner=process.key.share, start_time_ticks=ticks, cache=cache)
+    return Subject("", job, workload, owner=process.key.share, start_time_ticks=ticks, part=cache)
 
 
 def _sum(parts: list[int | None]) -> int | None:
@@ -139,3 +176,14 @@ def _share(process: SeenProcess) -> str:
 def _start(process: SeenProcess) -> int:
     known = process.reporter or process.silent or process.facts
     return known.start_time_ticks if known is not None else 0
+
+
+def units(size: int | None) -> int | None:
+    """Return bytes in whole KiB; None if they are unknown. 4 TiB and more are unknown."""
+    return size >> UNIT_BITS if size is not None and 0 <= size >> UNIT_BITS < _MAX_UNITS - 1 else None
+
+
+def row_of(values: Iterable[int | None]) -> Row | None:
+    """Return the row of one second from bytes; None if no value is known."""
+    row = [units(value) for value in values]
+    return None if all(value is None for value in row) else row

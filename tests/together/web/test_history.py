@@ -82,7 +82,7 @@ def test_the_history_of_the_real_process_survives_a_restart(tmp_path: Path) -> N
     try:
         before = eventually(shown, lambda values: len(values) > 2)
         assert exporter.stop() == 0
-        assert [path.name for path in folder.glob("history*")] == ["history.gz"]
+        assert [path.name for path in folder.glob("history*")] == ["history.db"]
         exporter.start()
         after = eventually(shown, lambda values: max(values, default=0) > max(before) and min(values) <= min(before))
         assert after.items() >= before.items()

@@ -263,5 +263,5 @@ def test_the_series_of_a_cache_is_no_series_of_a_job() -> None:
     bench.run(30, serving(700))
     assert [series["device"] for series in bench.document()["series"]] == [UUIDS[0]]
     cache = f"{job_of(serving(700))} 7 {UUIDS[0]}"
-    assert cache in [subject.key for subject, _ in bench.history.saved()]
+    assert cache in [subject.key for subject, _ in bench.history.rows(0)]
     assert bench.document(uuids=(), jobs=(cache,))["series"] == []
