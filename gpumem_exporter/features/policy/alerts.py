@@ -11,8 +11,8 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -20,17 +20,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
-from gpumem_exporter.actions.declarations import OUTSIDE_ACTIONS, SELECTORS, ActionRequest, Target
+from gpumem_exporter.actions.declarations import SELECTORS, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.selection import (
-    OutsideTarget,
-    SelectedProcess,
-    nothing_matches,
-    select_listed,
-    select_reporting,
-)
+from gpumem_exporter.actions.selection import SelectedProcess, nothing_matches, select_reporting
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.connections import Exchange
@@ -38,7 +32,6 @@ from gpumem_exporter.edge.problems import ProblemError, field_errors, problems, 
 from gpumem_exporter.edge.replies import iso_time, json_body, json_reply, json_response
 from gpumem_exporter.edge.request_guard import ALERTS_PATH, OwnNames
 from gpumem_exporter.errors import ActionRefusedError, TargetNotFoundError, TooManyActionsError
-from gpumem_exporter.features.policy.alert_actions import PREFIX, AlertRequestError, requested_action
 
 if TYPE_CHECKING:
     from gpumem_exporter.features.policy.policy_runner import PolicyRunner
@@ -47,8 +40,8 @@ MAX_BODY_BYTES = 1 << 20
 """The largest body from Alertmanager, which sends all alerts of a group in one body, about 1 KiB each."""
 MAX_ALERTS = 1000
 MAX_REMEMBERED = 4096
+PREFIX = "gpumem_"
 RULE = "gpumem_rule"
-DEPRECATED = f"gpumem_action is deprecated, and goes in 0.5: name a rule of the policy file with {RULE}"
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 _log = logging.getLogger(__name__)
@@ -99,6 +92,10 @@ class AlertBody(_Lenient):
         return texts
 
 
+class AlertRequestError(ActionRefusedError):
+    """An alert requests nothing that can be done; the message says why."""
+
+
 class AlertsBody(_Lenient):
     """A message of Alertmanager's webhook."""
 
@@ -115,13 +112,12 @@ def read_alerts(body: bytes) -> AlertsBody:
 
 
 class AlertOutcome(TypedDict):
-    """The outcome of one alert: acted, repeated, waiting, cooling, refused, resolved or ignored."""
+    """The outcome of one alert: acted, repeated, waiting, refused, resolved or ignored."""
 
     fingerprint: str
     outcome: str
     reason: str
     action_id: Annotated[str | None, Field(description="the first action")]
-    warning: Annotated[str, Field(description="what is deprecated; empty if nothing is")]
 
 
 class AlertsDocument(TypedDict):
@@ -172,8 +168,6 @@ class _Firing(NamedTuple):
     """A firing that became actions."""
 
     starts_at: datetime
-    seconds: float
-    cooldown_seconds: float
     action_ids: tuple[str, ...]
 
 
@@ -197,14 +191,13 @@ class AlertReceiver:
         Return its outcome, and for a refusal whose reason passes the seconds until then.
         """
         fields = {"alert": alert.name, "fingerprint": alert.fingerprint, "requested_by": str(caller)}
-        reason, action_id, warning, retry_seconds = "", None, "", None
+        reason, action_id, retry_seconds = "", None, None
         try:
             if alert.status == "resolved":
                 outcome = "resolved"
                 if alert.fingerprint in self.firings:
                     _log.info("alert resolved", extra={"fields": fields})
             else:
-                warning = DEPRECATED if "action" in alert.texts else ""
                 outcome, reason, action_id = self._fire(alert, caller, of_this_node)
         except ActionRefusedError as error:
             # An invalid alert does not fail the whole message: Alertmanager would drop the other alerts with it.
@@ -219,39 +212,30 @@ class AlertReceiver:
             "outcome": outcome,
             "reason": reason,
             "action_id": action_id,
-            "warning": warning,
         }
         return shown, retry_seconds
 
     def _fire(self, alert: AlertBody, caller: Caller, of_this_node: bool) -> tuple[str, str, str | None]:
         """Return the outcome of a firing alert, its reason, and the id of its first action."""
-        texts, now = alert.texts, self.clock()
-        if "rule" not in texts and "action" not in texts:
+        texts = alert.texts
+        if not texts.keys() & {"rule", "action"}:
             return "ignored", f"the alert has no label or annotation {RULE}", None
-        requested = None if "rule" in texts else requested_action(texts, alert.reason)
+        # Any other text could be thought to change what the rule does.
+        if others := sorted(texts.keys() - {"rule"}):
+            raise AlertRequestError(
+                f"{PREFIX}{others[0][:64]} has no effect: write a rule of the policy file, and name it with {RULE}"
+            )
         # Alertmanager sends a firing alert repeatedly. An alert that fires again after it was resolved has another
         # start.
         known = self.firings.get(alert.fingerprint)
         if known is not None:
             self.firings.move_to_end(alert.fingerprint)
-            if known.starts_at == alert.starts_at:
-                if any(map(self._acted, known.action_ids)):
-                    return "repeated", "", None
-            elif now - known.seconds < known.cooldown_seconds:
-                return "cooling", "", None
-        requested_by = Caller.alert(alert.name, caller)
-        if requested is None:
-            actions, why = self._act_by_rule(alert, texts, requested_by, of_this_node)
-            if not actions:
-                return "waiting", why, None
-        else:
-            actions = [self._act_by_request(alert, requested.request, requested_by, of_this_node)]
-        self.firings[alert.fingerprint] = _Firing(
-            alert.starts_at,
-            now,
-            requested.cooldown_seconds if requested is not None else 0.0,
-            tuple(action.id for action in actions),
-        )
+            if known.starts_at == alert.starts_at and any(map(self._acted, known.action_ids)):
+                return "repeated", "", None
+        actions, why = self._act(alert, texts["rule"], Caller.alert(alert.name, caller), of_this_node)
+        if not actions:
+            return "waiting", why, None
+        self.firings[alert.fingerprint] = _Firing(alert.starts_at, tuple(action.id for action in actions))
         self.firings.move_to_end(alert.fingerprint)
         while len(self.firings) > MAX_REMEMBERED:
             self.firings.popitem(last=False)
@@ -262,21 +246,18 @@ class AlertReceiver:
         action = self.dispatcher.get(action_id)
         return action is None or not action.finished or any(is_done(result.outcome) for result in action.results)
 
-    def _act_by_rule(
-        self, alert: AlertBody, texts: dict[str, str], requested_by: Caller, of_this_node: bool
-    ) -> tuple[list[Action], str]:
+    def _act(self, alert: AlertBody, rule: str, requested_by: Caller, of_this_node: bool) -> tuple[list[Action], str]:
         """Return the actions of the alert's rule, and if there is none, why the rule does not act now."""
-        rule, others = texts["rule"], sorted(texts.keys() - {"rule"})
-        if others:  # ignored, they could let a rule do more than the author of the alert expects
-            raise AlertRequestError(f"{PREFIX}{others[0][:64]} has no effect beside {RULE}: the rule says what is done")
         if self.policies is None:
             raise AlertRequestError(f"{RULE}: the exporter was started without --policy.file")
         names = [each.name for each in self.policies.evaluator.rules]
         if rule not in names:
             raise AlertRequestError(f"{RULE}: no rule {rule[:64]!r}; the rules are {', '.join(names) or 'none'}")
         snapshot = self.snapshot()
-        target = _narrowed(alert, Target(all=True), of_this_node=of_this_node)
-        selected = _required(select_reporting(target, snapshot), target, snapshot)
+        target = _target(alert, of_this_node=of_this_node)
+        selected = select_reporting(target, snapshot)
+        if not selected:
+            raise TargetNotFoundError(nothing_matches(target, snapshot.names.reporting))
         older = [one for one in selected if not self._younger(one, alert)]
         if not older:
             raise AlertRequestError(self._younger(selected[0], alert))
@@ -288,22 +269,10 @@ class AlertReceiver:
             reason=alert.reason,
         )
 
-    def _act_by_request(
-        self, alert: AlertBody, request: ActionRequest, requested_by: Caller, of_this_node: bool
-    ) -> Action:
-        _log.warning("an alert with gpumem_action is deprecated", extra={"fields": {"alert": alert.name}})
-        snapshot = self.snapshot()
-        target = _narrowed(alert, request.target, of_this_node=of_this_node)
-        listed = select_listed(target, snapshot) if request.action in OUTSIDE_ACTIONS else ()
-        for one in _required((*select_reporting(target, snapshot), *listed), target, snapshot):
-            if why := self._younger(one, alert):
-                raise AlertRequestError(why)
-        return self.dispatcher.submit(replace(request, target=target), requested_by=requested_by)
-
-    def _younger(self, one: SelectedProcess | OutsideTarget, alert: AlertBody) -> str:
+    def _younger(self, one: SelectedProcess, alert: AlertBody) -> str:
         """Return that a process is not known to be older than the firing; empty if it is older."""
         # The alert is about an earlier process with the same pid.
-        ticks = one.start_time_ticks if isinstance(one, OutsideTarget) else one.process.start_time_ticks
+        ticks = one.process.start_time_ticks
         age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / _TICKS_PER_SECOND
         started, starts_at = self.wall_clock() - age_seconds, alert.starts_at.timestamp()
         if ticks and started <= starts_at:
@@ -313,25 +282,15 @@ class AlertReceiver:
         )
 
 
-def _narrowed(alert: AlertBody, target: Target, *, of_this_node: bool) -> Target:
-    """Return a target narrowed by the alert's labels. Raises AlertRequestError if a label contradicts the target.
+def _target(alert: AlertBody, *, of_this_node: bool) -> Target:
+    """Return the processes of the alert's labels. Raises AlertRequestError if they may be of another node.
 
     The uuid of a device names its node, too; a pid and an index do not.
     """
-    labels = {name: label for name in SELECTORS if (label := alert.labels.get(name))}
-    for name, label in labels.items():
-        if not target.admits(name, label):
-            raise AlertRequestError(f"{PREFIX}target_{name} contradicts the alert's label {name}={label[:64]!r}")
-    given = {**target.given, **labels}
-    if "uuid" not in given and not of_this_node:
+    labels: dict[str, Any] = {name: label for name in SELECTORS if (label := alert.labels.get(name))}
+    if "uuid" not in labels and not of_this_node:
         instance = alert.labels.get("instance", "")[:64]
         raise AlertRequestError(
             f"the alert may be of another node: it has no label uuid, and its instance {instance!r} is not this node"
         )
-    return Target(**given, orphans=target.orphans, all=not given and target.all)
-
-
-def _required(selected: Sequence[SelectedProcess | OutsideTarget], target: Target, snapshot: Snapshot) -> Sequence[Any]:
-    if not selected:
-        raise TargetNotFoundError(nothing_matches(target, snapshot.names.reporting))
-    return selected
+    return Target(**labels, all=not labels)

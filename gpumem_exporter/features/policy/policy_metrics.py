@@ -6,7 +6,7 @@ from gpumem_exporter.features.policy.policy_values import RESULTS
 from gpumem_exporter.metrics.registry import Counter, Registry
 from gpumem_exporter.metrics.subjects import Metric
 
-ALERT_OUTCOMES = ("acted", "repeated", "waiting", "cooling", "refused", "resolved", "ignored", "invalid")
+ALERT_OUTCOMES = ("acted", "repeated", "waiting", "refused", "resolved", "ignored", "invalid")
 EVALUATIONS = Metric(
     "gpumem_policy_evaluations_total",
     "counter",

@@ -17,7 +17,7 @@ from gpumem_exporter.actions.declarations import MAX_REASON_LENGTH
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.core.caller import Caller
-from gpumem_exporter.core.event import Journal
+from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.edge.replies import iso_time
 from gpumem_exporter.errors import ActionRefusedError, TooManyActionsError
@@ -45,7 +45,7 @@ class PolicyRunner:
         snapshot: Callable[[], Snapshot],
         stale_seconds: float,
         metrics: PolicyMetrics,
-        log: Journal,
+        record: Callable[[Event], object],
         wall_clock: Callable[[], float],
     ) -> None:
         self._path = path
@@ -54,7 +54,7 @@ class PolicyRunner:
         self._snapshot = snapshot
         self._stale_seconds = stale_seconds
         self._metrics = metrics
-        self._event_log = log
+        self._record = record
         self._wall_clock = wall_clock
         # The decisions whose actions have not finished or settled, by the id of the action.
         self._running: dict[str, Decision] = {}
@@ -187,4 +187,4 @@ class PolicyRunner:
         verb = "would stop" if dry_run else "stopped"
         _log.warning(f"a policy rule {verb}, because its action does not help", extra={"fields": fields})
         if not dry_run:
-            self._event_log.put((policy_stopped_event(stop, self._wall_clock(), until),))
+            self._record(policy_stopped_event(stop, self._wall_clock(), until))

@@ -18,7 +18,6 @@ import yaml
 
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import MODES
-from gpumem_exporter.core.samples import ProcessMemory
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
@@ -27,7 +26,7 @@ from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import QUICK
 from tests.support.paths import REPOSITORY
 from tests.support.policies import alert_rule, written
-from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
+from tests.support.running_exporter import RunningExporter, problem, running_exporter
 from tests.support.waiting import patient, wait_for
 
 ALERTS = "/api/v1/alerts"
@@ -112,29 +111,6 @@ def test_an_alert_without_a_request_and_an_invalid_message_are_counted(exporter:
     assert (outcomes["outcome"], outcomes["action_id"]) == ("ignored", None)
     problem(exporter.request("POST", ALERTS, body=b"{"), 422)
     assert (counted(exporter, "ignored"), counted(exporter, "invalid"), actions(exporter)) == (1, 1, [])
-
-
-def test_terminate_from_an_alert_requires_that_the_action_is_allowed() -> None:
-    target = subprocess.Popen(["sleep", "600"])
-    request = alert(pid=str(target.pid), rule="", gpumem_action="terminate", gpumem_target_pid=str(target.pid))
-    provider = ScriptedProvider()
-    provider.processes[UUIDS[0]] = (ProcessMemory(target.pid, MIB),)
-    try:
-        with running_exporter(provider=provider) as exporter:
-            assert exporter.report(report(target.pid, devices=(sample(),))).status == 200
-            (outcomes,) = send(exporter, request)
-            assert outcomes["outcome"] == "refused"
-            assert "--action.allow" in outcomes["reason"]
-        assert target.poll() is None
-        with running_exporter(provider=provider, action_allow="terminate") as exporter:
-            assert exporter.report(report(target.pid, devices=(sample(),))).status == 200
-            (outcomes,) = send(exporter, request)
-            assert outcomes["outcome"] == "acted"
-            assert "gpumem_rule" in outcomes["warning"]
-            target.wait(patient(30))
-    finally:
-        target.kill()
-        target.wait()
 
 
 def test_alertmanager_clears_a_process_once_and_resolves_the_alert(

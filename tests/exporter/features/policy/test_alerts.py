@@ -4,19 +4,18 @@ import json
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.declarations import DEFAULT_ACTIONS, ActionRequest, Target
+from gpumem_exporter.actions.declarations import DEFAULT_ACTIONS, Target
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.edge.problems import ProblemError
 from gpumem_exporter.edge.request_guard import OwnNames
 from gpumem_exporter.features.policy import alerts
-from gpumem_exporter.features.policy.alert_actions import AlertRequestError, requested_action
 from gpumem_exporter.features.policy.alerts import MAX_ALERTS, AlertReceiver, read_alerts
+from gpumem_exporter.features.policy.evaluation import PolicyEvaluator
 from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.features.policy.policy_runner import PolicyRunner
 from gpumem_exporter.metrics.registry import Registry
@@ -49,7 +48,7 @@ class Node(Bench):
             snapshot=self.snapshot,
             stale_seconds=5.0,
             metrics=PolicyMetrics(Registry()),
-            log=SimpleNamespace(put=lambda _: None),  # type: ignore[arg-type]
+            record=lambda _: None,
             wall_clock=time.time,
         )
         self.receiver = AlertReceiver(
@@ -164,27 +163,19 @@ def test_labels_narrow_the_rule(node: Node, labels: dict[str, str], targets: lis
         {**PID_1, "pid": "2"},  # which does not use the device
     ],
 )
-@pytest.mark.parametrize("rule", ["tidy", ""])
-def test_an_alert_that_may_be_of_another_node_or_process_is_refused(
-    node: Node, labels: dict[str, str], rule: str
-) -> None:
-    free = {} if rule else {"gpumem_action": "empty_cache", "gpumem_target_pid": "1"}
-    assert node.send(labels, rule, **free)[0] == "refused"
+def test_an_alert_that_may_be_of_another_node_or_process_is_refused(node: Node, labels: dict[str, str]) -> None:
+    assert node.send(labels)[0] == "refused"
     assert not node.targets()
 
 
-@pytest.mark.parametrize("rule", ["tidy", ""])
-def test_a_process_younger_than_the_alert_is_not_its_process(node: Node, rule: str) -> None:
-    free = {} if rule else {"gpumem_action": "empty_cache", "gpumem_target_pid": "1"}
-    outcome, reason, _ = node.send(PID_1, rule, "2001-01-01T00:00:00Z", **free)
+def test_a_process_younger_than_the_alert_is_not_its_process(node: Node) -> None:
+    outcome, reason, _ = node.send(PID_1, starts_at="2001-01-01T00:00:00Z")
     assert outcome == "refused"
     assert "pid 1" in reason
     assert "2001-01-01" in reason
     node.put(3, start_time_ticks=0, devices=node.first.report.devices)
     unknown = {"pid": "3", "uuid": UUIDS[0]}
-    if not rule:
-        free["gpumem_target_pid"] = "3"
-    assert "unknown" in node.send(unknown, rule, fingerprint="b", **free)[1]
+    assert "unknown" in node.send(unknown, fingerprint="b")[1]
     assert not node.targets()
 
 
@@ -218,6 +209,7 @@ def test_a_rule_acts_only_if_the_process_qualifies_now(tmp_path: Path) -> None:
         ("absent", {}, ("'absent'", "tidy")),
         ("tidy", {"gpumem_dry_run": "true"}, ("gpumem_dry_run", "gpumem_rule")),
         ("tidy", {"gpumem_rule": "other"}, ("gpumem_rule", "label", "annotation")),
+        ("", {"gpumem_action": "empty_cache", "gpumem_target_pid": "1"}, ("gpumem_action", "rule", "gpumem_rule")),
     ],
 )
 def test_an_alert_with_an_unknown_rule_or_with_options_is_refused(
@@ -266,8 +258,7 @@ def test_an_unknown_target_is_asked_for_again_only_soon_after_the_start(tmp_path
     assert node.send({**absent, "pid": "4"}, fingerprint="b")[::2] == ("refused", None)
 
 
-@pytest.mark.parametrize("rule", ["tidy", ""])
-def test_a_rate_limit_is_tried_again_and_costs_no_cooldown(tmp_path: Path, rule: str) -> None:
+def test_a_rate_limit_is_tried_again_and_costs_no_cooldown(tmp_path: Path) -> None:
     clock = {"now": 100.0}
     limits = RateLimits(per_caller=1, per_process=10, clock=lambda: clock["now"])
     changes: dict[str, Any] = {
@@ -278,66 +269,25 @@ def test_a_rate_limit_is_tried_again_and_costs_no_cooldown(tmp_path: Path, rule:
     }
     node = Node(tmp_path, alert_rule(**changes), limits=limits)
     limits.take("alert:Hoarded", ())
-    free = {} if rule else {"gpumem_action": "empty_cache", "gpumem_target_pid": "1"}
     node.policies.tick()
     node.now += 1.5
     node.first = node.put(1, rank="0", devices=node.first.report.devices)
-    outcome, _, retry_seconds = node.send(PID_1, rule, **free)
+    outcome, _, retry_seconds = node.send(PID_1)
     assert outcome == "refused"
     assert retry_seconds is not None
     node.now += retry_seconds
     clock["now"] += retry_seconds
     node.first = node.put(1, rank="0", devices=node.first.report.devices)
-    assert node.send(PID_1, rule, **free)[0] == "acted"
+    assert node.send(PID_1)[0] == "acted"
 
 
 def test_the_least_recently_seen_alert_is_forgotten_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alerts, "MAX_REMEMBERED", 2)
-    node = Node(tmp_path)
-    free = {"gpumem_action": "reset_peak", "gpumem_target_pid": "1"}
-    outcomes = [node.send(PID_1, "", fingerprint=each, **free)[0] for each in ("a", "b", "a", "c", "a", "b")]
+    node = Node(tmp_path, alert_rule(dry_run=True))
+    outcomes = []
+    for each in ("a", "b", "a", "c", "a", "b"):
+        node.policies.evaluator = PolicyEvaluator(node.policies.evaluator.rules, stale_seconds=5.0)
+        outcomes.append(node.send(PID_1, fingerprint=each)[0])
     assert outcomes == ["acted", "acted", "repeated", "acted", "repeated", "acted"]
-
-
-def test_a_free_action_is_deprecated_and_narrowed_by_the_labels(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    free = {"gpumem_action": "reset_peak", "gpumem_target_all": "true", "gpumem_cooldown_seconds": "10"}
-    assert node.send({"uuid": UUIDS[1], "rank": "1"}, "", **free)[0] == "acted"
-    assert node.targets() == [Target(uuid=UUIDS[1], rank="1")]
-    assert "deprecated" in caplog.text
-    later = datetime.now(timezone.utc).isoformat()
-    assert node.send({"uuid": UUIDS[1], "rank": "1"}, "", later, **free)[0] == "cooling"
-
-
-def test_the_values_of_a_free_action_are_read() -> None:
-    texts = {"action": "empty_cache", "target_pid": "4711", "target_gpu": "0", "mode": "step", "deadline_seconds": "60"}
-    request, cooldown_seconds = requested_action({**texts, "dry_run": "true", "reason": "slack"}, "alert x")
-    assert request == ActionRequest(
-        "empty_cache",
-        Target(gpu="0", pid=4711),
-        mode="step",
-        deadline_seconds=60.0,
-        dry_run=True,
-        reason="alert x: slack",
-    )
-    assert cooldown_seconds == 300.0
-
-
-@pytest.mark.parametrize(
-    ("texts", "named"),
-    [
-        ({}, ("gpumem_target:",)),
-        ({"target_workloda": "a"}, ("gpumem_target_workloda", "gpumem_target_workload,")),
-        ({"target_pid": "many"}, ("gpumem_target_pid:", "integer")),
-        ({"target_all": "yes"}, ("gpumem_target_all: 'yes'", "true", "false")),
-        ({"target_pid": "7", "cooldown_seconds": "inf"}, ("gpumem_cooldown_seconds: 'inf'",)),
-    ],
-)
-def test_an_invalid_free_action_is_refused_with_the_name_of_the_label(
-    texts: dict[str, str], named: tuple[str, ...]
-) -> None:
-    with pytest.raises(AlertRequestError) as refused:
-        requested_action({"action": "empty_cache", **texts}, "alert x")
-    message = str(refused.value)
-    assert [part for part in named if part not in message] == [], message
