@@ -108,8 +108,37 @@ def long_texts(number: int) -> bytes:
     )
 
 
+def long_tables(number: int) -> bytes:
+    """The largest owners and lines have texts of the maximum length, which JSON must escape."""
+    count, wide = 500, "\N{GRINNING FACE}" * 1000
+    frames = [["<" * (MAX_TEXT - 8), f"{wide}{number}{i}", i] for i in range(count)]
+    owners = [["parameters", f"{'<.' * (MAX_TEXT // 2 - 8)}{number}{i}", "<" * MAX_TEXT, "x"] for i in range(count)]
+    return _document(
+        _rows(MAX_ROWS, lambda _: "default", lambda i: i % count, lambda i: i % count),
+        stacks=[[i, (i + 1) % count] for i in range(count)],
+        frames=frames,
+        owners=owners,
+    )
+
+
+def long_kinds(number: int) -> bytes:
+    """Each owner has a kind of its own, which is as long as it may be."""
+    owners = [[f"{'<' * 50}{number}{i}"] for i in range(MAX_ROWS)]
+    return _document(_rows(MAX_ROWS, lambda _: "default", owner=lambda i: i), owners=owners)
+
+
 HOSTILE: Mapping[str, Callable[[int], bytes]] = {
     each.__name__: each
-    for each in (many_pools, many_kinds, many_owners, deep_stacks, many_frames, many_stacks, long_texts)
+    for each in (
+        many_pools,
+        many_kinds,
+        many_owners,
+        deep_stacks,
+        many_frames,
+        many_stacks,
+        long_texts,
+        long_tables,
+        long_kinds,
+    )
 }
 """Each returns the body of a profile; another number makes another profile of the same shape."""

@@ -7,55 +7,57 @@ https://github.com/google/pprof/blob/main/proto/profile.proto
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import TypeVar
 
-from gpumem_exporter.features.profiles.profile_lines import Line, OwnerPaths, kind_text, stack_names
+from gpumem_client.profile.model import Frame, Owner
+from gpumem_exporter.features.profiles.profile_diff import Difference
+from gpumem_exporter.features.profiles.profile_lines import Line, Stack, bounded, kind_text, owner_path
+from gpumem_exporter.features.profiles.stored_profile import StoredProfile, device_names
 
 T = TypeVar("T")
+# The length of all samples, without the names, which they share.
+_MAX_LENGTH = 8 << 20
+# The length of the names of all modules. The names in a path of 4096 characters could take 4 MiB: without the limit, a
+# profile of 1 KiB became a page of 240 MB. The owners that follow have one name.
+_MAX_PATHS_LENGTH = 4 << 20
 _VARINT, _LENGTH_DELIMITED = 0, 2
 
 
-class _Location(NamedTuple):
-    function: str
-    file: str
-    line: int
+def encode(profile: StoredProfile | Difference, changed: Iterable[Line]) -> bytes:
+    """Return rows as a compressed profile, the first ones in full. The values are the changes.
 
-
-def encode(
-    lines: Iterable[Line],
-    devices: Sequence[str],
-    *,
-    time_unix_seconds: float,
-    duration_seconds: float,
-    comments: Sequence[str],
-) -> bytes:
-    """Return lines as a compressed profile. The values are the changes, which are negative where memory was freed.
-
-    `devices` has the label of each device.
+    A change is negative where memory was freed.
     """
-    paths = OwnerPaths()
+    stored = profile.after if isinstance(profile, Difference) else profile
+    devices = device_names(profile.uuids, profile.gpus)
+    paths = _OwnerPaths()
     texts: _Table[str] = _Table({"": 0})
     functions: _Table[tuple[str, str]] = _Table()
-    locations: _Table[_Location] = _Table()
+    locations: _Table[Frame] = _Table()
     body = bytearray()
-    # By the id of the stack, which the lines keep and share: a hash would read all frames of each line.
-    packed: dict[int, bytes] = {}
+    stacks: dict[Stack, bytes] = {}
     for name, unit in (("inuse_objects", "count"), ("inuse_space", "bytes")):
         body += _message(1, _number(1, texts[name]), _number(2, texts[unit]))
-    for line in lines:
-        values = _packed(2, (line.change_blocks, line.change_bytes))
+
+    def sample(line: Line) -> bytes:
+        if line.stack is None:
+            at = _packed(1, [locations[Frame(name, "", 0)] + 1 for name in reversed(paths.of(line.owner))])
+        elif line.stack in stacks:
+            at = stacks[line.stack]
+        else:
+            at = stacks[line.stack] = _packed(1, [locations[each] + 1 for each in line.stack.frames])
         owner = line.owner and " ".join(filter(None, (kind_text(line.owner.kind), line.owner.name)))
         labels = (("device", devices[line.device]), ("pool", line.pool), ("owner", owner))
-        key = id(line.stack) if line.stack else 0
-        if not key or key not in packed:
-            packed[key] = _packed(1, [locations[each] + 1 for each in _locations(line, paths)])
-        body += _message(
+        return _message(
             2,
-            packed[key],
-            values,
+            at,
+            _packed(2, (line.change_blocks, line.change_bytes)),
             *(_message(3, _number(1, texts[name]), _number(2, texts[text])) for name, text in labels if text),
         )
+
+    for each in bounded(changed, sample, _MAX_LENGTH):
+        body += each
     # Says that the names are complete: otherwise pprof looks for a program to read them from.
     body += _message(3, _number(1, 1), *(_number(flag, 1) for flag in (7, 8, 9)))
     for number, location in enumerate(locations, 1):
@@ -67,9 +69,9 @@ def encode(
             5, _number(1, number), _number(2, texts[name]), _number(3, texts[name]), _number(4, texts[file])
         )
     numbers = (
-        _number(9, int(time_unix_seconds * 1e9)),
-        _number(10, int(duration_seconds * 1e9)),
-        *(_number(13, texts[comment]) for comment in comments),
+        _number(9, int(stored.time_unix_seconds * 1e9)),
+        _number(10, int(stored.recorded_seconds * 1e9)),
+        *(_number(13, texts[comment]) for comment in profile.notes),
         _number(14, texts["inuse_space"]),
     )
     # The texts are complete only now. A reader takes the fields in any order.
@@ -77,11 +79,22 @@ def encode(
     return gzip.compress(bytes(body), compresslevel=6, mtime=0)
 
 
-def _locations(line: Line, paths: OwnerPaths) -> list[_Location]:
-    """Return the frames of a line, the innermost first; without a stack, the names of its owner."""
-    if line.stack:
-        return [_Location(*frame) for frame in line.stack]
-    return [_Location(name, "", 0) for name in reversed(stack_names(line, paths))]
+class _OwnerPaths:
+    """The names of owners as the frames of a stack, from the kind to the full name: see `owner_path`."""
+
+    def __init__(self) -> None:
+        self._length = 0
+
+    def of(self, owner: Owner | None) -> list[str]:
+        """Return the names of an owner."""
+        names, path = owner_path(owner)
+        if not path:
+            return names
+        self._length += len(path) * (path.count(".") + 2) // 2
+        if self._length > _MAX_PATHS_LENGTH:
+            return [*names, path]
+        parts = path.split(".")
+        return [*names, *(".".join(parts[: i + 1]) for i in range(len(parts)))]
 
 
 class _Table(dict[T, int]):

@@ -7,15 +7,17 @@ stack that only one of them has is compared with the stack of the same functions
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
-from gpumem_client.profile.model import Frame
-from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, Moment, joined, without_numbers
+from gpumem_client.profile.model import Owner
+from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, Moment, joined
 from gpumem_exporter.features.profiles.stored_profile import ProfileFacts, SavedProfile, StoredProfile
 
+T = TypeVar("T", bound=Hashable)
+_NUMBER = re.compile(r"\d+")
 Comparable: TypeAlias = StoredProfile | SavedProfile
 
 
@@ -57,42 +59,16 @@ def difference(before: Comparable, after: Comparable, moment: Moment = "live") -
     with_stacks = [any(line.stack for line in lines) for lines in (old, new)]
     if any(with_stacks) and not all(with_stacks):
         notes.append("One of the profiles has no stacks, so only owners are compared.")
-        old, new = ([line._replace(stack=()) for line in lines] for lines in (old, new))
+        old, new = ([line._replace(stack=None) for line in lines] for lines in (old, new))
     uuids, places = _devices(before.uuids, after.uuids)
-    moved = (
+    moved = [
         Line(places[line.device], line.pool, line.owner, line.stack, 0, 0, line.bytes, line.blocks) for line in old
-    )
-    numbers = _StackNumbers()
-    lines = joined(chain(new, moved), lambda line: _exact(line, numbers))
+    ]
+    both = [*new, *moved]
+    lines = joined(both, _exact(both))
     if before.process_key != after.process_key:
-        lines = _with_moved_code(lines, numbers)
+        lines = _with_moved_code(lines)
     return Difference(before, after, moment, tuple(lines), uuids, tuple(notes))
-
-
-class _StackNumbers:
-    """Gives each distinct stack a number, once: the lines of a profile share their stacks."""
-
-    def __init__(self) -> None:
-        # By the ids of stacks, which the lines keep.
-        self._exact: dict[int, int] = {}
-        self._without_lines: dict[int, int] = {}
-        self._stacks: dict[tuple[Frame, ...], int] = {}
-        self._functions: dict[Hashable, int] = {}
-
-    def exact(self, stack: tuple[Frame, ...]) -> int:
-        """Return the number of a stack."""
-        number = self._exact.get(id(stack))
-        if number is None:
-            number = self._exact[id(stack)] = self._stacks.setdefault(stack, len(self._stacks))
-        return number
-
-    def without_lines(self, stack: tuple[Frame, ...]) -> int:
-        """Return the number of a stack without its line numbers."""
-        number = self._without_lines.get(id(stack))
-        if number is None:
-            functions = tuple([frame[:2] for frame in stack])
-            number = self._without_lines[id(stack)] = self._functions.setdefault(functions, len(self._functions))
-        return number
 
 
 def _devices(old: Sequence[str], new: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
@@ -106,25 +82,42 @@ def _devices(old: Sequence[str], new: Sequence[str]) -> tuple[tuple[str, ...], l
     return uuids, [uuids.index(uuid) for uuid in old]
 
 
-def _exact(line: Line, numbers: _StackNumbers) -> Hashable:
+def _exact(lines: Sequence[Line]) -> Callable[[Line], Hashable]:
     """What identifies a line: a module's tensor by its name, because only some profiles have the stack of it."""
-    named = line.owner is not None and line.owner.kind in PATH_KINDS
-    return (line.device, line.pool, _owner(line), None if named else numbers.exact(line.stack))
+    owners = _owners(lines)
+    stacks = _numbers({line.stack for line in lines}, lambda stack: stack and stack.frames)
+
+    def key(line: Line) -> Hashable:
+        named = line.owner is not None and line.owner.kind in PATH_KINDS
+        return line.device, line.pool, owners[line.owner], None if named else stacks[line.stack]
+
+    return key
 
 
-def _owner(line: Line) -> Hashable:
-    """The owner without the numbers in its text, such as the length of a list. The path of a module has its numbers."""
-    if line.owner is None or line.owner.kind in PATH_KINDS:
-        return line.owner
-    return line.owner._replace(name=without_numbers(line.owner.name))
-
-
-def _with_moved_code(lines: Sequence[Line], numbers: _StackNumbers) -> list[Line]:
+def _with_moved_code(lines: Sequence[Line]) -> list[Line]:
     """Return lines in which a stack of one profile only is joined with its counterpart at other line numbers."""
     in_both = [line for line in lines if line.bytes and line.before_bytes]
-    later = (line for line in lines if not line.before_bytes)
-    earlier = (line for line in lines if not line.bytes)
-    return in_both + joined(
-        chain(later, earlier),
-        lambda line: (line.device, line.pool, _owner(line), numbers.without_lines(line.stack)),
-    )
+    rest = [line for line in lines if not line.before_bytes] + [line for line in lines if not line.bytes]
+    owners = _owners(rest)
+    stacks = _numbers({line.stack for line in rest}, lambda stack: stack and tuple([each[:2] for each in stack.frames]))
+    return in_both + joined(rest, lambda line: (line.device, line.pool, owners[line.owner], stacks[line.stack]))
+
+
+def _owners(lines: Iterable[Line]) -> dict[Owner | None, int]:
+    """Return the numbers of owners without the numbers in their texts, such as the length of a list.
+
+    The path of a module has its numbers.
+    """
+
+    def key(owner: Owner | None) -> Hashable:
+        if owner is None or owner.kind in PATH_KINDS:
+            return owner
+        return owner._replace(name=_NUMBER.sub("#", owner.name))
+
+    return _numbers({line.owner for line in lines}, key)
+
+
+def _numbers(values: Iterable[T], key: Callable[[T], Hashable]) -> dict[T, int]:
+    """Return the same number for values with the same key: the lines of a profile share their stacks and owners."""
+    numbers: dict[Hashable, int] = {}
+    return {value: numbers.setdefault(key(value), len(numbers)) for value in values}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from gpumem_client.profile.model import Frame, Owner, Profile
@@ -40,12 +40,29 @@ _TORCH = re.compile(
 )
 _PACKAGES = re.compile(r"(^|/)((site|dist)-packages|lib/python3[.\d]*)/")
 _INDEX = re.compile(r"(?<![^. ])\d+(?=\.|$)")
-_NUMBER = re.compile(r"\d+")
 # The innermost frames of a stack that are shown.
 _MAX_FRAMES = 128
-# The length of the names of all owners' modules. The names in a path of 4096 characters could take 4 MiB: without the
-# limit, a profile of 1 KiB whose names have 2,000 dots became a page of 240 MB.
-_MAX_PATHS_LENGTH = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stack:
+    """A stack with the frames that stand for it.
+
+    The lines of a profile share their stacks, so a stack is equal to itself only: a hash of the frames would read all
+    of them for each line.
+    """
+
+    frames: tuple[Frame, ...]
+    """The innermost frame first; at least one."""
+    user: Frame
+    """The innermost frame outside of torch; the innermost one if all are in torch."""
+    caller: Frame | None
+    """The innermost frame outside of installed packages, if it is not the user frame itself."""
+
+    def texts(self) -> Iterator[str]:
+        """Yield the frames as text, the outermost first: `main (train.py:12)`."""
+        for function, file, number in reversed(self.frames):
+            yield f"{function} ({file}:{number})" if number else f"{function} ({file})"
 
 
 class Line(NamedTuple):
@@ -55,8 +72,8 @@ class Line(NamedTuple):
     """Index in the devices of the profile."""
     pool: str
     owner: Owner | None
-    stack: tuple[Frame, ...]
-    """The innermost frame first; empty without a recorded stack."""
+    stack: Stack | None
+    """None without a recorded stack."""
     bytes: int
     blocks: int
     before_bytes: int = 0
@@ -72,21 +89,54 @@ class Line(NamedTuple):
         """By how many blocks the line grew."""
         return self.blocks - self.before_blocks
 
+    @property
+    def kind(self) -> str:
+        """The kind of the owner."""
+        return self.owner.kind if self.owner else "unseen"
 
-def lines_of(profile: Profile, moment: Moment = "live") -> list[Line]:
-    """Return the lines of a profile at its end, or at its highest moment.
+
+class Stacks:
+    """Makes stacks of the frames of one profile, whose files it looks at once."""
+
+    def __init__(self) -> None:
+        # By file: in torch's folder, and in a folder of installed packages.
+        self._files: dict[str, tuple[bool, bool]] = {}
+
+    def of(self, frames: tuple[Frame, ...]) -> Stack | None:
+        """Return a stack; None if there are no frames."""
+        if not frames:
+            return None
+        user = next((frame for frame in frames if not self._file(frame)[0]), frames[0])
+        own = next((frame for frame in frames if not self._file(frame)[1]), None)
+        return Stack(frames, user, None if own == user else own)
+
+    def _file(self, frame: Frame) -> tuple[bool, bool]:
+        known = self._files.get(frame.file)
+        if known is None:
+            torch = is_torch(frame)
+            known = self._files[frame.file] = torch, torch or _PACKAGES.search(frame.file) is not None
+        return known
+
+
+def stacks_of(profile: Profile) -> list[Stack | None]:
+    """Return the stacks of a profile; None for one without frames."""
+    stacks = Stacks()
+    return [stacks.of(tuple([profile.frames[frame] for frame in stack[:_MAX_FRAMES]])) for stack in profile.stacks]
+
+
+def lines_of(profile: Profile, stacks: Sequence[Stack | None], moment: Moment = "live") -> list[Line]:
+    """Return the lines of a profile at its end, or at its highest moment; `stacks` are the stacks of the profile.
 
     Raises NoPeakError for the highest moment of a profile that was taken without a recording.
     """
     if moment == "peak" and not has_peak(profile):
         raise NoPeakError(f"profile {profile.id} was taken without a recording, so it has no highest moment")
-    stacks = [tuple(profile.frames[frame] for frame in stack[:_MAX_FRAMES]) for stack in profile.stacks]
     lines = []
     for row in profile.rows:
         size, blocks = (row.live_bytes, row.live_blocks) if moment == "live" else (row.peak_bytes, row.peak_blocks)
         if size:
             owner = None if row.owner is None else profile.owners[row.owner]
-            stack = () if row.stack is None else stacks[row.stack]
+            stack = None if row.stack is None else stacks[row.stack]
             lines.append(Line(row.device, row.pool, owner, stack, size, blocks or 0))
     return lines
 
@@ -102,6 +152,22 @@ def joined(lines: Iterable[Line], key: Callable[[Line], Hashable]) -> list[Line]
     return list(found.values())
 
 
+def bounded(lines: Iterable[Line], encode: Callable[[Line], bytes], most_bytes: int) -> Iterator[bytes]:
+    """Yield encoded lines until they are this long, and then the sums of the others.
+
+    Only the line that reaches the limit may exceed it. Each line is written in full: without a limit, a compressed
+    profile of 1 MiB could become gigabytes.
+    """
+    others = iter(lines)
+    for line in others:
+        yield (text := encode(line))
+        most_bytes -= len(text)
+        if most_bytes < 0:
+            break
+    for merged in joined(others, lambda line: line[:2]):
+        yield encode(merged._replace(owner=Owner("merged"), stack=None))
+
+
 def has_peak(profile: Profile) -> bool:
     """Return whether a profile has its highest moment."""
     return any(device.peak_bytes is not None for device in profile.devices)
@@ -109,75 +175,13 @@ def has_peak(profile: Profile) -> bool:
 
 def is_torch(frame: Frame) -> bool:
     """Return whether a frame is in torch's folder."""
-    return _is_in_torch(frame.file)
+    return "torch/" in frame.file and _TORCH.search(frame.file) is not None
 
 
-# The rows of a profile share its files and names: without caches, the searches in them could take an hour.
-
-
-@cache
-def _is_in_torch(file: str) -> bool:
-    return _TORCH.search(file) is not None
-
-
-@cache
-def _is_in_package(file: str) -> bool:
-    return _is_in_torch(file) or _PACKAGES.search(file) is not None
-
-
-@cache
-def _without_indices(name: str) -> str:
-    return _INDEX.sub("*", name)
-
-
-@cache
-def without_numbers(name: str) -> str:
-    """Return a text with `#` for each number."""
-    return _NUMBER.sub("#", name)
-
-
-def forget_names() -> None:
-    """Release the texts and the stacks of the profiles that were shown."""
-    _shown_frames.clear()
-    for each in (_is_in_torch, _is_in_package, _without_indices, without_numbers):
-        each.cache_clear()
-
-
-class _ShownFrames(NamedTuple):
-    """The frames that stand for a stack, which it keeps: another stack would have its id."""
-
-    stack: Sequence[Frame]
-    user: Frame | None
-    caller: Frame | None
-
-
-_shown_frames: dict[int, _ShownFrames] = {}
-"""By the id of the stack: the rows of a profile share their stacks, and a hash reads all frames."""
-
-
-def _frames_of(stack: Sequence[Frame]) -> _ShownFrames:
-    known = _shown_frames.get(id(stack))
-    if known is None:
-        user = next((frame for frame in stack if not _is_in_torch(frame.file)), stack[0] if stack else None)
-        own = next((frame for frame in stack if not _is_in_package(frame.file)), None)
-        known = _shown_frames[id(stack)] = _ShownFrames(stack, user, None if own == user else own)
-    return known
-
-
-def user_frame(stack: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame outside of torch; the innermost one if all are in torch."""
-    return _frames_of(stack).user
-
-
-def caller(stack: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame outside of installed packages, if it is not the user frame itself."""
-    return _frames_of(stack).caller
-
-
-def place(frame: Frame | None) -> str:
-    """Return `train.py:12 in main`; empty without a frame."""
+def place(frame: Frame | None) -> str | None:
+    """Return `train.py:12 in main`; None without a frame."""
     if frame is None:
-        return ""
+        return None
     file = frame.file.rpartition("/")[2] or frame.file
     return f"{file}:{frame.line} in {frame.function}" if frame.line else f"{file} in {frame.function}"
 
@@ -189,41 +193,20 @@ def kind_text(kind: str | None) -> str:
 
 def owner_name(owner: Owner) -> str:
     """Return the name of an owner for a list: `model.layers.*.weight` for the same parameter of every layer."""
-    return _without_indices(owner.name) if owner.kind in PATH_KINDS else owner.name
+    return _INDEX.sub("*", owner.name) if owner.kind in PATH_KINDS else owner.name
 
 
-class OwnerPaths:
-    """The names of owners from the kind to the full name.
+def owner_path(owner: Owner | None) -> tuple[list[str], str]:
+    """Return the names of an owner from its kind to its full name, and the path of its module, which has more names.
 
-    The path of a module is one name for each module: `parameters`, `model`, `model.layers`, `model.layers.0`, so that
-    a reader of stacks adds up each module. When the names of a file are too long, the owners that follow have one name.
+    For the path `model.layers.0.weight`, these are `model`, `model.layers`, and so on: a reader adds up each module.
     """
-
-    def __init__(self) -> None:
-        self._length = 0
-
-    def of(self, owner: Owner) -> list[str]:
-        """Return the names of an owner."""
-        names = [kind_text(owner.kind), *([owner.name] if owner.name else [])]
-        if owner.kind not in PATH_KINDS or not owner.name:
-            return names
-        state, _, path = owner.name.rpartition(" ")  # `Adam.exp_avg model.layers.0.weight`
-        self._length += len(path) * (path.count(".") + 2) // 2
-        if self._length > _MAX_PATHS_LENGTH:
-            return names
-        parts = path.split(".")
-        return [*names[:1], *([state] if state else []), *(".".join(parts[: i + 1]) for i in range(len(parts)))]
-
-
-def frames(line: Line) -> Iterator[str]:
-    """Yield the frames of a line as text, the outermost first: `main (train.py:12)`."""
-    for function, file, number in reversed(line.stack):
-        yield f"{function} ({file}:{number})" if number else f"{function} ({file})"
-
-
-def stack_names(line: Line, paths: OwnerPaths) -> list[str]:
-    """Return the frames of a line as text, the outermost first; without a stack, the names of its owner."""
-    return list(frames(line)) or paths.of(line.owner or Owner("unseen"))
+    if owner is None or not owner.name:
+        return [kind_text(owner and owner.kind)], ""
+    if owner.kind not in PATH_KINDS:
+        return [kind_text(owner.kind), owner.name], ""
+    state, _, path = owner.name.rpartition(" ")  # `Adam.exp_avg model.layers.0.weight`
+    return [kind_text(owner.kind), *([state] if state else [])], path
 
 
 class Group(NamedTuple):
@@ -245,7 +228,7 @@ class Group(NamedTuple):
 
 def by_kind(lines: Iterable[Line]) -> list[Group]:
     """Return the kinds of owners, the largest change first."""
-    return _groups(lines, lambda line: line.owner.kind if line.owner else "unseen")
+    return _groups(lines, lambda line: line.kind)
 
 
 def by_owner(lines: Iterable[Line]) -> list[Group]:
@@ -253,14 +236,21 @@ def by_owner(lines: Iterable[Line]) -> list[Group]:
 
     Blocks without an owner are grouped by line of code.
     """
-    return _groups(
-        lines, lambda line: (line.owner.kind, owner_name(line.owner)) if line.owner else user_frame(line.stack)
-    )
+    names: dict[Owner, str] = {}  # a search in the names of all rows could take an hour
+
+    def key(line: Line) -> object:
+        if line.owner is None:
+            return line.stack and line.stack.user
+        if line.owner not in names:
+            names[line.owner] = owner_name(line.owner)
+        return line.owner.kind, names[line.owner]
+
+    return _groups(lines, key)
 
 
 def by_code(lines: Iterable[Line]) -> list[Group]:
     """Return the lines of code outside of torch that allocated the blocks, the largest change first."""
-    return _groups((line for line in lines if line.stack), lambda line: user_frame(line.stack))
+    return _groups((line for line in lines if line.stack), lambda line: line.stack and line.stack.user)
 
 
 def _groups(lines: Iterable[Line], key: Callable[[Line], object]) -> list[Group]:
@@ -282,4 +272,4 @@ def _groups(lines: Iterable[Line], key: Callable[[Line], object]) -> list[Group]
 
 
 def _weight(line: Line) -> tuple[int, bool]:
-    return abs(line.change_bytes), line.owner is not None and line.owner.kind != "unseen"
+    return abs(line.change_bytes), line.kind != "unseen"

@@ -1,6 +1,6 @@
-"""A profile, or the difference of two, as one page without a network: tables first, then an interactive flame graph.
+"""A profile, or the difference of two, as one page without a network, which its script draws from a JSON document.
 
-Names come from another user's process. The graph inserts them as text, and the policy of the page allows its own
+Names come from another user's process. The script inserts them as text, and the policy of the page allows its own
 scripts only.
 """
 
@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from gpumem_client.profile.model import Frame, Owner
+from gpumem_client.profile.model import Owner
 from gpumem_exporter.features.profiles.profile_diff import Difference
-from gpumem_exporter.features.profiles.profile_lines import OwnerPaths, has_peak, is_torch, kind_text
-from gpumem_exporter.features.profiles.profile_tables import (
-    View,
-    difference_head,
-    profile_head,
-    text,
-    title,
-    view_tables,
+from gpumem_exporter.features.profiles.profile_json import MAX_LENGTH, document_head, document_tables, encoded
+from gpumem_exporter.features.profiles.profile_lines import (
+    KINDS,
+    Group,
+    Line,
+    Stack,
+    bounded,
+    has_peak,
+    is_torch,
+    owner_path,
 )
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile, device_names
 
+T = TypeVar("T")
 _SCRIPTS = (  # .ci/fetch-libraries fetches the libraries again
     "d3-flame-graph/d3.min.js",
     "d3-flame-graph/d3-flamegraph.umd.min.js",
@@ -37,28 +39,28 @@ _SCRIPTS = (  # .ci/fetch-libraries fetches the libraries again
 _STYLE = "page.css"
 # The style that d3-flame-graph adds to the page.
 _LIBRARY_STYLE = re.compile(r"\.textContent=`([^`\\]*)`")
+# The rows of a table. The flame graph has the others.
+_SHOWN = 15
+
+
+class _View(NamedTuple):
+    """What one button of the page shows."""
+
+    name: str
+    label: str
+    lines: Sequence[Line]
+    size: Callable[[Group], int]
+    """The bytes of a group in this view; without any it is not shown."""
 
 
 def render(profile: StoredProfile | Difference) -> bytes:
     """Return the page."""
-    views = tuple(_views(profile))
-    differs = isinstance(profile, Difference)
-    devices = device_names(profile.uuids, profile.gpus)
-    parts = (
-        *(difference_head(profile) if isinstance(profile, Difference) else profile_head(profile, devices)),
-        _buttons(views),
-        *(view_tables(view, hidden=view is not views[0], differs=differs) for view in views),
-        _file("graph.html"),
-        '<script id="data" type="application/json">',
-        _graph_data(views, devices),
-        "</script>",
-        *(f"<script>{_file(name)}</script>" for name in _SCRIPTS),
-    )
-    # The body is last: it has texts that look like the other places.
-    before, after = _file("page.html").split("<!--body-->")
-    before = before.replace("<!--policy-->", escape(policy())).replace("<!--title-->", text(title(profile)))
-    before = before.replace("<!--style-->", _file(_STYLE))
-    return b"".join(part.encode("utf-8", "replace") for part in (before, *parts, after))
+    before, after = _frame_of_page()
+    page = bytearray(before)
+    for part in _document(profile):
+        # No text can end the script element, or start a comment in it.
+        page += part.replace(b"<", b"\\u003c")
+    return bytes(page + after)
 
 
 @cache
@@ -80,57 +82,87 @@ def _source(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-@cache
 def _file(name: str) -> str:
     return files("gpumem_exporter.features.profiles").joinpath("static", name).read_text(encoding="utf-8")
 
 
-def _views(profile: StoredProfile | Difference) -> Iterator[View]:
-    if isinstance(profile, Difference):
-        yield View("grew", "What grew", profile.lines, lambda each: each.change_bytes)
-        yield View("shrank", "What shrank", profile.lines, lambda each: -each.change_bytes)
-        yield View("after", "Everything afterwards", profile.lines, lambda each: each.bytes)
-        return
-    yield View("live", "At the end", profile.lines("live"), lambda each: each.bytes)
-    if has_peak(profile.profile):
-        yield View("peak", "At the highest moment", profile.lines("peak"), lambda each: each.bytes)
+@cache
+def _frame_of_page() -> tuple[bytes, bytes]:
+    """Return what is before the document in every page, and what is behind it."""
+    before, after = _file("page.html").split("<!--document-->")
+    before = before.replace("<!--policy-->", escape(policy())).replace("<!--style-->", _file(_STYLE))
+    scripts = "".join(f"<script>{_file(name)}</script>\n" for name in _SCRIPTS)
+    return before.encode(), after.replace("<!--scripts-->", scripts).encode()
 
 
-def _buttons(views: Sequence[View]) -> str:
-    """Return the buttons of the views; a single view needs none."""
-    if len(views) == 1:
-        return ""
-    states = ("true", *("false" for _ in views[1:]))
-    buttons = (
-        f'<button type="button" value="{view.name}" aria-pressed="{pressed}">{view.label}</button>'
-        for view, pressed in zip(views, states, strict=True)
-    )
-    return f'<div id="views" role="group" aria-label="View">{"".join(buttons)}</div>'
-
-
-def _graph_data(views: Sequence[View], devices: Sequence[str]) -> str:
-    """Return what the flame graph is drawn from, as JSON that is safe in a script element."""
-    frames: dict[Any, int] = {}
-    # By the id of the stack, which the lines keep and share: a hash would read all frames of each line.
-    stacks: dict[int, tuple[int, Sequence[Frame]]] = {}
-    owners: dict[Any, int] = {}
-    rows: dict[str, list[tuple[int, ...]]] = {view.name: [] for view in views}
-    for view in views:
-        for line in view.lines:
-            if (size := view.size(line)) > 0:
-                owner = line.owner or (None if line.stack else Owner("unseen"))
-                number = stacks.setdefault(id(line.stack), (len(stacks), line.stack))[0] if line.stack else -1
-                holder = -1 if owner is None else owners.setdefault(owner, len(owners))
-                rows[view.name].append((line.device, number, holder, size, line.blocks, line.change_bytes))
-    paths = OwnerPaths()
-    indices = [[frames.setdefault(frame, len(frames)) for frame in stack] for _, stack in stacks.values()]
-    document = {
-        "devices": devices,
-        "no_owner": kind_text(None),
-        "frames": [[*frame, is_torch(frame)] for frame in frames],
-        "stacks": indices,
-        "owners": [[*paths.of(owner), f"{owner.dtype} {owner.shape}".strip()] for owner in owners],
-        "views": rows,
+def _document(profile: StoredProfile | Difference) -> Iterator[bytes]:
+    """Yield the parts of the document: the head, the tables of each view, and the rows of the flame graph."""
+    differs = isinstance(profile, Difference)
+    views = _views(profile)
+    # The views of a difference have their rows in common.
+    rows = {"change" if differs else view.name: view.lines for view in views}
+    head = {
+        **document_head(profile, "live"),
+        "names_of_devices": device_names(profile.uuids, profile.gpus),
+        "names_of_kinds": KINDS,
+        "count": {name: len(lines) for name, lines in rows.items()},
+        "views": {
+            view.name: {"label": view.label, **document_tables(view.lines, view.size, _SHOWN, differs=differs)}
+            for view in views
+        },
     }
-    # No text can end the element, or start a comment in it.
-    return json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
+    text = encoded(head)[:-1] + b',"records":[["views"]'
+    yield text
+    records = _Records()
+    for name, lines in rows.items():
+        largest_first = sorted(lines, key=lambda line: (-abs(line.change_bytes), -line.bytes))
+        for record in bounded(largest_first, partial(records.of, name), (MAX_LENGTH - len(text)) // len(rows)):
+            yield b"," + record
+    yield b"]}"
+
+
+def _views(profile: StoredProfile | Difference) -> list[_View]:
+    if isinstance(profile, Difference):
+        return [
+            _View("grew", "What grew", profile.lines, lambda group: group.change_bytes),
+            _View("shrank", "What shrank", profile.lines, lambda group: -group.change_bytes),
+            _View("after", "Everything afterwards", profile.lines, lambda group: group.bytes),
+        ]
+    views = [_View("live", "At the end", profile.lines("live"), lambda group: group.bytes)]
+    if has_peak(profile.profile):
+        views.append(_View("peak", "At the highest moment", profile.lines("peak"), lambda group: group.bytes))
+    return views
+
+
+class _Records:
+    """The rows of the flame graph as JSON: lists that start with the name of their table.
+
+    Each frame, stack and owner is a record, too, before the first record that has its number.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, dict[Any, int]] = {"frames": {}, "stacks": {}, "owners": {}}
+        self._new: list[Any] = []
+
+    def of(self, rows: str, line: Line) -> bytes:
+        """Return the record of a line, and before it the new records that it needs."""
+        stack = -1 if line.stack is None else self._number("stacks", line.stack, self._stack)
+        owner = -1 if line.owner is None else self._number("owners", line.owner, _owner)
+        new = [*self._new, [rows, line.device, stack, owner, line.blocks, line.bytes, line.before_bytes]]
+        self._new.clear()
+        return encoded(new)[1:-1]
+
+    def _number(self, table: str, value: T, values: Callable[[T], Sequence[Any]]) -> int:
+        numbers = self._numbers[table]
+        if value not in numbers:
+            self._new.append([table, *values(value)])  # after the records that it needs itself
+            numbers[value] = len(numbers)
+        return numbers[value]
+
+    def _stack(self, stack: Stack) -> list[int]:
+        return [self._number("frames", frame, lambda each: (*each, is_torch(each))) for frame in stack.frames]
+
+
+def _owner(owner: Owner) -> Sequence[Any]:
+    names, path = owner_path(owner)
+    return names, path, f"{owner.dtype} {owner.shape}".strip()

@@ -200,9 +200,7 @@ def profiles_router(intake: ProfileIntake, routes: ProfileRoutes) -> APIRouter:
 
 _ANY_FORMAT = {
     "description": "the profile in the format of the request",
-    "content": {
-        media_type: {} for media_type in ("application/json", "application/octet-stream", "text/html", "text/plain")
-    },
+    "content": {media_type: {} for media_type in ("application/json", "application/octet-stream", "text/html")},
 }
 _Id = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="the id of a profile")]
 

@@ -9,14 +9,14 @@ from typing import Any
 from gpumem_client.profile.model import Frame, Owner
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.errors import ProfileInvalidError
-from gpumem_exporter.features.profiles.profile_lines import Line
+from gpumem_exporter.features.profiles.profile_lines import Line, Stack, Stacks
 from gpumem_exporter.features.profiles.stored_profile import KeptDevice, SavedProfile
 
 _FRAME = re.compile(r"(?s)(.*) \((.*?)(?::(\d+))?\)")
 
 
 def read_saved(document: Any) -> SavedProfile:
-    """Return the profile of a JSON document that `formats.render` wrote.
+    """Return the profile of a JSON document that `profile_json.render` wrote.
 
     Raises ProfileInvalidError if the document is not the document of one profile.
     """
@@ -30,11 +30,15 @@ def _saved(document: Mapping[str, Any]) -> SavedProfile:
     devices = tuple(KeptDevice(e["uuid"], e["gpu"] or "", e["allocated_bytes"], None) for e in document["devices"])
     places = {device.uuid: number for number, device in enumerate(devices)}
     lines = []
+    stacks, known = Stacks(), dict[tuple[str, ...], Stack | None]()
     for row in document["rows"]:
         owner = Owner(*(row[name] or "" for name in ("kind", "owner", "shape", "dtype")))
-        stack = tuple(map(_frame, row["stack"]))
+        frames = tuple(row["stack"])
+        if frames not in known:
+            known[frames] = stacks.of(tuple(map(_frame, frames)))
         place = places[row["uuid"]]
-        lines.append(Line(place, row["pool"], owner if owner.kind else None, stack, row["bytes"], row["blocks"]))
+        of = owner if owner.kind else None
+        lines.append(Line(place, row["pool"], of, known[frames], row["bytes"], row["blocks"]))
     names = ("pid", "workload", "rank", "command", "job", "slurm_job_id", "ray_job_id", "recorded_seconds", "step")
     process = ("pid_namespace", "reported_pid", "start_time_ticks")
     return SavedProfile(

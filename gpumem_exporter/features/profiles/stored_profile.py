@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from gpumem_client.profile.model import CAUSES as CAUSES
 from gpumem_client.profile.model import Profile as Profile
 from gpumem_exporter.core.container import Place
-from gpumem_exporter.features.profiles.profile_lines import Line, Moment, lines_of
+from gpumem_exporter.features.profiles.profile_lines import Line, Moment, Stack, lines_of, stacks_of
 
-Format = Literal["json", "folded", "pprof", "html"]
-"""The formats of `profiles.formats`."""
+Format = Literal["json", "pprof", "html"]
+"""The formats of `profile_formats`."""
 ACTION, OUT_OF_MEMORY = CAUSES
 """Why a profile was taken: a caller requested it, or an out-of-memory error."""
 
@@ -102,7 +103,11 @@ class StoredProfile(ProfileFacts):
 
     def lines(self, moment: Moment) -> Sequence[Line]:
         """Return the lines at the end, or at the highest moment; see `lines_of`."""
-        return lines_of(self.profile, moment)
+        return lines_of(self.profile, self._stacks, moment)
+
+    @cached_property
+    def _stacks(self) -> Sequence[Stack | None]:
+        return stacks_of(self.profile)
 
 
 @dataclass(frozen=True)

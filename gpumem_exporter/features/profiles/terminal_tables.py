@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from gpumem_client.wire.units import UNKNOWN, human_bytes, human_growth, human_seconds
 from gpumem_exporter.cli.api_client import Document
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.features.profiles.profile_formats import LARGEST
 from gpumem_exporter.features.profiles.profile_lines import kind_text
 
 if TYPE_CHECKING:
@@ -41,9 +40,8 @@ def profile_tables(document: Document) -> Iterator[RenderableType]:
         if groups:
             yield plain("")
             yield table(title, [*sizes, *names], ([*_numbers(each), *cells(each)] for each in groups[:_SHOWN]))
-            if rest := groups[_SHOWN:]:
-                more = f"at least {len(rest)}" if len(groups) == LARGEST else str(len(rest))
-                yield plain(f"and {more} more", "dim")
+            if rest := len(groups[_SHOWN:]) + document[f"more_{key}"]["count"]:
+                yield plain(f"and {rest} more", "dim")
 
 
 def _profile_head(document: Document) -> Iterator[RenderableType]:

@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 
 PROFILES = "/api/v1/profiles"
 EVENTS = "/api/v1/events"
-MEDIA_TYPES = {"pprof": "application/octet-stream", "folded": "text/plain", "html": "text/html"}
+MEDIA_TYPES = {"pprof": "application/octet-stream", "html": "text/html"}
 
 
 def asked(exporter: RunningExporter, **changes: Any) -> Any:
@@ -106,7 +106,8 @@ def test_the_formats_and_the_difference_of_two_profiles() -> None:
                 assert policy.startswith("sandbox allow-scripts") is (form == "html")
                 assert "allow-same-origin" not in policy
         problem(exporter.get(f"{PROFILES}/{ids[1]}?moment=peak"), 422)  # taken without a recording
-        problem(exporter.get(f"{first}?format=pickle"), 422)
+        (wrong,) = problem(exporter.get(f"{first}?format=folded"), 422)["errors"]
+        assert all(form in wrong["message"] for form in ("json", "pprof", "html"))
         problem(exporter.get(f"{PROFILES}/{'0' * 32}"), 404)
         problem(exporter.get(f"{first}/diff/{'0' * 32}"), 404)
         problem(exporter.get(f"{PROFILES}/..%2f..%2fevents.db"), 404)
@@ -230,7 +231,7 @@ def test_a_scraper_gets_a_new_profile_that_is_not_kept() -> None:
     with running_exporter() as exporter, ThreadPoolExecutor(2) as pool:
         reporter = Reporter(exporter)
         path = "/api/v1/processes/100/profile"
-        asking = pool.submit(exporter.get, f"{path}?format=folded")
+        asking = pool.submit(exporter.get, f"{path}?format=json")
         command = reporter.command()
         assert (command["action"], command.get("duration_seconds", 0)) == ("profile", 0)
         assert exporter.get("/api/v1/devices").status == 200  # a waiting scraper keeps no other request waiting

@@ -73,9 +73,9 @@ def test_formats_files_and_differences(exporter: RunningExporter, capsys: pytest
     capsys.readouterr()
     assert main(["profile", "diff", "before.json", after[:8]]) == 0
     assert capsys.readouterr().out == of_ids
-    assert main(["profile", "diff", before, after, "--format", "folded"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith(f" {600 * MIB}")
+    assert main(["profile", "diff", before, after, "--format", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["change_bytes"] == 600 * MIB
 
 
 def test_several_processes_have_a_file_each(exporter: RunningExporter, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +108,7 @@ def test_a_process_that_cannot_be_profiled_says_why(
         (["100", "--duration", "soon"], "30s"),
         (["100", "-o", "missing/profile.html"], "missing/profile.html"),
         (["100", "--json", "--format", "html"], "--format html"),
+        (["100", "--format", "folded"], "expected text, html, pprof, json"),
         (["diff", "a"], "B"),
         ([], "no target"),
     ],

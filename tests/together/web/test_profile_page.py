@@ -121,7 +121,7 @@ def test_a_difference_shows_what_grew_and_what_shrank(open_profile: Open) -> Non
     assert page.locator("td:visible", has_text="train.py:7 in keep").count() == 3
     assert page.locator("td:visible", has_text="+5.0 MiB").count() == 2
     page.get_by_role("button", name="What shrank").click()
-    assert page.locator("td:visible", has_text="-8.0 MiB").count() == 1
+    assert page.locator("td:visible", has_text="−8.0 MiB").count() == 1
     page.get_by_role("button", name="Everything afterwards").click()
     assert details(page).startswith("6.0 MiB")
 

@@ -1,22 +1,34 @@
-// The views of the page and the flame graph. d3-flame-graph draws it; names are only ever inserted as text.
+// Draws the page from its document: head, tables and flame graph (d3-flame-graph). Names come from another user's process:
+// they are only ever inserted as text.
 "use strict";
 (() => {
   const $ = (id) => document.getElementById(id);
   const data = JSON.parse($("data").textContent);
   const graph = $("graph");
-  const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+  const CAUSES = { action: "requested", out_of_memory: "out-of-memory error" };
+  const UNKNOWN = "-";
   const NUMBERS = new Intl.NumberFormat("en");
   // Control characters, and those that reverse the direction of the text that follows.
   const UNSAFE = /[\p{Cc}\p{Zl}\p{Zp}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu;
+  // A path with more names is one name.
+  const MOST_NAMES = 64;
+  // What the views of a difference show; other views show the bytes.
+  const CHANGES = { grew: (bytes, before) => bytes - before, shrank: (bytes, before) => before - bytes };
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const differs = "grew" in data.views;
+  const differs = "before" in data;
+  const tables = { frames: [], stacks: [], owners: [], live: [], peak: [], change: [], views: [] };
+  for (const [table, ...record] of data.records) tables[table].push(record);
   let view = Object.keys(data.views)[0];
   let current = null; // the node of the keyboard
   let chart = null;
   let tree = null;
   let root = null; // the node of the tree
 
+  const clean = (text) => String(text).replace(UNSAFE, "\ufffd");
+
   function bytes(value) {
+    if (value === null) return UNKNOWN;
     let amount = Math.abs(value);
     let unit = 0;
     while (unit < UNITS.length - 1 && Math.round(amount) >= 1024) {
@@ -27,29 +39,175 @@
   }
 
   const growth = (value) => `${value > 0 ? "+" : ""}${bytes(value)}`;
+  const share = (part, all) => (part / all >= 0.005 ? `${((100 * part) / all).toFixed(0)} %` : "< 1 %");
+  const kindNames = new Map(Object.entries(data.names_of_kinds));
+  const kindOf = (kind) => kindNames.get(kind ?? "unseen") ?? kind;
+  const sum = (groups, name) => groups.reduce((all, group) => all + group[name], 0);
+  const time = ({ unix_seconds: seconds }) => `${new Date(1000 * seconds).toISOString().slice(0, 19).replace("T", " ")} UTC`;
 
-  /** Return the names from the device to the innermost frame or the owner: text, file and line, class. */
-  function pathOf([device, stack, owner], grouping) {
-    const [names, more] = owner < 0 ? [[], ""] : [data.owners[owner].slice(0, -1), data.owners[owner].at(-1)];
-    const ofOwner = names.map((name, i) => ({ name, place: i === names.length - 1 ? more : "", kind: "owner" }));
-    const frames = stack < 0 ? [] : data.stacks[stack].map((frame) => frameOf(data.frames[frame])).reverse();
-    const byStack = grouping === "stack" && frames.length > 0;
-    if (!byStack && owner < 0) ofOwner.push({ name: data.no_owner, place: "", kind: "owner" });
-    const path = byStack ? [...frames, ...ofOwner.slice(-1)] : [...ofOwner, ...frames];
-    return data.devices.length > 1 ? [{ name: data.devices[device], place: "", kind: "device" }, ...path] : path;
+  function duration(seconds) {
+    if (seconds < 0.1) return `${(1000 * seconds).toFixed(1)} ms`;
+    if (seconds < 120) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+    return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(0)} h`;
   }
 
+  /** Return an element; texts among its children and in its attributes come from anywhere. */
+  function make(name, attributes, ...children) {
+    const element = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes)) if (value) element.setAttribute(key, clean(value));
+    element.append(...children.map((child) => (child instanceof Node ? child : clean(child))));
+    return element;
+  }
+
+  function head() {
+    const stored = differs ? data.after : data;
+    const name = `${stored.workload || `pid ${stored.pid}`}${stored.rank ? ` rank ${stored.rank}` : ""}`;
+    $("title").textContent = document.title = clean(`${differs ? "What changed in the memory" : "Memory"} of ${name}`);
+    $("facts").replaceChildren(...(differs ? factsOfDifference() : [factsOfProfile()]).map((fact) => make("p", {}, fact)));
+    $("notes").replaceChildren(...data.notes.map((note) => make("li", {}, note)));
+    $("notes").hidden = data.notes.length === 0;
+    if (!differs) $("devices").replaceChildren(devices());
+    const buttons = Object.entries(data.views).map(([value, { label }]) => make("button", { type: "button", value }, label));
+    $("views").replaceChildren(...buttons);
+    $("views").hidden = buttons.length === 1;
+  }
+
+  function factsOfProfile() {
+    const { pid, cause, recorded_seconds: recorded, step, pause_seconds: pause } = data;
+    const facts = [`pid ${pid}`, time(data), CAUSES[cause] ?? cause, recorded ? `recorded for ${duration(recorded)}` : "without a recording"];
+    if (step !== null) facts.push(`step ${step}`);
+    if (pause) facts.push(`the process stood still for ${duration(pause)}`);
+    return facts.join(" · ");
+  }
+
+  function factsOfDifference() {
+    const { kinds } = data.views.after;
+    const [before, after] = [sum(kinds, "before_bytes"), sum(kinds, "after_bytes")];
+    return [
+      `Before: ${bytes(before)}, ${time(data.before)}, pid ${data.before.pid}`,
+      `After: ${bytes(after)}, ${time(data.after)}, pid ${data.after.pid}`,
+      `Change: ${growth(after - before)}${data.moment === "peak" ? ", at the highest moments" : ""}`,
+    ];
+  }
+
+  /** Return a table. A cell is a text, an element, or a text with its class and title. */
+  function table(heading, columns, rows, more = { count: 0 }) {
+    const cells = rows.map((row) => row.map((cell) => (typeof cell === "string" || cell instanceof Node ? { text: cell } : cell)));
+    const titles = columns.map((column, i) => make("th", { scope: "col", class: cells[0]?.[i].class }, column));
+    const lines = cells.map((row) => make("tr", {}, ...row.map(({ text, ...attributes }) => make("td", attributes, text))));
+    const whole = make("table", {}, make("thead", {}, make("tr", {}, ...titles)), make("tbody", {}, ...lines));
+    const rest = more.count ? [make("p", { class: "faint" }, `${NUMBERS.format(more.count)} more: ${bytes(more.bytes)}`)] : [];
+    return make("section", {}, make("h2", {}, heading), make("div", { class: "scroll" }, whole), ...rest);
+  }
+
+  const number = (text, title = "") => ({ text, title, class: "number" });
+  const size = (value) => number(bytes(value), value === null ? "" : `${NUMBERS.format(value)} bytes`);
+
+  function devices() {
+    const columns = ["Device", "Allocated", "Highest", "Reserved", "Fragmented", "Segments", "Parts of reserved"];
+    const rows = data.devices.map((device, i) => [
+      data.names_of_devices[i],
+      ...["allocated", "peak", "reserved", "fragmented"].map((name) => size(device[`${name}_bytes`])),
+      number(device.segments === null ? UNKNOWN : NUMBERS.format(device.segments)),
+      bar(device),
+    ]);
+    return table("Devices", columns, rows);
+  }
+
+  /** Return the reserved memory of a device as a bar: allocated, fragmented, and the rest. */
+  function bar({ reserved_bytes: reserved, allocated_bytes: allocated, fragmented_bytes: fragmented }) {
+    if (!reserved) return "";
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("class", "bar");
+    let left = 0;
+    for (const [name, value] of [["allocated", allocated], ["fragmented", fragmented ?? 0]]) {
+      const part = document.createElementNS(svg.namespaceURI, "rect");
+      const width = (100 * value) / reserved;
+      for (const [key, of] of [["class", name], ["x", `${left}%`], ["width", `${width}%`], ["height", "100%"]]) part.setAttribute(key, of);
+      svg.append(part);
+      left += width;
+    }
+    return { text: svg, title: "reserved: allocated, fragmented, other" };
+  }
+
+  /** Draw the tables of the view: the kinds of owners, the largest owners and the largest lines of code. */
+  function drawTables() {
+    const { kinds, owners, lines, more_owners: moreOwners, more_lines: moreLines } = data.views[view];
+    const all = sum(kinds, differs ? "after_bytes" : "bytes");
+    const sizes = differs ? ["Before", "After", "Change"] : ["Bytes", "Share", "Blocks"];
+    const numbers = (group) =>
+      differs
+        ? [size(group.before_bytes), size(group.after_bytes), number(growth(group.change_bytes), `${NUMBERS.format(group.change_bytes)} bytes`)]
+        : [size(group.bytes), number(share(group.bytes, all)), number(NUMBERS.format(group.blocks))];
+    const line = (group) => ({ text: group.line ?? UNKNOWN, title: group.file ?? "" });
+    const owner = (group) => group.owner ?? (group.kind || !group.line ? kindOf(group.kind) : `allocated by ${group.line}`);
+    const shape = (group) => `${group.dtype ?? ""} ${group.shape ?? ""}`.trim();
+    const parts = [kindsOf(kinds, all)];
+    if (owners.length > 0) {
+      const rows = owners.map((group) => [owner(group), kindOf(group.kind), shape(group), ...numbers(group), line(group)]);
+      const heading = view in CHANGES ? "Owners that changed the most" : "Largest owners";
+      parts.push(table(heading, ["Owner", "Kind", "Shape", ...sizes, "Allocated by"], rows, moreOwners));
+    }
+    if (lines.length > 0) {
+      const rows = lines.map((group) => [line(group), group.called_from ?? UNKNOWN, ...numbers(group), group.kind ? owner(group) : UNKNOWN]);
+      const heading = view in CHANGES ? "Lines that changed the most" : "Lines that allocated the most";
+      parts.push(table(heading, ["Line", "Called from", ...sizes, "Mostly for"], rows, moreLines));
+    }
+    $("tables").replaceChildren(...(owners.length > 0 ? parts : [make("section", {}, "Nothing.")]));
+  }
+
+  /** Return the sums of the kinds of owners. */
+  function kindsOf(kinds, all) {
+    const of = (kind) => sizeInView(kind.after_bytes ?? kind.bytes, kind.before_bytes);
+    const shown = kinds.filter((kind) => of(kind) > 0).sort((a, b) => of(b) - of(a));
+    const items = shown.map((kind) => {
+      const texts = differs ? [growth(kind.change_bytes)] : [`${bytes(kind.bytes)} `, make("small", {}, share(kind.bytes, all))];
+      return make("div", {}, make("dt", {}, kindOf(kind.kind)), make("dd", {}, ...texts));
+    });
+    return make("section", {}, make("h2", {}, "Whose memory it is"), make("dl", { class: "kinds" }, ...items));
+  }
+
+  /** Return what the view shows of bytes, and of the bytes before. */
+  const sizeInView = (after, before) => (CHANGES[view] ? CHANGES[view](after, before) : after);
+  const sizeOf = ([, , , , after, before]) => sizeInView(after, before);
+
+  /** Return the names of a row, from the device to the innermost frame or the owner. */
+  function pathOf([device, stack, owner], grouping) {
+    const owners = owner < 0 ? [] : ownerOf(tables.owners[owner]);
+    const frames = stack < 0 ? [] : tables.stacks[stack].map((frame) => frameOf(tables.frames[frame])).reverse();
+    const byStack = grouping === "stack" && frames.length > 0;
+    if (!byStack && owner < 0) owners.push(named(kindOf("unseen"), "owner"));
+    // Behind a stack, the full name of the owner.
+    const path = byStack ? [...frames, ...owners.slice(-1).map((each) => ({ ...each, label: each.name }))] : [...owners, ...frames];
+    return data.devices.length > 1 ? [named(data.names_of_devices[device], "device"), ...path] : path;
+  }
+
+  /** Return what a bar shows: a name, of which the bar itself may show only a part, and more text. */
+  const named = (name, kind, place = "", label = name) => ({ name, kind, place, label });
+
   function frameOf([name, file, line, torch]) {
-    return { name, place: line ? `${file}:${line}` : file, kind: torch ? "torch" : "user" };
+    return named(name, torch ? "torch" : "user", line ? `${file}:${line}` : file);
+  }
+
+  /** Return the names of an owner: `model`, `model.layers`, and so on; the bar of a module shows the end of its path. */
+  function ownerOf([names, path, shape]) {
+    const found = names.map((name) => named(name, "owner"));
+    const ends = path.split(".");
+    let length = 0;
+    if (ends.length > MOST_NAMES) found.push(named(path, "owner"));
+    else if (path) for (const end of ends) found.push(named(path.slice(0, (length += end.length + 1) - 1), "owner", "", end));
+    found.at(-1).place = shape;
+    return found;
   }
 
   function treeOf(rows, grouping) {
-    const root = nodeOf({ name: "everything", place: "", kind: "root" });
+    const root = nodeOf(named("everything", "root"));
     for (const row of rows) {
+      if (sizeOf(row) <= 0) continue;
       let node = root;
       add(node, row);
       for (const each of pathOf(row, grouping)) {
-        const key = `${each.name}\n${each.place}\n${each.kind}`;
+        const key = `${each.label}\n${each.place}\n${each.kind}`;
         let child = node.byKey.get(key);
         if (child === undefined) {
           child = nodeOf(each);
@@ -63,14 +221,15 @@
     return root;
   }
 
-  function nodeOf({ name, place, kind }) {
-    return { name: name.replace(UNSAFE, "\ufffd"), place: place.replace(UNSAFE, "\ufffd"), kind, value: 0, blocks: 0, change: 0, children: [], byKey: new Map() };
+  function nodeOf({ name, kind, place, label }) {
+    return { name: clean(name), label: clean(label), place: clean(place), kind, value: 0, blocks: 0, change: 0, children: [], byKey: new Map() };
   }
 
-  function add(node, [, , , size, blocks, change]) {
-    node.value += size;
+  function add(node, row) {
+    const [, , , blocks, after, before] = row;
+    node.value += sizeOf(row);
     node.blocks += blocks;
-    node.change += change;
+    node.change += after - before;
   }
 
   /** Owners and files have colors of their own, torch is pale; a difference shows growth in red and shrinkage in blue. */
@@ -104,13 +263,11 @@
     graph.querySelector("g.current")?.scrollIntoView({ block: "nearest" });
   }
 
-  /** Return the text on a bar: of a module only the last part of its path, as the bar above has the rest. */
-  function labelOf({ data: { name, kind }, parent }) {
-    return kind === "owner" && name.startsWith(`${parent.data.name}.`) ? name.slice(parent.data.name.length + 1) : name;
-  }
-
   function draw() {
-    tree = treeOf(data.views[view], $("grouping").value);
+    const name = differs ? "change" : view;
+    tree = treeOf(tables[name], $("grouping").value);
+    const [shown, all] = [tables[name].length, data.count[name]].map((count) => NUMBERS.format(count));
+    $("merged").textContent = shown === all ? "" : `The smallest of ${all} rows are merged into “${kindOf("merged")}”, so that ${shown} are left. The tables have all.`;
     graph.replaceChildren();
     $("details").textContent = `${bytes(tree.value)} in all. Point at a bar to see what it is.`;
     current = null;
@@ -123,7 +280,7 @@
       .transitionDuration(0)
       .resetHeightOnZoom(true)
       .sort((a, b) => b.data.value - a.data.value)
-      .getName(labelOf)
+      .getName((node) => node.data.label)
       .setLabelHandler(describe)
       .setColorMapper(colorOf)
       .setDetailsHandler(() => {})
@@ -136,6 +293,13 @@
     d3.select(graph).datum(tree).call(chart);
     root = d3.select(graph).datum();
     search();
+  }
+
+  function select(name) {
+    view = name;
+    for (const button of $("views").children) button.setAttribute("aria-pressed", button.value === view);
+    drawTables();
+    draw();
   }
 
   function search() {
@@ -183,12 +347,8 @@
   $("search").addEventListener("input", search);
   $("grouping").addEventListener("change", draw);
   $("reset").addEventListener("click", () => chart.resetZoom());
-  $("views")?.addEventListener("click", ({ target }) => {
-    if (!target.value) return;
-    view = target.value;
-    for (const button of $("views").children) button.setAttribute("aria-pressed", button === target);
-    for (const tables of document.querySelectorAll("div[data-view]")) tables.hidden = tables.dataset.view !== view;
-    draw();
+  $("views").addEventListener("click", ({ target }) => {
+    if (target.value) select(target.value);
   });
   let width = graph.clientWidth;
   new ResizeObserver(() => {
@@ -197,6 +357,7 @@
     draw();
   }).observe(graph);
   dark.addEventListener("change", () => chart.update());
-  if (data.stacks.length === 0) $("grouping").value = "owner";
-  draw();
+  if (tables.stacks.length === 0) $("grouping").value = "owner";
+  head();
+  select(view);
 })();

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from gpumem_client.profile.model import Frame, Owner, ProfiledDevice
 from gpumem_exporter.features.profiles.profile_diff import Difference, difference
-from gpumem_exporter.features.profiles.profile_lines import user_frame
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile
 from tests.support.builders import MIB, UUIDS
 from tests.support.made_up_profiles import LINEAR, MAIN, SCRIPT, Block, made_up, stored
@@ -20,7 +19,7 @@ def changes(change: Difference) -> dict[str, int]:
     """The changes by owner and line of code, without what stayed equal."""
     found = {}
     for line in change.lines:
-        frame = user_frame(line.stack)
+        frame = line.stack and line.stack.user
         name = f"{line.owner.name if line.owner else ''}:{frame.line if frame else ''}"
         if line.change_bytes:
             found[name] = line.change_bytes

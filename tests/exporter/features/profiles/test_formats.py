@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import gzip
 import json
+from typing import Any
 
 import pytest
 
-from gpumem_client.profile.model import Frame, Owner
+from gpumem_client.profile.model import Owner
 from gpumem_exporter.errors import NoPeakError
-from gpumem_exporter.features.profiles import profile_formats
+from gpumem_exporter.features.profiles import pprof, profile_json, profile_page
 from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_formats import render
-from gpumem_exporter.features.profiles.stored_profile import Format
+from gpumem_exporter.features.profiles.stored_profile import Format, StoredProfile
 from tests.support.builders import MIB, UUIDS
 from tests.support.made_up_profiles import (
     CALL,
@@ -43,6 +44,11 @@ SMALL = stored(
 )
 
 
+def document_of_page(profile: StoredProfile) -> Any:
+    """Return the JSON document in a page."""
+    return json.loads(render(profile, "html")[0].partition(b'type="application/json">')[2].partition(b"</script>")[0])
+
+
 def test_pprof_has_all_bytes_with_functions_lines_and_labels() -> None:
     body, media_type = render(SMALL, "pprof")
     profile = read_pprof(body)
@@ -72,23 +78,7 @@ def test_a_profile_without_a_recording_has_no_highest_moment() -> None:
     without = stored(made_up([(0, (), WEIGHT, MIB, None)], recorded=False))
     with pytest.raises(NoPeakError):
         render(without, "json", "peak")
-    assert b"At the highest moment" not in render(without, "html")[0]
-
-
-def test_folded_stacks_start_with_the_device_and_end_with_the_bytes() -> None:
-    lines = render(SMALL, "folded")[0].decode().splitlines()
-    assert (
-        lines[1]
-        == f"GPU 0;optimizer state;Adam.exp_avg;model;model.layers;model.layers.0;model.layers.0.weight {20 * MIB}"
-    )
-    assert lines[0].startswith(f"GPU 0;main ({SCRIPT}:40);train_step ({SCRIPT}:21);forward (/src/model.py:12);")
-    assert sum(int(line.rpartition(" ")[2]) for line in lines) == 65 * MIB
-
-
-def test_a_name_cannot_add_frames_or_lines_to_folded_stacks() -> None:
-    hostile = stored(made_up([(0, (Frame("a;b\nc 1", "x\r\n;y", 1),), None, MIB, MIB)]))
-    (line,) = render(hostile, "folded")[0].decode().splitlines()
-    assert line == f"GPU 0;a b c 1 (x y:1) {MIB}"
+    assert list(document_of_page(without)["views"]) == ["live"]
 
 
 def test_json_has_names_and_the_largest_first() -> None:
@@ -115,15 +105,35 @@ def test_json_has_names_and_the_largest_first() -> None:
 def test_a_long_profile_keeps_its_sum_and_merges_its_smallest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = stored(many_stacks(stacks=200))
     total = sum(device.allocated_bytes for device in profile.profile.devices)
-    monkeypatch.setattr(profile_formats, "_MAX_LENGTH", 50_000)
+    for module, name, length in ((profile_json, "MAX_LENGTH", 50_000), (pprof, "_MAX_LENGTH", 5_000)):
+        monkeypatch.setattr(module, name, length)
+    monkeypatch.setattr(profile_page, "MAX_LENGTH", 20_000)
     rows = json.loads(render(profile, "json")[0])["rows"]
-    folded = render(profile, "folded")[0].decode().splitlines()
-    assert len(rows) < 200
     assert rows[-1]["kind"] == "merged"
-    assert sum(row["bytes"] for row in rows) == sum(int(line.rpartition(" ")[2]) for line in folded) == total
+    samples = read_pprof(render(profile, "pprof")[0]).samples
+    assert samples[-1].labels["owner"] == "many small blocks"
+    page = document_of_page(profile)
+    records = [record for record in page["records"] if record[0] == "live"]
+    assert page["count"] == {"live": 200}
+    for sizes in (
+        [row["bytes"] for row in rows],
+        [sample.values["inuse_space"] for sample in samples],
+        [size for *_, size, _ in records],
+    ):
+        assert len(sizes) < 200
+        assert sum(sizes) == total
 
 
-@pytest.mark.parametrize("form", ["html", "folded", "pprof"])
+def test_a_table_of_long_texts_is_short() -> None:
+    owners = [Owner("tensors", f"{i} {'x' * 4000}") for i in range(900)]
+    profile = stored(made_up([(0, (), owner, MIB, MIB) for owner in owners]))
+    document = json.loads(render(profile, "json")[0])
+    more = document["more_owners"]
+    assert len(document["owners"]) + more["count"] == 900
+    assert len(document["owners"]) * MIB + more["bytes"] == 900 * MIB
+
+
+@pytest.mark.parametrize("form", ["html", "json", "pprof"])
 def test_deep_paths_of_modules_stay_small(form: Format) -> None:
     paths = [Owner("buffers", f"{number}{'.a' * 2000}") for number in range(20)]
     profile = stored(made_up([(0, (), path, MIB, MIB) for path in paths]))
@@ -134,8 +144,7 @@ def test_deep_paths_of_modules_stay_small(form: Format) -> None:
 def test_a_difference_has_signed_values_in_every_format() -> None:
     before, after = stored(training(leaked=300)), stored(training(leaked=100, layers=12))
     change = difference(before, after)
-    (line,) = render(change, "folded")[0].decode().splitlines()
     (sample,) = read_pprof(render(change, "pprof")[0]).samples
     (row,) = json.loads(render(change, "json")[0])["rows"]
-    assert int(line.rpartition(" ")[2]) == sample.values["inuse_space"] == row["change_bytes"] == -200 * MIB
+    assert sample.values["inuse_space"] == row["change_bytes"] == -200 * MIB
     assert (row["before_bytes"], row["after_bytes"]) == (300 * MIB, 100 * MIB)

@@ -16,7 +16,7 @@ MOST_MIB = 160
 """The chart's pod may take 256 MiB."""
 
 
-@pytest.mark.parametrize("form", ["json", "pprof", "folded", "html"])
+@pytest.mark.parametrize("form", ["json", "pprof", "html"])
 @pytest.mark.parametrize("shape", HOSTILE)
 def test_a_difference_of_hostile_profiles_stays_within_the_memory_of_the_pod(
     shape: str, form: str, tmp_path: Path
