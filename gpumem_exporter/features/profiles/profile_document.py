@@ -43,6 +43,7 @@ MAX_DEVICES = 64
 MAX_NOTES = 64
 MAX_TEXT = 4096
 """The maximum length of a path, a function or a name in characters."""
+_MAX_KIND = 64
 # The pools of PyTorch's allocator. All others are one: its name would be as good as another key for each row.
 _POOLS = {name: name for name in ("default", "private")}
 _OTHER_POOL = "other"
@@ -153,13 +154,14 @@ def _frame(value: Any, where: str) -> Frame:
 def _owner(value: Any, where: str) -> Owner:
     if type(value) is not list or not value:
         raise ProfileInvalidError(f"{where}: {value!r:.64} is not an owner")
-    # A later version may send another kind.
+    # A later version may send another kind. A document has all of them, so they are short.
+    _text(value[0], where, _MAX_KIND)
     return Owner(*(_text(each, where) for each in value[: len(Owner._fields)]))
 
 
-def _text(value: Any, where: str) -> str:
-    if type(value) is not str or len(value) > MAX_TEXT:
-        raise ProfileInvalidError(f"{where}: {value!r:.64} is not a text of at most {MAX_TEXT} characters")
+def _text(value: Any, where: str, most: int = MAX_TEXT) -> str:
+    if type(value) is not str or len(value) > most:
+        raise ProfileInvalidError(f"{where}: {value!r:.64} is not a text of at most {most} characters")
     return value
 
 

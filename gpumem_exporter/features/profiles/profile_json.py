@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
@@ -30,7 +30,7 @@ MAX_LENGTH = 8 << 20
 the memory limit of the chart's pod."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 # The characters of one table.
-_MAX_TABLE_LENGTH = 1 << 20
+_MAX_TABLE_LENGTH = 1 << 18
 
 
 def render(profile: StoredProfile | Difference, changed: Iterable[Line], moment: Moment) -> bytes:
@@ -38,8 +38,8 @@ def render(profile: StoredProfile | Difference, changed: Iterable[Line], moment:
     differs = isinstance(profile, Difference)
     lines = profile.lines if isinstance(profile, Difference) else profile.lines(moment)
     head = document_head(profile, moment)
-    tables = document_tables(lines, lambda each: abs(each.change_bytes), LARGEST, differs=differs)
-    text = bytearray(encoded({**head, **tables})[:-1] + b',"rows":[')
+    tables = largest(by_owner(lines), by_code(lines), lambda each: abs(each.change_bytes), LARGEST, differs=differs)
+    text = encoded({**head, "kinds": kinds(lines, differs=differs), **tables})[:-1] + b',"rows":['
 
     def row(line: Line) -> bytes:
         stack = [*line.stack.texts()][::-1] if line.stack else []
@@ -47,8 +47,7 @@ def render(profile: StoredProfile | Difference, changed: Iterable[Line], moment:
         # One by one: as objects, they take several times their size.
         return encoded({**_owner(line), **_code(line), **at, **_sizes(line, differs=differs), "stack": stack})
 
-    text += b",".join(bounded(changed, row, MAX_LENGTH - len(text)))
-    return bytes(text + b"]}")
+    return b"".join((text, b",".join(bounded(changed, row, MAX_LENGTH - len(text))), b"]}"))
 
 
 def encoded(value: Any) -> bytes:
@@ -92,16 +91,20 @@ def _identity(stored: ProfileFacts) -> dict[str, Any]:
     }
 
 
-def document_tables(lines: Sequence[Line], size: Callable[[Group], int], most: int, *, differs: bool) -> dict[str, Any]:
-    """Return the kinds of owners, the `most` largest owners and the `most` largest lines of code.
+def kinds(lines: Iterable[Line], *, differs: bool) -> list[dict[str, Any]]:
+    """Return the kinds of owners."""
+    return [{"kind": group.largest.kind, **_sizes(group, differs=differs)} for group in by_kind(lines)]
 
-    `size` is what makes a group large; owners and lines whose size is not above 0 are left out. `more_owners` and
-    `more_lines` are the number and the size of the others.
+
+def largest(
+    owners: Iterable[Group], code: Iterable[Group], size: Callable[[Group], int], most: int, *, differs: bool
+) -> dict[str, Any]:
+    """Return at most `most` owners and lines of code, the largest first, and the number and the size of the others.
+
+    `size` is what makes a group large; a group whose size is not above 0 is left out.
     """
-    tables: dict[str, Any] = {
-        "kinds": [{"kind": group.largest.kind, **_sizes(group, differs=differs)} for group in by_kind(lines)]
-    }
-    for name, groups in (("owners", by_owner(lines)), ("lines", by_code(lines))):
+    tables: dict[str, Any] = {}
+    for name, groups in (("owners", owners), ("lines", code)):
         sized = sorted((group for group in groups if size(group) > 0), key=size, reverse=True)
         tables[name] = shown = _table(sized[:most], differs=differs)
         rest = sized[len(shown) :]

@@ -9,21 +9,24 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from html import escape
 from importlib.resources import files
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from gpumem_client.profile.model import Owner
 from gpumem_exporter.features.profiles.profile_diff import Difference
-from gpumem_exporter.features.profiles.profile_json import MAX_LENGTH, document_head, document_tables, encoded
+from gpumem_exporter.features.profiles.profile_json import MAX_LENGTH, document_head, encoded, kinds, largest
 from gpumem_exporter.features.profiles.profile_lines import (
     KINDS,
     Group,
     Line,
     Stack,
     bounded,
+    by_code,
+    by_owner,
     has_peak,
     is_torch,
     owner_path,
@@ -48,19 +51,22 @@ class _View(NamedTuple):
 
     name: str
     label: str
-    lines: Sequence[Line]
-    size: Callable[[Group], int]
+    size: Callable[[Group], int] = lambda group: group.bytes
     """The bytes of a group in this view; without any it is not shown."""
+
+
+_OF_PROFILE = {"live": _View("live", "At the end"), "peak": _View("peak", "At the highest moment")}
+_OF_DIFFERENCE = (
+    _View("grew", "What grew", lambda group: group.change_bytes),
+    _View("shrank", "What shrank", lambda group: -group.change_bytes),
+    _View("after", "Everything afterwards"),
+)
 
 
 def render(profile: StoredProfile | Difference) -> bytes:
     """Return the page."""
-    before, after = _frame_of_page()
-    page = bytearray(before)
-    for part in _document(profile):
-        # No text can end the script element, or start a comment in it.
-        page += part.replace(b"<", b"\\u003c")
-    return bytes(page + after)
+    before, after = _around_document()
+    return b"".join((before, *_document(profile), after))
 
 
 @cache
@@ -87,51 +93,53 @@ def _file(name: str) -> str:
 
 
 @cache
-def _frame_of_page() -> tuple[bytes, bytes]:
-    """Return what is before the document in every page, and what is behind it."""
+def _around_document() -> tuple[bytes, bytes]:
+    """Return the parts that every page has before and after its document."""
     before, after = _file("page.html").split("<!--document-->")
     before = before.replace("<!--policy-->", escape(policy())).replace("<!--style-->", _file(_STYLE))
     scripts = "".join(f"<script>{_file(name)}</script>\n" for name in _SCRIPTS)
     return before.encode(), after.replace("<!--scripts-->", scripts).encode()
 
 
-def _document(profile: StoredProfile | Difference) -> Iterator[bytes]:
-    """Yield the parts of the document: the head, the tables of each view, and the rows of the flame graph."""
+def _document(profile: StoredProfile | Difference) -> Sequence[bytes]:
+    """Return the parts of the document: the head, the tables of each view, and the rows of the flame graph."""
     differs = isinstance(profile, Difference)
-    views = _views(profile)
-    # The views of a difference have their rows in common.
-    rows = {"change" if differs else view.name: view.lines for view in views}
-    head = {
-        **document_head(profile, "live"),
-        "names_of_devices": device_names(profile.uuids, profile.gpus),
-        "names_of_kinds": KINDS,
-        "count": {name: len(lines) for name, lines in rows.items()},
-        "views": {
-            view.name: {"label": view.label, **document_tables(view.lines, view.size, _SHOWN, differs=differs)}
-            for view in views
-        },
-    }
-    text = encoded(head)[:-1] + b',"records":[["views"]'
-    yield text
-    records = _Records()
-    for name, lines in rows.items():
-        largest_first = sorted(lines, key=lambda line: (-abs(line.change_bytes), -line.bytes))
-        for record in bounded(largest_first, partial(records.of, name), (MAX_LENGTH - len(text)) // len(rows)):
-            yield b"," + record
-    yield b"]}"
-
-
-def _views(profile: StoredProfile | Difference) -> list[_View]:
+    lines: dict[str, Sequence[Line]] = {}
     if isinstance(profile, Difference):
-        return [
-            _View("grew", "What grew", profile.lines, lambda group: group.change_bytes),
-            _View("shrank", "What shrank", profile.lines, lambda group: -group.change_bytes),
-            _View("after", "Everything afterwards", profile.lines, lambda group: group.bytes),
-        ]
-    views = [_View("live", "At the end", profile.lines("live"), lambda group: group.bytes)]
-    if has_peak(profile.profile):
-        views.append(_View("peak", "At the highest moment", profile.lines("peak"), lambda group: group.bytes))
-    return views
+        lines["change"] = profile.lines
+    else:
+        lines["live"] = profile.lines("live")
+        if has_peak(profile.profile):
+            lines["peak"] = profile.lines("peak")
+    views = {}
+    for name, each in lines.items():
+        groups = by_owner(each), by_code(each)
+        for view in _OF_DIFFERENCE if differs else (_OF_PROFILE[name],):
+            tables = largest(*groups, view.size, _SHOWN, differs=differs)
+            views[view.name] = {"label": view.label, "rows": name, **tables}
+    head = _escaped(
+        {
+            **document_head(profile, "live"),
+            "names_of_devices": device_names(profile.uuids, profile.gpus),
+            "names_of_kinds": KINDS,
+            "kinds": {name: kinds(each, differs=differs) for name, each in lines.items()},
+            "count": {name: len(each) for name, each in lines.items()},
+            "views": views,
+        }
+    )
+    records = _Records()
+    room = (MAX_LENGTH - len(head)) // len(lines)
+    rows = (bounded(sorted(each, key=_rank), partial(records.of, name), room) for name, each in lines.items())
+    return head[:-1], b',"records":[', b",".join(chain.from_iterable(rows)), b"]}"
+
+
+def _rank(line: Line) -> tuple[int, int]:
+    return -abs(line.change_bytes), -line.bytes
+
+
+def _escaped(value: Any) -> bytes:
+    """Return JSON in which no text can end a script element, or start a comment in it."""
+    return encoded(value).replace(b"<", b"\\u003c")
 
 
 class _Records:
@@ -150,7 +158,7 @@ class _Records:
         owner = -1 if line.owner is None else self._number("owners", line.owner, _owner)
         new = [*self._new, [rows, line.device, stack, owner, line.blocks, line.bytes, line.before_bytes]]
         self._new.clear()
-        return encoded(new)[1:-1]
+        return _escaped(new)[1:-1]
 
     def _number(self, table: str, value: T, values: Callable[[T], Sequence[Any]]) -> int:
         numbers = self._numbers[table]

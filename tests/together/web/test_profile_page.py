@@ -10,6 +10,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from gpumem_client.profile.model import Frame, Owner
+from gpumem_exporter.features.profiles import profile_page
 from gpumem_exporter.features.profiles.profile_diff import Difference, difference
 from gpumem_exporter.features.profiles.profile_formats import render
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile
@@ -98,6 +99,7 @@ def test_names_of_another_users_process_are_text(open_profile: Open) -> None:
             (0, (Frame(HOSTILE, HOSTILE, 1), MAIN), Owner("tensors", HOSTILE, HOSTILE, HOSTILE), 9 * MIB, 9 * MIB),
             (0, (), Owner("parameters", HOSTILE), 8 * MIB, 8 * MIB),
             (0, (), Owner(HOSTILE), 7 * MIB, 7 * MIB),
+            (0, (), Owner("constructor"), 6 * MIB, 6 * MIB),
         ],
         notes=(HOSTILE,),
     )
@@ -105,6 +107,7 @@ def test_names_of_another_users_process_are_text(open_profile: Open) -> None:
     assert page.locator("img").count() == 0
     assert page.locator("script").count() == 4
     assert "</script><img" in page.locator("h1").inner_text()
+    assert page.locator("dt", has_text="constructor").inner_text() == "constructor"
     page.locator("#graph").focus()
     for _ in range(4):
         page.keyboard.press("ArrowDown")
@@ -124,6 +127,17 @@ def test_a_difference_shows_what_grew_and_what_shrank(open_profile: Open) -> Non
     assert page.locator("td:visible", has_text="−8.0 MiB").count() == 1
     page.get_by_role("button", name="Everything afterwards").click()
     assert details(page).startswith("6.0 MiB")
+
+
+def test_the_page_says_when_rows_are_merged(open_profile: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = stored(many_stacks(stacks=200))
+    assert open_profile(profile).locator("#merged").inner_text() == ""
+    monkeypatch.setattr(profile_page, "MAX_LENGTH", 20_000)
+    page = open_profile(profile)
+    assert "200 rows" in page.locator("#merged").inner_text()
+    page.get_by_label("Search").fill("many small blocks")
+    assert page.locator("#found").inner_text() != ""
+    assert page.locator("p", has_text="185 more").count() == 2
 
 
 def test_five_thousand_stacks(open_profile: Open) -> None:

@@ -17,7 +17,7 @@
   const CHANGES = { grew: (bytes, before) => bytes - before, shrank: (bytes, before) => before - bytes };
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const differs = "before" in data;
-  const tables = { frames: [], stacks: [], owners: [], live: [], peak: [], change: [], views: [] };
+  const tables = { frames: [], stacks: [], owners: [], live: [], peak: [], change: [] };
   for (const [table, ...record] of data.records) tables[table].push(record);
   let view = Object.keys(data.views)[0];
   let current = null; // the node of the keyboard
@@ -81,7 +81,7 @@
   }
 
   function factsOfDifference() {
-    const { kinds } = data.views.after;
+    const kinds = data.kinds.change;
     const [before, after] = [sum(kinds, "before_bytes"), sum(kinds, "after_bytes")];
     return [
       `Before: ${bytes(before)}, ${time(data.before)}, pid ${data.before.pid}`,
@@ -132,7 +132,8 @@
 
   /** Draw the tables of the view: the kinds of owners, the largest owners and the largest lines of code. */
   function drawTables() {
-    const { kinds, owners, lines, more_owners: moreOwners, more_lines: moreLines } = data.views[view];
+    const { rows: name, owners, lines, more_owners: moreOwners, more_lines: moreLines } = data.views[view];
+    const kinds = data.kinds[name];
     const all = sum(kinds, differs ? "after_bytes" : "bytes");
     const sizes = differs ? ["Before", "After", "Change"] : ["Bytes", "Share", "Blocks"];
     const numbers = (group) =>
@@ -264,7 +265,7 @@
   }
 
   function draw() {
-    const name = differs ? "change" : view;
+    const name = data.views[view].rows;
     tree = treeOf(tables[name], $("grouping").value);
     const [shown, all] = [tables[name].length, data.count[name]].map((count) => NUMBERS.format(count));
     $("merged").textContent = shown === all ? "" : `The smallest of ${all} rows are merged into “${kindOf("merged")}”, so that ${shown} are left. The tables have all.`;

@@ -80,6 +80,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "a frame": {"frames": [["f", "file"], ["g", "file", 1]]},
     "a long name": {"frames": [["f" * 5000, "file", 1], ["g", "file", 1]]},
     "an owner": {"owners": ["parameters", "unseen"]},
+    "a long kind": {"owners": [["parameters"], ["unseen" * 20]]},
     "notes": {"notes": ["x"] * 65},
 }
 
