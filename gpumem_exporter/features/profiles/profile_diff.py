@@ -7,17 +7,15 @@ stack that only one of them has is compared with the stack of the same functions
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeAlias, TypeVar
 
 from gpumem_client.profile.model import Owner
-from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, Moment, joined
+from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, Moment, joined, without_numbers
 from gpumem_exporter.features.profiles.stored_profile import ProfileFacts, SavedProfile, StoredProfile
 
 T = TypeVar("T", bound=Hashable)
-_NUMBER = re.compile(r"\d+")
 Comparable: TypeAlias = StoredProfile | SavedProfile
 
 
@@ -112,7 +110,7 @@ def _owners(lines: Iterable[Line]) -> dict[Owner | None, int]:
     def key(owner: Owner | None) -> Hashable:
         if owner is None or owner.kind in PATH_KINDS:
             return owner
-        return owner._replace(name=_NUMBER.sub("#", owner.name))
+        return owner._replace(name=without_numbers(owner.name))
 
     return _numbers({line.owner for line in lines}, key)
 

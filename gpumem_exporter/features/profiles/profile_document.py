@@ -54,7 +54,7 @@ _GZIP = 31
 def read_profile(body: bytes) -> tuple[ProcessIdentity, Profile]:
     """Return a profile and the process that it names, from the body of a reporter's request.
 
-    Takes up to 0.3 s of CPU and 30 MiB for the largest profile: call it in a thread, one at a time.
+    Takes up to 0.2 s of CPU and 25 MiB for the largest profiles that were measured: call it in a thread, one at a time.
 
     Raises ProfileInvalidError if it is not a profile, is too large, or contradicts itself.
     """
