@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from gpumem_exporter.settings import SettingsModel
 
 STOP_SECONDS = 2.0
-"""The time for saving the history at the exit; a full one takes 0.5 s of CPU."""
+"""The time for saving what is new at the exit; a whole history, after the clock was set, takes 1.5 s of CPU."""
 
 
 def _settings() -> type[SettingsModel]:
