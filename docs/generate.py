@@ -29,7 +29,8 @@ from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Rule
 from gpumem_exporter.features.policy.policy_values import FIELDS
 from gpumem_exporter.main import main
 from gpumem_exporter.metrics import catalog
-from gpumem_exporter.metrics.registry import Registry, described
+from gpumem_exporter.metrics.instruments import Registry
+from gpumem_exporter.metrics.registry import described
 from gpumem_exporter.metrics.subjects import Metric
 from gpumem_exporter.settings_sources import models
 

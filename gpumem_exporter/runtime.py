@@ -35,8 +35,7 @@ from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.oom.oom_recorder import OomRecorder
 from gpumem_exporter.health import Health
 from gpumem_exporter.metrics.exposition import Exposition
-from gpumem_exporter.metrics.instruments import Instruments
-from gpumem_exporter.metrics.registry import Registry
+from gpumem_exporter.metrics.instruments import Instruments, Registry
 from gpumem_exporter.node.host import Host
 from gpumem_exporter.node.pid_namespaces import DriverPids
 from gpumem_exporter.node.pod_resources import PodResources

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpumem_exporter.edge.request_guard import Callers, OwnNames
     from gpumem_exporter.features.events.event_recorder import Recorder
     from gpumem_exporter.features.oom.oom_recorder import OomRecorder
-    from gpumem_exporter.metrics.registry import Registry
+    from gpumem_exporter.metrics.instruments import Registry
     from gpumem_exporter.page.live import NodeView
     from gpumem_exporter.reports.report_sender import ReportSenders
     from gpumem_exporter.settings import Settings, SettingsModel

@@ -1,4 +1,4 @@
 """The metrics page: the catalog of metrics, the samples of a snapshot, and their text formats.
 
-Other folders import: `exposition`, `instruments`, `metrics_route`, `registry`, `subjects`.
+Other folders import: `exposition`, `instruments`, `metrics_route`, `subjects`.
 """

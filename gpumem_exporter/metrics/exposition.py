@@ -24,8 +24,9 @@ from gpumem_exporter.core.samples import DeviceReading, Snapshot
 from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.allocators import TORCH
 from gpumem_exporter.metrics.devices import DEVICE, LEDGER, POLL
+from gpumem_exporter.metrics.instruments import Registry
 from gpumem_exporter.metrics.processes import PROCESS, REPORTER
-from gpumem_exporter.metrics.registry import Registry, RegistryLines
+from gpumem_exporter.metrics.registry import RegistryLines
 from gpumem_exporter.metrics.subjects import Collector, Metric, Samples, Series, Subject, Value, View, label_text
 
 CONTENT_TYPE_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -79,16 +80,15 @@ class Exposition:
         It yields after short steps, at first empty pieces, so that other work can go on in between.
         """
         work = _Work(self._clock)
-        sampled: dict[str, list[Sampled]] = {}
-        yield from self._sample(snapshot, work, sampled)
+        sampled: dict[str, list[Any]] = {}
+        yield from self._sample(snapshot, work, sampled, self._own.render())
+        own = sampled.pop("own", [])
         rendered: dict[str, list[tuple[Hashable, Rendered]]] = {}
         lines = {name: self._lines[name].render(each) for name, each in sampled.items()}
         yield from work.steps(lines, rendered)
         families: dict[Metric, tuple[bytes, ...]] = {}
         for name, each in rendered.items():
             families.update(self._lines[name].page(each))
-        own: dict[str, list[tuple[Metric, bytes]]] = {}
-        yield from work.steps({"own": self._own.render()}, own)
         if self._own.error is not None:
             work.errors["own"] = self._own.error
         # A collector that fails is left out and does not affect the others. It fails at each scrape, so one line is
@@ -102,34 +102,37 @@ class Exposition:
         scrape = Sampled("scrape", (), self._scrape_samples(work))
         families.update(self._scrape_lines.page(list(self._scrape_lines.render([scrape]))))
         page = [(metric, families.get(metric, ())) for metric in self._families]
-        page += [(metric, (lines,)) for metric, lines in own["own"]]
+        page += [(metric, (lines,)) for metric, lines in own]
         yield from _joined(page, openmetrics=openmetrics)
 
     def families(self, snapshot: Snapshot) -> Iterator[prometheus_client.Metric]:
         """Yield the page as families of prometheus_client. Renders nothing."""
         work = _Work(self._clock)
-        sampled: dict[str, list[Sampled]] = {}
-        for _ in self._sample(snapshot, work, sampled):
+        sampled: dict[str, list[Any]] = {}
+        for _ in self._sample(snapshot, work, sampled, iter(self._registry.collect())):
             pass
-        own: dict[str, list[prometheus_client.Metric]] = {}
-        for _ in work.steps({"own": self._registry.collect()}, own):
-            pass
+        own = sampled.pop("own", [])
         families: dict[Metric, prometheus_client.Metric] = {}
         for labels, series, values in (*(one.samples for one in chain(*sampled.values())), self._scrape_samples(work)):
             for (metric, label_values), value in zip(series(*labels), values, strict=True):
                 if value is not None:
                     if metric not in families:
-                        families[metric] = prometheus_client.Metric(metric.name, metric.help, metric.type)
+                        families[metric] = prometheus_client.Metric(metric.family, metric.help, metric.type)
                     texts = dict(zip(metric.labels, label_values, strict=True))
                     families[metric].add_sample(metric.name, texts, value)
         yield from (families[metric] for metric in self._families if metric in families)
-        yield from own.get("own", ())
+        yield from own
 
-    def _sample(self, snapshot: Snapshot, work: _Work, sampled: dict[str, list[Sampled]]) -> Iterator[bytes]:
-        """Take the samples of all collectors, and yield b"" after some of them."""
+    def _sample(
+        self, snapshot: Snapshot, work: _Work, sampled: dict[str, list[Any]], own: Iterator[Any]
+    ) -> Iterator[bytes]:
+        """Take the samples of all collectors and the exporter's own families, and yield b"" after some of them."""
         view = view_of(snapshot, hide_identities=self._hide_identities)
         yield b""
-        samples = {name: self._lines[name].sample(collect(view)) for name, _, collect in self._collectors}
+        samples: dict[str, Iterator[Any]] = {
+            **{name: self._lines[name].sample(collect(view)) for name, _, collect in self._collectors},
+            "own": own,
+        }
         yield from work.steps(samples, sampled)
 
     def _scrape_samples(self, work: _Work) -> Samples:

@@ -1,20 +1,113 @@
-"""The exporter's own counters, gauges and histograms. A feature has further ones of its own."""
+"""The exporter's own counters, gauges and histograms, of prometheus_client.
+
+A feature declares its own metrics, and counts them in the `Registry` that it is given.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, values
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 from gpumem_client.wire.protocol import OUTCOMES
 from gpumem_exporter.actions.declarations import ACTIONS
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.metrics import catalog
-from gpumem_exporter.metrics.registry import Counter, Gauge, Histogram, Registry
+from gpumem_exporter.metrics.subjects import Metric
+
+# For each counter, one more series whose value never changes.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+# With PROMETHEUS_MULTIPROC_DIR, which vLLM sets for its own processes, the library keeps values in files of the folder.
+values.ValueClass = values.MutexValue
 
 REPORT_OUTCOMES = (
     *("accepted", "shortened", "dropped", "busy", "foreign_process", "superseded", "unknown_device"),
     *("invalid", "too_large", "unauthorized"),
 )
 _ACTION_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+T = TypeVar("T", bound="_Watched")
+
+
+class Registry(CollectorRegistry):
+    """The exporter's own metrics, behind the metrics of its process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectors: list[Collector] = []
+        """The registered collectors, in their order."""
+        ProcessCollector(registry=self)
+        PlatformCollector(registry=self)
+        GCCollector(registry=self)
+
+    def register(self, collector: Collector) -> None:
+        """Add a collector. Raises ValueError if a registered one has a metric with the same name."""
+        super().register(collector)
+        self.collectors.append(collector)
+
+
+class _Watched(MetricWrapperBase):
+    """A metric that shows whether it has changed."""
+
+    change: object = ""
+    """Another object after each change, set after the new value; None if the value changes without notice."""
+    _parent: _Watched | None = None
+
+    @classmethod
+    def of(cls: type[T], metric: Metric, registry: Registry, **options: Any) -> T:
+        """Return the instrument of a metric, registered."""
+        return cls(metric.name, metric.help, metric.labels, registry=registry, **options)
+
+    def labels(self: T, *labelvalues: object, **labelkwargs: object) -> T:
+        """Return the series with these labels, which starts at 0."""
+        child = super().labels(*labelvalues, **labelkwargs)
+        child._parent = self  # noqa: SLF001 - an object of this class
+        self.change = object()
+        return child
+
+    def remove(self, *labelvalues: object) -> None:
+        """Remove a series."""
+        super().remove(*labelvalues)
+        self.change = object()
+
+    def _changed(self) -> None:
+        # Not a number: two threads could then leave the number that a page has read between their changes.
+        (self._parent or self).change = object()
+
+
+class Counter(_Watched, prometheus_client.Counter):
+    """A counter. Thread-safe, as the other two."""
+
+    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
+        """Add an amount, which is not negative."""
+        super().inc(amount, exemplar)
+        self._changed()
+
+
+class Gauge(_Watched, prometheus_client.Gauge):
+    """A gauge that is set, or that calls a function for each page."""
+
+    def set(self, value: float) -> None:
+        """Set the value."""
+        super().set(value)
+        self._changed()
+
+    def set_function(self, f: Callable[[], float]) -> None:
+        """Call `f` for each page."""
+        super().set_function(f)
+        self.change = None
+
+
+class Histogram(_Watched, prometheus_client.Histogram):
+    """A histogram."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """Count an amount."""
+        super().observe(amount, exemplar)
+        self._changed()
 
 
 class Instruments:

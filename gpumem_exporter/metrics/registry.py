@@ -1,106 +1,15 @@
-"""The exporter's own metrics: prometheus_client's counters, gauges, histograms and collectors, and their lines.
-
-A room declares its metrics in the `Registry` that it is given.
-"""
-
-# Only for these: prometheus_client takes 8 to 10 µs per series, and a node with 64 processes on 8 devices has 20,000.
+"""The lines of the exporter's own metrics, which prometheus_client counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, values
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
+from gpumem_exporter.metrics.instruments import Registry
 from gpumem_exporter.metrics.subjects import Metric, label_text
-
-# For each counter, one more series whose value never changes.
-prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-# With PROMETHEUS_MULTIPROC_DIR, which vLLM sets for its own processes, the library keeps values in files of the folder.
-values.ValueClass = values.MutexValue
-
-T = TypeVar("T", bound="_Watched")
-
-
-class Registry(CollectorRegistry):
-    """The exporter's own metrics, behind the metrics of its process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.collectors: list[Collector] = []
-        """The registered collectors, in their order."""
-        ProcessCollector(registry=self)
-        PlatformCollector(registry=self)
-        GCCollector(registry=self)
-
-    def register(self, collector: Collector) -> None:
-        """Add a collector. Raises ValueError if a registered one has a metric with the same name."""
-        super().register(collector)
-        self.collectors.append(collector)
-
-
-class _Watched(MetricWrapperBase):
-    """A metric that shows whether it has changed."""
-
-    change: object = ""
-    """Another object after each change, set after the new value; None if the value changes without notice."""
-    _parent: _Watched | None = None
-
-    @classmethod
-    def of(cls: type[T], metric: Metric, registry: Registry, **options: Any) -> T:
-        """Return the instrument of a metric, registered."""
-        return cls(metric.name, metric.help, metric.labels, registry=registry, **options)
-
-    def labels(self: T, *labelvalues: object, **labelkwargs: object) -> T:
-        """Return the series with these labels, which starts at 0."""
-        child = super().labels(*labelvalues, **labelkwargs)
-        child._parent = self  # noqa: SLF001 - an object of this class
-        self.change = object()
-        return child
-
-    def remove(self, *labelvalues: object) -> None:
-        """Remove a series."""
-        super().remove(*labelvalues)
-        self.change = object()
-
-    def _changed(self) -> None:
-        # Not a number: two threads could then leave the number that a page has read between their changes.
-        (self._parent or self).change = object()
-
-
-class Counter(_Watched, prometheus_client.Counter):
-    """A counter. Thread-safe, as the other two."""
-
-    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
-        """Add an amount, which is not negative."""
-        super().inc(amount, exemplar)
-        self._changed()
-
-
-class Gauge(_Watched, prometheus_client.Gauge):
-    """A gauge that is set, or that calls a function for each page."""
-
-    def set(self, value: float) -> None:
-        """Set the value."""
-        super().set(value)
-        self._changed()
-
-    def set_function(self, f: Callable[[], float]) -> None:
-        """Call `f` for each page."""
-        super().set_function(f)
-        self.change = None
-
-
-class Histogram(_Watched, prometheus_client.Histogram):
-    """A histogram."""
-
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        """Count an amount."""
-        super().observe(amount, exemplar)
-        self._changed()
 
 
 def described(family: prometheus_client.Metric) -> Metric:

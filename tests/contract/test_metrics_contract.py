@@ -39,8 +39,7 @@ from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.metrics.exposition import Exposition
-from gpumem_exporter.metrics.instruments import Instruments
-from gpumem_exporter.metrics.registry import Registry
+from gpumem_exporter.metrics.instruments import Instruments, Registry
 from tests.support.metrics_list import METRICS, SCRAPED
 from tests.support.paths import DATA
 from tests.support.running_command import run_tool

@@ -11,7 +11,7 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.metrics.exposition import Exposition
-from gpumem_exporter.metrics.registry import Registry
+from gpumem_exporter.metrics.instruments import Registry
 
 Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

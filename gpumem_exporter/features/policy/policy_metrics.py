@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpumem_exporter.features.policy.policy_values import RESULTS
-from gpumem_exporter.metrics.registry import Counter, Registry
+from gpumem_exporter.metrics.instruments import Counter, Registry
 from gpumem_exporter.metrics.subjects import Metric
 
 ALERT_OUTCOMES = ("acted", "repeated", "waiting", "refused", "resolved", "ignored", "invalid")

@@ -29,9 +29,8 @@ from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.exposition import PageCollector
-from gpumem_exporter.metrics.instruments import Instruments
-from gpumem_exporter.metrics.registry import Counter as CounterMetric
-from gpumem_exporter.metrics.registry import Registry
+from gpumem_exporter.metrics.instruments import Counter as CounterMetric
+from gpumem_exporter.metrics.instruments import Instruments, Registry
 from gpumem_exporter.metrics.subjects import Metric
 from tests.support.builders import UUIDS, device, node, reporting
 from tests.support.exposition_builders import Read, exposition, read, text_of, whole_text_of

@@ -18,7 +18,7 @@ from gpumem_exporter.features.policy.alerts import MAX_ALERTS, AlertReceiver, re
 from gpumem_exporter.features.policy.evaluation import PolicyEvaluator
 from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.features.policy.policy_runner import PolicyRunner
-from gpumem_exporter.metrics.registry import Registry
+from gpumem_exporter.metrics.instruments import Registry
 from tests.support.builders import MIB, UUIDS, sample
 from tests.support.dispatching import Bench
 from tests.support.policies import alert_rule, written
