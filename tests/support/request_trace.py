@@ -29,7 +29,7 @@ from tests.support.waiting import patient, wait_for
 
 POLLER = "gpumem-poller"
 THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files", "gpumem-second")
-MODULES_BESIDE = ("housekeeping.py", "edge/uvicorn_server.py")
+MODULES_BESIDE = ("housekeeping.py",)
 """What goes on beside requests: threads, and modules of the event loop."""
 VALUES = (
     "core/naming.py",
