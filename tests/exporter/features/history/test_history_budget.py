@@ -96,7 +96,7 @@ def test_jobs_that_run_lose_their_oldest_rows(bench: Bench) -> None:
     assert bench.history.size_bytes < MAX_BYTES
     assert min(bench.minutes(subject.key) for subject in (*DEVICES[:8], *few)) >= 1439
     assert min(bench.minutes(subject.key) for subject in many[::64]) > 120
-    shown = bench.document(200, uuids=(), jobs=[subject.key for subject in many[:60]])
+    shown = bench.document(60, uuids=(), jobs=[subject.key for subject in many[:60]])
     assert {None in series["used"]["max"] for series in shown["series"]} == {False}
 
 
