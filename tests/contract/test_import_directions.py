@@ -34,7 +34,6 @@ ALLOWED = {
 `plan`. What else goes up waits for its part to move."""
 FILES_TWO_WAYS = {
     "gpumem_exporter.actions.dispatcher <-> gpumem_exporter.actions.engine_starts",
-    "gpumem_exporter.cli.completion <-> gpumem_exporter.cli.options",
 }
 """Files of one folder that import each other."""
 
