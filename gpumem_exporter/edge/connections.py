@@ -41,10 +41,14 @@ class Limits:
     """The size of request line and headers."""
     request_seconds: float = 10.0
     """The time until a whole request has arrived: TLS handshake, headers and body."""
+    handshake_seconds: float = 3.0
+    """The time for a TLS handshake, once it has its turn."""
     unread_seconds: float = 30.0
     """The time until a client reads a piece of its reply."""
     idle_seconds: float = 75.0
     """The time for which a connection without a request is kept."""
+    handshakes: int = 64
+    """The number of TLS handshakes at the same time; a quarter of them may be of one user or machine."""
     bodies: int = 16
     """The number of long bodies that are received at the same time; a quarter of them may be of one user or machine."""
     reads: int = 4
@@ -74,6 +78,9 @@ class Connection:
     """Ends it with a reset."""
     close: Callable[[], object] = lambda: None
     """Ends it when what was written is sent."""
+    pause: Callable[[], object] = lambda: None
+    """Leaves what the client sends in its socket, until `resume`."""
+    resume: Callable[[], object] = lambda: None
     is_open: bool = True
     waiting_since_seconds: float = field(init=False)
     """When the exporter began to wait for its client, which has no request or has not finished sending one; infinite

@@ -206,7 +206,7 @@ class FairRequests:
         headers = dict(scope["headers"])
         length = int(headers.get(b"content-length", b"0"))
         is_chunked = b"transfer-encoding" in headers
-        # The application ends the turn of a body when it has read it. Others' bodies wait in the clients' sockets.
+        # The application ends the turn of a body when it has read it. Until it starts, the body is not received.
         body = _Turn(self._bodies, connection.owner) if length > _SHORT_BODY_BYTES else None
         # Writes (reports, actions) and scrapes do not wait for reads.
         is_read = scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/api/")
@@ -218,9 +218,13 @@ class FairRequests:
             connection.work()
         else:
             connection.wait_for_body()
+        if body is not None:
+            connection.pause()
 
         async def receive_next() -> Message:
             nonlocal arrived
+            if not arrived:
+                connection.resume()
             message = await receive()
             if not arrived and not message.get("more_body"):
                 arrived = True

@@ -22,8 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gpumem_exporter.edge.connections import Connection, Connections, Exchange, Limits
-from gpumem_exporter.edge.fair_queue import FairRequests
+from gpumem_exporter.edge.fair_queue import FairRequests, Turns
 from gpumem_exporter.edge.peer import Peer
+from gpumem_exporter.edge.problems import ProblemError
 
 # The longest time between two searches for connections whose time is over.
 _SEARCH_SECONDS = 1.0
@@ -60,6 +61,7 @@ class LimitedServer(uvicorn.Server):
         self._on_started = on_started
         self._on_stopping = on_stopping
         self._app = FairRequests(app, self.connections)
+        self._handshakes = Turns(limits.handshakes, running_of_owner=max(1, limits.handshakes // 4))
         self._read_buffer = memoryview(bytearray(_READ_BYTES))
         options |= {"interface": "asgi3", "loop": "uvloop", "ws": "none", "lifespan": "on", "log_config": None}
         options |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
@@ -110,7 +112,7 @@ class LimitedServer(uvicorn.Server):
 
     def _protocol(self, **given: Any) -> Client:
         """Return the protocol of a new connection; uvicorn calls this with the arguments of its own protocol."""
-        return Client(_Requests(**given), self.connections, self._read_buffer, self._tls)
+        return Client(_Requests(**given), self.connections, self._read_buffer, self._tls, self._handshakes)
 
 
 class _Requests(HttpToolsProtocol):
@@ -134,12 +136,14 @@ class Client(asyncio.BufferedProtocol):
         connections: Connections,
         read_buffer: memoryview,
         tls: Callable[[], ssl.SSLContext | None],
+        handshakes: Turns,
     ) -> None:
         self._requests = requests
         self._connections = connections
         # Of all connections: what was read is parsed at once.
         self._read_buffer = read_buffer
         self._tls = tls
+        self._handshakes = handshakes
         self._is_new = True
         self._is_open = False
 
@@ -166,6 +170,7 @@ class Client(asyncio.BufferedProtocol):
                 return
         self._is_open = True
         self._connection.abort, self._connection.close = transport.abort, transport.close
+        self._connection.pause, self._connection.resume = transport.pause_reading, transport.resume_reading
         transport.set_write_buffer_limits(high=_WRITE_BYTES)
         self._requests.connection_made(transport)
 
@@ -202,16 +207,18 @@ class Client(asyncio.BufferedProtocol):
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _TLS_RECEIVE_BYTES)
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self,
-                sock,
-                ssl=context,
-                ssl_handshake_timeout=connection.limits.request_seconds,
-                ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
-            )
+            # A connection that waits for its turn has a file, but not the buffers of TLS, which take 200 KiB.
+            async with self._handshakes.of(connection.owner):
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: self,
+                    sock,
+                    ssl=context,
+                    ssl_handshake_timeout=connection.limits.handshake_seconds,
+                    ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
+                )
         except BaseException as error:
             _log.debug("connection of %s not opened: %r", connection.owner, error)
             self._connections.remove(connection)
             sock.close()
-            if not isinstance(error, (OSError, asyncio.CancelledError)):
+            if not isinstance(error, (OSError, ProblemError, asyncio.CancelledError)):
                 raise
