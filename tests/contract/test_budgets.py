@@ -20,7 +20,7 @@ BUDGETS = {
     "gpumem_exporter/cli": 4_561,
     "gpumem_exporter/core": 3_200,
     "gpumem_exporter/demo": 1_442,
-    "gpumem_exporter/edge": 2_469,
+    "gpumem_exporter/edge": 2_492,
     "gpumem_exporter/metrics": 1_600,
     "gpumem_exporter/node": 2_411,
     "gpumem_exporter/page": 2_647,
