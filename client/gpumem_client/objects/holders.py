@@ -28,8 +28,10 @@ from gpumem_client.uninterrupted import Slices, Uninterrupted
 _LEVELS = 5
 # With a frozen heap, each module is found below the module that contains it, two levels deeper.
 _FROZEN_LEVELS = 24
-# The longest container that is read, and the number of children that are read on each level.
-_LENGTH_MAX, _CHILDREN_MAX = 100_000, 300_000
+# The longest container that is read, and the numbers of children and of containers that are read on each level.
+_LENGTH_MAX, _CHILDREN_MAX, _CONTAINERS_MAX = 100_000, 150_000, 20_000
+# Most containers of a model are empty: the hooks of its modules.
+_is_read = range(1, _LENGTH_MAX + 1).__contains__
 # The depth of the stacks whose local variables are read.
 _FRAMES_MAX = 200
 _SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
@@ -86,7 +88,8 @@ class Holders(NamedTuple):
 def read_holders(torch: Any, reader: TensorReader, types: Collection[type], slices: Slices) -> Holders:
     """Return the tensors, and what instances of these types and variables hold.
 
-    Keeps the GIL for about as long as a full garbage collection.
+    Keeps the GIL for up to twice as long as a full garbage collection: 1.7 times with 100,000 small dictionaries in a
+    model, 1.9 times with 3,000 modules. Of each level, 20,000 containers are read.
     """
     names = user_modules()
     kinds = (*types, *_types_of_variables(names, slices))
@@ -112,7 +115,7 @@ def read_holders(torch: Any, reader: TensorReader, types: Collection[type], slic
         attributes = read.held(map(next, map(map, map(getters.__getitem__, map(id, map(type, holding))), zip(holding))))
         usual = read.kept(are(attributes, DICTIONARIES))
         inner = read.held(compress(fresh, are(fresh, CONTAINERS)))
-        short = read.held(compress(inner, map(_LENGTH_MAX.__ge__, map(len, inner))))
+        short = read.held(islice(compress(inner, map(_is_read, map(len, inner))), _CONTAINERS_MAX))
         mappings = read.held(compress(short, are(short, DICTIONARIES)))
         sequences = read.held(compress(short, map(not_, are(short, DICTIONARIES))))
         instances.append(read.kept(zip(map(id, holding), map(type, holding))))

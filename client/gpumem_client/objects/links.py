@@ -13,8 +13,9 @@ from typing import AbstractSet, Any, Callable, Iterable, Iterator, NamedTuple, S
 
 from gpumem_client.uninterrupted import CALL, GENERATIONS, Slices, Uninterrupted
 
-# The number of objects of a slice. It keeps the GIL for about 20 ms, and each lists all objects of the generation.
-_SLICE = 40_000
+# The number of objects of a slice, which keeps the GIL for about 40 ms, and the most slices of a generation: each
+# lists all objects of the generation. In a large heap, a slice takes half the time of a full collection.
+_SLICE, _SLICES_MAX = 8_000, 20
 
 
 class _Slice(NamedTuple):
@@ -62,8 +63,9 @@ def _windows(slices: Slices, frozen: Sequence[Any]) -> Iterator[tuple[Callable[[
         counted = Uninterrupted()
         size = counted.kept(map(len, map(gc.get_objects, (generation,))))
         slices.run(counted)
-        for start in range(size[0] // _SLICE * _SLICE, -1, -_SLICE):
-            yield partial(gc.get_objects, generation), slice(start, start + _SLICE)
+        length = max(_SLICE, size[0] // _SLICES_MAX)
+        for start in range(size[0] // length * length, -1, -length):
+            yield partial(gc.get_objects, generation), slice(start, start + length)
     for start in range(0, len(frozen), _SLICE):
         yield partial(list, frozen), slice(start, start + _SLICE)
 

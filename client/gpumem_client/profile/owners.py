@@ -67,7 +67,7 @@ def name_storages(
     """Name the storages of all CUDA tensors that Python objects hold.
 
     Any thread may call this, also beside training. It first waits up to `gradient_seconds` for the end of a step, at
-    which the gradients are read, and then keeps the GIL for about as long as a full garbage collection does.
+    which the gradients are read, and then keeps the GIL for up to twice as long as a full garbage collection does.
 
     Addresses change while training runs. `addresses_read` is called as soon as all are read, with the time when their
     reading began, in microseconds since the epoch. After that, what refers to the tensors without an owner is searched
