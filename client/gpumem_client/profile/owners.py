@@ -67,7 +67,7 @@ def name_storages(
     """Name the storages of all CUDA tensors that Python objects hold.
 
     Any thread may call this, also beside training. It first waits up to `gradient_seconds` for the end of a step, at
-    which the gradients are read, and then keeps the GIL for up to twice as long as a full garbage collection does.
+    which the gradients are read, and then keeps the GIL for about as long as a full garbage collection does.
 
     Addresses change while training runs. `addresses_read` is called as soon as all are read, with the time when their
     reading began, in microseconds since the epoch. After that, what refers to the tensors without an owner is searched
@@ -90,6 +90,8 @@ def name_storages(
     notes = []
     if gc.get_freeze_count():
         notes.append("gc.freeze() hides objects from the search for owners")
+    if read.unread:
+        notes.append(f"{read.unread:,} containers were not searched for tensors: there are too many beside them")
     missing = len(named_optimizers.keys() - gradients.optimizers)
     if missing:
         why = f"made a step within {gradient_seconds:g} s" if gradient_seconds > 0 else "could be waited for"
