@@ -161,7 +161,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
                 found = Scraped(Prometheus(prometheus.url), node, processes)
                 _begin_to_work(node, processes)
                 _wait_for_scrapes(found)
-                _make_things_happen(exporters, processes)
+                _make_things_happen(found, exporters, processes)
                 _ask_until_all_is_answered(found)
                 yield found
         finally:
@@ -193,9 +193,19 @@ def _wait_for_scrapes(found: Scraped) -> None:
     wait_for(reporting, "some scrapes of every node", 60.0)
 
 
-def _make_things_happen(exporters: list[ExporterProcess], processes: Mapping[str, TorchProcess]) -> None:
+def _make_things_happen(
+    found: Scraped, exporters: list[ExporterProcess], processes: Mapping[str, TorchProcess]
+) -> None:
     processes["leaks"].exec(RUN_OUT, device="cuda:0")
     processes["stopped"].signal(signal.SIGSTOP)
+    _clear(exporters)
+    # A histogram starts with the first action, and its rate with the second one.
+    counted = "count by (instance) (gpumem_action_duration_seconds_count)"
+    wait_for(lambda: len(found.prometheus.instant(counted, time.time())) >= len(exporters), "the first actions", 60.0)
+    _clear(exporters)
+
+
+def _clear(exporters: list[ExporterProcess]) -> None:
     for exporter, workload in zip(exporters, ("train", "demo-asr-varlen"), strict=True):
         exporter.act("empty_cache", target={"workload": workload}, wait_seconds=20)
 

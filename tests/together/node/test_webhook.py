@@ -97,7 +97,12 @@ def test_other_requests_are_client_errors(webhook: Webhook) -> None:
     # In memory, the objects would take more than the webhook has.
     refused[b"[" + b'{"":1},' * 500_000 + b"1]"] = 413
     for body, wanted in refused.items():
-        status, problem = post(webhook.connect(), body)
+        try:
+            status, problem = post(webhook.connect(), body)
+        except OSError:
+            # A client that goes on sending after the reply is reset.
+            assert len(body) > 1 << 20
+            continue
         assert (status, problem["status"], bool(problem["detail"])) == (wanted, wanted, True)
     connection = webhook.connect()
     connection.request("GET", "/pods")

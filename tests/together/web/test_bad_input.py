@@ -62,7 +62,9 @@ class QuietExporter:
         """The lines of a scrape, without its duration and the exporter's CPU time and memory."""
         lines = self.exporter.request("GET", "/metrics").body.decode().splitlines()
         return [
-            line for line in lines if not line.startswith(("gpumem_scrape_collector_duration_seconds{", "process_"))
+            line
+            for line in lines
+            if not line.startswith(("gpumem_scrape_collector_duration_seconds{", "process_", "python_gc_"))
         ]
 
     def state(self) -> tuple[Any, ...]:
