@@ -28,7 +28,7 @@ BUDGETS = {
     "gpumem_exporter/features": 124,
     "gpumem_exporter/features/engines": 1_900,
     "gpumem_exporter/features/events": 2_254,
-    "gpumem_exporter/features/fleet": 830,
+    "gpumem_exporter/features/fleet": 836,
     "gpumem_exporter/features/history": 1_056,
     "gpumem_exporter/features/oom": 1_000,
     "gpumem_exporter/features/policy": 1_648,

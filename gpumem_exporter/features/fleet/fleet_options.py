@@ -22,6 +22,8 @@ from gpumem_exporter.features.fleet.prometheus import Prometheus
 S = TypeVar("S")
 T = TypeVar("T")
 
+# How often the main thread wakes up while nodes answer.
+_WAKE_SECONDS = 0.1
 _EVERY_EXPORTER = 'up{job="gpumem"}'
 _HEADER_NAME_PUNCTUATION = "!#$%&'*+-.^_`|~"
 
@@ -183,7 +185,11 @@ def in_threads(work: Callable[[S], T], items: Sequence[S], count: int) -> list[T
 
     # The threads are daemons, unlike the threads of concurrent.futures: Ctrl-C does not wait for a node that hangs.
     with ThreadPool(max(1, min(count, len(items)))) as pool:
-        return pool.map(work, items, chunksize=1)
+        results = pool.map_async(work, items, chunksize=1)
+        # A signal that arrives right before the wait is seen after it only.
+        while not results.ready():
+            results.wait(_WAKE_SECONDS)
+        return results.get()
 
 
 def _header(text: str) -> tuple[str, str]:
