@@ -114,7 +114,7 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
             snapshot=runtime.snapshot,
             source=runtime.source,
             renderer=runtime.renderer,
-            hide_identities_from=runtime.callers if hide_identities else None,
+            hide_identities_from=runtime.node.hide_identities_from,
         ),
         caller_router(callers=runtime.callers, allowed=runtime.settings.action_allow, snapshot=runtime.snapshot),
         actions_router(
@@ -148,9 +148,9 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
 def _page_routers(runtime: Runtime) -> list[APIRouter]:
     settings = runtime.settings
     page = Page(__version__, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
-    hide_identities_from = runtime.callers if settings.web_hide_identities else None
+    hidden_from = runtime.node.hide_identities_from
     return [
-        live_router(runtime.live, page_digest=lambda: page.digest, hide_identities_from=hide_identities_from),
+        live_router(runtime.live, page_digest=lambda: page.digest, hide_identities_from=hidden_from),
         page_router(page),
         runbook_router(),
     ]

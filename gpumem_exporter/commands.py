@@ -1,4 +1,4 @@
-"""The commands: those of the core, then those of each feature."""
+"""The commands of the core, then the commands of each feature."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ Part = TypeVar("Part", bound=SettingsModel)
 
 
 class Settings(SettingsModel):
-    """The settings of the core, and with `of` those of each feature."""
+    """The settings of the core; `of` returns the settings of a feature."""
 
     web_listen_address: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_addresses)] = Field(
         default=(":9844",), description="TCP addresses to listen on; `:9844` is port 9844 of every address"

@@ -38,11 +38,6 @@ def has_ended(action: Document) -> bool:
     return action.get("state") in _FINAL_STATES
 
 
-def has_settled(action: Document) -> bool:
-    """Whether an action has its final state, and no process may still report what stayed free."""
-    return has_ended(action) and not action.get("settling")
-
-
 class ExporterApi:
     """The API at the first of several addresses that answers. Not thread-safe.
 

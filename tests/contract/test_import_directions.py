@@ -80,7 +80,7 @@ def test_folders_within_a_folder_have_no_cycle(package: Package) -> None:
         here = _folder(modules, name)
         for target in imported:
             there = _folder(modules, target if target in modules else target.rpartition(".")[0])
-            # A module beside the folders, such as server/app.py, may import all of them.
+            # A module beside the folders, such as app.py, may import all of them.
             if here != there and min(here.count("."), there.count(".")) > 1:
                 edges.setdefault(here, set()).add(there)
     cycles = [f"{a} <-> {b}" for a, targets in edges.items() for b in targets if a < b and a in _reachable(edges, b)]

@@ -25,8 +25,8 @@ def test_the_oldest_release_is_the_oldest_that_the_tests_accept() -> None:
     assert f'"torch>={OLDEST}"' in (REPOSITORY / "pyproject.toml").read_text()
 
 
+@pytest.mark.tools
 def test_the_tests_run_with_a_release_in_the_range() -> None:
     """A newer release fails here until TESTED_TORCH has it: profiles would come without owners."""
-    pytest.importorskip("torch")
     installed = tuple(map(int, version("torch").split(".")[:2]))
     assert TESTED_TORCH[0] <= installed <= TESTED_TORCH[1]

@@ -83,7 +83,7 @@ class EventLog:
 
     `on_dropped` receives the number of dropped events in the thread that dropped them. `on_committed` receives the new
     events after a commit, before they can be read, in the log's thread. If more than `max_waiting` events are in the
-    queue while the disk hangs, the owner with the most loses its latest ones, and at last those of the audit trail.
+    queue while the disk hangs, the owner with the most loses its latest events, events of the audit trail last.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class EventLog:
         return new.committed
 
     def _queue(self, new: _Waiting) -> list[_Waiting]:
-        """Put events into the queue, and return the ones that make room for others."""
+        """Put events into the queue, and return the events that were removed for them."""
         self._waiting.append(new)
         self._waiting_events += len(new.events)
         self._shares.put(new.owner, new.size)

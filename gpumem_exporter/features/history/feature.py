@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpumem_exporter.features.feature import Feature, Node, Parts
@@ -27,7 +28,7 @@ def _build(node: Node) -> Parts:
 
     retention_seconds = node.settings.of(HistorySettings).history_retention
     history = History(retention_seconds=retention_seconds, clock=node.clock, wall_clock=node.wall_clock)
-    recorder = HistoryRecorder(history, node.folder)
+    recorder = HistoryRecorder(history, node.folder) if node.folder is not None else None
     node.view.minima_of = history.minima
     node.cache_peaks = history
     router = history_router(
@@ -40,8 +41,8 @@ def _build(node: Node) -> Parts:
     return Parts(
         routers=[router],
         each_second={"history": history.add},
-        start=recorder.start,
-        stop=lambda: recorder.stop(STOP_SECONDS),
+        start=None if recorder is None else recorder.start,
+        stop=None if recorder is None else partial(recorder.stop, STOP_SECONDS),
     )
 
 

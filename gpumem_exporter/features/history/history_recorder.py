@@ -23,53 +23,46 @@ _log = logging.getLogger(__name__)
 
 
 class HistoryRecorder:
-    """Keeps a history in a file of a folder, if there is one. A disk that hangs stops the saves only."""
+    """Keeps a history in a file of a folder. A disk that hangs stops the saves only."""
 
-    def __init__(self, history: History, folder: Path | None) -> None:
+    def __init__(self, history: History, folder: Path) -> None:
         self._history = history
+        self._file = HistoryFile(folder)
         self._stopping = threading.Event()
-        self._threads = []
-        if folder is not None:
-            file = HistoryFile(folder)
-            self._threads.append(
-                threading.Thread(target=self._keep, args=(file,), name="gpumem-history-file", daemon=True)
-            )
+        self._thread = threading.Thread(target=self._keep, name="gpumem-history-file", daemon=True)
 
     def start(self) -> None:
         """Restore the history of earlier runs, and save it from time to time. It can be started once."""
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     def stop(self, timeout_seconds: float) -> None:
         """Save the history, within the timeout."""
         self._stopping.set()
-        end_seconds = time.monotonic() + timeout_seconds
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, end_seconds - time.monotonic()))
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
 
-    def _keep(self, file: HistoryFile) -> None:
+    def _keep(self) -> None:
         end_seconds = time.monotonic() + _CLOCK_WAIT_SECONDS
-        loaded = self._load(file, wait_for_clock=True)
+        loaded = self._load(wait_for_clock=True)
         failures = FailureLog(_log, time.monotonic)
         size_bytes = 0
         stopping = False
         while not stopping:
             stopping = self._stopping.wait(max(_SAVE_SECONDS, size_bytes / _SAVED_BYTES_PER_SECOND))
-            loaded = loaded or self._load(file, wait_for_clock=time.monotonic() < end_seconds)
+            loaded = loaded or self._load(wait_for_clock=time.monotonic() < end_seconds)
             if not loaded:
                 continue
             try:
-                size_bytes = file.save(self._history)
+                size_bytes = self._file.save(self._history)
             except (sqlite3.Error, OSError) as error:
-                failures.failed(str(file), f"the history cannot be saved: {error}")
+                failures.failed(str(self._file), f"the history cannot be saved: {error}")
             else:
-                failures.recovered(str(file))
+                failures.recovered(str(self._file))
 
-    def _load(self, file: HistoryFile, *, wait_for_clock: bool) -> bool:
+    def _load(self, *, wait_for_clock: bool) -> bool:
         """Restore the history of earlier runs; returns False while the file must stay as it is."""
         try:
-            loaded = file.load(self._history, wait_for_clock=wait_for_clock)
+            loaded = self._file.load(self._history, wait_for_clock=wait_for_clock)
         except Exception:  # noqa: BLE001 - the history works without earlier runs
             _log.exception("the history of earlier runs cannot be restored")
             return True

@@ -86,8 +86,8 @@ class PointTable:
         self._database = sqlite3.connect(path, timeout=0, check_same_thread=False)
         (version,) = self._one("PRAGMA user_version")
         if version == 0:
-            # In memory, the points of a series are together, because those of an owner are removed. In a file, those of
-            # a minute are, so that few pages are written.
+            # In memory, the points of a series are together, because all points of an owner are removed at once. In a
+            # file, the points of a minute are together, so that few pages are written.
             order = "subject, step, time" if path == ":memory:" else "step, time, subject"
             self._database.executescript(_SCHEMA.format(order, _VERSION))
         elif version != _VERSION:
@@ -143,7 +143,7 @@ class PointTable:
 
     def shift(self, seconds: int) -> None:
         """Give all points later times, by whole steps."""
-        # Twice, because a time must not be that of another point in between.
+        # Twice, because two points must not have the same time in between.
         shifted = "UPDATE points SET time = -(time + CAST(round(? * 1.0 / step) AS INTEGER) * step)"
         self._database.execute(shifted, (seconds,))
         self._database.execute("UPDATE points SET time = -time")

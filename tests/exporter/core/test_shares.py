@@ -1,4 +1,4 @@
-"""`Shares`: whoever has at most an equal part of the limit loses nothing, whatever others put."""
+"""`Shares`: an owner with at most an equal part of the limit loses nothing, whatever others put."""
 
 from __future__ import annotations
 
