@@ -127,6 +127,18 @@ def embedding_server(process: SimulatedProcess) -> Iterator[None]:
         yield
 
 
+def evaluation(process: SimulatedProcess) -> Iterator[None]:
+    """Runs for about a minute; a new process repeats the job."""
+    rng = process.rng
+    process.busy_ratio = 0.75
+    process.keep(16, 180 * MIB)
+    for _ in range(rng.randint(90, 130)):
+        batch = [process.tensor(rng.randint(120, 440) * MIB) for _ in range(4)]
+        yield
+        process.free(batch)
+        process.end_step()
+
+
 def pretraining(process: SimulatedProcess) -> Iterator[None]:
     """Data-parallel training: the memory of each rank follows the same sawtooth, just below the device's limit."""
     layers = 8

@@ -90,6 +90,11 @@ DEMO_WORKLOADS = (
         slurm_job_id="4715",
     ),
     Workload(
+        *("demo-nightly-eval", programs.evaluation, "python evaluate.py", "ci", ((5,),)),
+        restart_ticks=40,
+        k8s_pod="ci/nightly-eval",
+    ),
+    Workload(
         *("demo-sleeping-engine", programs.sleeping_engine, "vllm serve", "serving", ((5,),)),
         context_bytes=640 * MIB,
         k8s_pod="serving/sleeping-engine",

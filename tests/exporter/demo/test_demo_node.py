@@ -156,7 +156,8 @@ def test_for_ten_minutes_memory_adds_up_programs_run_and_their_idle_cache_stays_
                 if device.idle_cache_bytes is not None
             }
     assert seen_at_the_end == workloads
-    assert predicted.keys() <= still_free.keys()
+    missing = {predicted[key][0] for key in predicted if key not in still_free}
+    assert missing <= {"demo-nightly-eval"}, "only this job ends"
     most_mib = {
         "demo-asr-varlen": 2200,  # a segment for the longest batch
         "demo-pipeline-finetune": 192,  # the copy between the devices and the gradients take turns
