@@ -95,7 +95,7 @@ def run(given: argparse.Namespace, progress: Progress, place: Place, exporter: E
     starting = threading.Thread(target=starts, args=(place, exporter, given.starts, 60 * given.minutes))
     starting.start()
     try:
-        seen = jobs(place, exporter, seconds)
+        seen = jobs(place, exporter, KINDS, seconds)
     finally:
         starting.join()
         profiles.end()
@@ -119,10 +119,10 @@ def run(given: argparse.Namespace, progress: Progress, place: Place, exporter: E
     return rows
 
 
-def jobs(place: Place, exporter: ExporterProcess, seconds: float) -> dict[str, Any]:
+def jobs(place: Place, exporter: ExporterProcess, kinds: Sequence[str], seconds: float) -> dict[str, Any]:
     """Run a job of each kind, a few at a time, and return what each saw."""
     seen: dict[str, Any] = {}
-    waiting = list(KINDS)
+    waiting = list(kinds)
 
     def work(device: int) -> None:
         while waiting:

@@ -263,7 +263,7 @@ ended, searches, survived = False, [], 0
 thread = threading.Thread(target=profile)
 thread.start()
 end = time.monotonic() + 60
-while (len(searches) < 8 or swaps < 100) and time.monotonic() < end:
+while (len(searches) < 3 or swaps < 40) and time.monotonic() < end:
     net = Net()  # a device has room for one
     seen = weakref.ref(net)
     del net
