@@ -32,6 +32,7 @@ from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.instruments import Registry
 from gpumem_exporter.metrics.registry import described
 from gpumem_exporter.metrics.subjects import Metric
+from gpumem_exporter.settings import ACTION_WORDS
 from gpumem_exporter.settings_sources import models
 
 HERE = Path(__file__).resolve().parent
@@ -188,7 +189,7 @@ def _rules_of_settings() -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         kept = {name: value for name, value in rule.items() if name not in ("default", "description", "title")}
         if key == "action.allow":
-            actions = [*ACTIONS, "default"]
+            actions = list(ACTION_WORDS)
             kept = {"anyOf": [{"enum": [*actions, "none"]}, {"type": "array", "items": {"enum": actions}}]}
         yield key, dict(sorted(kept.items(), key=lambda item: item[0] != "type"))
 

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
@@ -98,11 +99,18 @@ class _Commands(CommandGroup):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - as above
         """Return a command; None if there is no such command."""
-        module = COMMANDS.get(cmd_name)
-        if module is None:
+        listed = COMMANDS.get(cmd_name)
+        if listed is None:
             return None
-        command: click.Command = getattr(importlib.import_module(module), cmd_name.replace("-", "_"))
+        command: click.Command = getattr(importlib.import_module(listed.module), cmd_name.replace("-", "_"))
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - as above
+        """Write the commands by what they are for."""
+        width = max(map(len, COMMANDS))
+        for group, names in groupby(COMMANDS, key=lambda name: COMMANDS[name].group):
+            with formatter.section(group):
+                formatter.write_dl([(name.ljust(width), COMMANDS[name].summary) for name in names])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the names of commands without importing them all; of options, if the word starts like one."""

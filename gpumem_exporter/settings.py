@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from gpumem_exporter.actions.declarations import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.actions.declarations import DEFAULT_ACTIONS
+from gpumem_exporter.actions.kinds import COMMAND_NAMES
 from gpumem_exporter.edge.listeners import parse_listen_address
 
 ENVIRONMENT_PREFIX = "GPUMEM_"
@@ -25,6 +26,12 @@ PROFILES_SHARE = 4
 """Of `storage_max_bytes`, one part in this number is for profiles, and the others are for events."""
 
 _ROUTES = ("/", "/docs", "/health", "/openapi.json")
+ACTION_WORDS = {
+    "default": DEFAULT_ACTIONS,
+    **{name: (action,) for action, command in COMMAND_NAMES.items() for name in (action, command)},
+}
+"""The actions of each word of `action.allow`. An action is also known by its command."""
+
 _LEVEL_WORDS = {"warn": "warning"}
 
 
@@ -67,11 +74,9 @@ def _actions(values: tuple[str, ...]) -> tuple[str, ...]:
     if values == ("none",):
         return ()
     for value in values:
-        if value not in (*ACTIONS, "default"):
-            raise ValueError(f"{value!r} is not an action; expected default or actions of {', '.join(ACTIONS)}")
-    return tuple(
-        dict.fromkeys(each for value in values for each in (DEFAULT_ACTIONS if value == "default" else (value,)))
-    )
+        if value not in ACTION_WORDS:
+            raise ValueError(f"no action {value!r}; expected default, none, or {', '.join(COMMAND_NAMES.values())}")
+    return tuple(dict.fromkeys(each for value in values for each in ACTION_WORDS[value]))
 
 
 def _socket_path(value: str) -> str:
@@ -144,7 +149,7 @@ class Settings(SettingsModel):
     )
     report_token_file: str = Field(default="", description="file with the token that reports require")
     action_allow: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_actions)] = Field(
-        default=DEFAULT_ACTIONS, description="the allowed actions, or `none`; `default,terminate` adds to the default"
+        default=DEFAULT_ACTIONS, description="the allowed actions, or `none`; `default,sleep,wake` adds to the default"
     )
     action_caller_limit: int = Field(
         default=600, ge=1, le=1_000_000, description="maximum number of actions per minute that one caller may request"

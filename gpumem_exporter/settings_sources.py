@@ -61,6 +61,8 @@ def _validated(model: type[Part], given: Mapping[str, tuple[str, Any]]) -> Part:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         source, value = given[str(first["loc"][0])]
+        if isinstance(value, tuple):  # of a flag that may be repeated
+            value = ",".join(value)
         raise ConfigurationError(f"{source}: {shown(value)} is invalid: {expected(first)}") from None
 
 

@@ -37,6 +37,8 @@ class ActionKind(NamedTuple):
     done_columns: tuple[Column, ...] | None = None
     by_device: bool = False
     """The action applies to the target devices only. All others apply to every device of a process."""
+    releases: bool = True
+    """It is for memory that others need. What does not release only looks at memory."""
     outside: bool = False
     """The exporter itself can act, so the action reaches also processes that only the driver lists."""
 
@@ -110,6 +112,7 @@ KINDS: Mapping[str, ActionKind] = {
 """,
         would_columns=(),
         by_device=True,
+        releases=False,
     ),
     "snapshot": ActionKind(
         "would_write",
@@ -127,6 +130,7 @@ KINDS: Mapping[str, ActionKind] = {
 """,
         would_columns=(),
         done_columns=(Column("size", "snapshot.size_bytes"), Column("path", "snapshot.path", side="wrap")),
+        releases=False,
     ),
     "profile": ActionKind(
         "would_profile",
@@ -135,6 +139,8 @@ KINDS: Mapping[str, ActionKind] = {
     ),
     "set_memory_fraction": ActionKind(
         "would_set",
+        would_sentence="Would cap {}.",
+        done_sentence="Capped {}; `fraction 1` removes the cap.",
         command="fraction",
         summary="Cap the memory that processes may reserve.",
         description=(

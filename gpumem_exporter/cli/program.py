@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 PROGRAM = "gpumem-exporter"
 
 COMPLETION_VARIABLE = "_GPUMEM_EXPORTER_COMPLETE"
@@ -13,6 +15,21 @@ WRONG_USAGE = 2
 """Wrong usage or configuration."""
 INTERRUPTED = 130
 """Ended by Ctrl-C: 128 plus the number of the signal, as in a shell."""
+
+
+class Listed(NamedTuple):
+    """A command in the help of the program, which therefore imports no command."""
+
+    group: str
+    """One of `GROUPS`."""
+    summary: str
+    """The first sentence of the command's own help."""
+    module: str
+    """The module of the command's function. A feature gives it relative to its folder."""
+
+
+LOOK, RELEASE, EXPLAIN, OPERATE, NODES = GROUPS = ("Look", "Release", "Explain", "Operate", "Many nodes")
+"""What a command is for, in the order of the help."""
 
 
 def one_line(text: str) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from gpumem_exporter.actions.dispatcher import Dispatcher
+    from gpumem_exporter.cli.program import Listed
     from gpumem_exporter.core.caller import Caller
     from gpumem_exporter.core.event import Event
     from gpumem_exporter.core.samples import CachePeaks, Snapshot
@@ -98,5 +99,5 @@ class Feature:
     """Reads the files that its settings name, so that an error ends the exporter at its start: ConfigurationError."""
     reloads: Callable[[Settings], bool] | None = None
     """Returns whether it reads a file again on SIGHUP."""
-    commands: Mapping[str, str] = field(default_factory=dict)
-    """The module of each command of the terminal, relative to the feature's folder, by name."""
+    commands: Mapping[str, Listed] = field(default_factory=dict)
+    """The commands of the terminal, by name."""

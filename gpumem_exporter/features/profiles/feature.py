@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
+from gpumem_exporter.cli.program import EXPLAIN, Listed
 from gpumem_exporter.features.feature import Feature, Node, Parts
 
 if TYPE_CHECKING:
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 
 def _build(node: Node) -> Parts:
+    from asyncio import to_thread
+
     from gpumem_client.wire.protocol import PROFILES_PATH
     from gpumem_exporter.features.profiles.profile_document import MAX_BODY_BYTES
     from gpumem_exporter.features.profiles.profile_intake import ProfileIntake
@@ -41,8 +43,13 @@ def _build(node: Node) -> Parts:
         routers=[profiles_router(intake, routes)],
         body_limits={PROFILES_PATH: MAX_BODY_BYTES},
         chores={"delete_unconfirmed_profiles": intake.expire},
-        tasks=[lambda: asyncio.to_thread(profiles.load)],
+        tasks=[lambda: to_thread(profiles.load)],
     )
 
 
-FEATURE = Feature(build=_build, commands={"profile": "profile_command"})
+FEATURE = Feature(
+    build=_build,
+    commands={
+        "profile": Listed(EXPLAIN, "Show which lines and objects hold the memory of a process.", "profile_command")
+    },
+)

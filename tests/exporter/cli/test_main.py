@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError
@@ -37,10 +39,18 @@ def test_help_prints_the_help_of_a_command(words: list[str], capsys: pytest.Capt
 def test_the_help_lists_every_command_with_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    listed = out.partition("Commands:")[2].partition("Examples:")[0]
-    assert [line.split()[0] for line in listed.strip().splitlines()] == list(COMMANDS)
+    listed = out.partition("Look:")[2].partition("Examples:")[0]
+    assert re.findall(r"^  ([\w-]+) ", listed, re.MULTILINE) == list(COMMANDS)
     assert "gpumem-exporter serve --demo" in out
     assert "..." not in listed
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"]) == 0
+    assert COMMANDS[name].summary in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_keys_are_dotted_or_nested_and_values_repeated_or_separated_by_commas(
     [
         (",".join(["default", *OUTSIDE_ACTIONS]), {*ACTIONS}),
         (["terminate", "default"], {"terminate", *DEFAULT_ACTIONS}),
+        ("sleep,wake", {"release_memory", "resume_memory"}),
         ("none", set()),
     ],
 )
@@ -88,7 +89,7 @@ def test_action_allow_adds_to_the_default_actions_or_is_none(given: Any, allowed
         ({"web.listen-socket": "/" + "x" * 107}, ("--web.listen-socket", "107 bytes")),
         ({"web.telemetry-path": "/health"}, ("--web.telemetry-path", "'/health'")),
         ({"web.telemetry-path": "/{x}"}, ("--web.telemetry-path", "/metrics")),
-        ({"action.allow": "explode"}, ("--action.allow", "'explode'", "empty_cache")),
+        ({"action.allow": "explode"}, ("--action.allow", "'explode'", "clear, gc")),
         ({"log.level": "loud"}, ("--log.level", "'loud'", "'warning'")),
         ({"report.expiry": "1.5"}, ("--report.expiry", "1.5", "report.interval (1)")),
     ],
