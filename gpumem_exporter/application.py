@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_exporter import __version__
+from gpumem_exporter.cli.connection import kube_forward, use_kube, use_url
 from gpumem_exporter.cli.program import COMPLETION_VARIABLE, PROGRAM
 from gpumem_exporter.cli.usage import CommandGroup, quiet_option, usage_text
 from gpumem_exporter.commands import COMMANDS
@@ -128,26 +129,25 @@ class _Commands(CommandGroup):
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 @quiet_option
+@click.option("--url", metavar="URL", callback=use_url, help="Use the exporter at this address.")
 @click.option(
-    "--kube", metavar="NODE|POD", help="Use the exporter of a node of Kubernetes; without a command: its page."
+    "--kube",
+    metavar="NODE|POD",
+    callback=use_kube,
+    help="Use the exporter of a node of Kubernetes; without a command: its page.",
 )
 @click.pass_context
-def _application(context: click.Context, kube: str | None) -> None:
+def _application(context: click.Context, url: str | None, kube: str | None) -> None:
     """Show where every byte of GPU memory is in PyTorch processes, and release it."""
-    name = context.invoked_subcommand
-    if kube is None:
-        if name is None:
-            raise click.UsageError("Missing command.", context)
-        return
-    if name is not None and not _uses_exporter(_application.get_command(context, name)):
-        hint = "; use --instance-url kube://{instance}" if name == "fleet" else ""
-        raise ConfigurationError(f"--kube: `{name}` uses no exporter of one node{hint}")
-    from gpumem_exporter.cli.kube import Forward, Kubectl
-
-    forward = context.obj = Forward(Kubectl.from_environment(), kube)
-    context.call_on_close(forward.close)
+    name, forward = context.invoked_subcommand, kube_forward()
     if name is None:
+        if kube is None or forward is None:
+            raise click.UsageError("Missing command.", context)
         _show_page(kube, forward)
+    elif (url or forward) and not _uses_exporter(_application.get_command(context, name)):
+        given, instance = ("--kube", "kube://{instance}") if forward else ("--url", "http://{instance}")
+        hint = f"; use --instance-url {instance}" if name == "fleet" else ""
+        raise ConfigurationError(f"{given}: `{name}` uses no exporter of one node{hint}")
 
 
 def _uses_exporter(command: click.Command | None) -> bool:

@@ -18,11 +18,38 @@ from gpumem_client.wire.trust import Trust
 if TYPE_CHECKING:
     from gpumem_exporter.cli.kube import Forward
 
+_URL = "gpumem_exporter.url"
+
 
 def kube_forward() -> Forward | None:
     """Return the port of --kube; None without --kube."""
     context = click.get_current_context(silent=True)
-    return context.obj if context is not None else None
+    return context.find_root().obj if context is not None else None
+
+
+def use_kube(context: click.Context, _option: click.Parameter, target: str | None) -> str | None:
+    """Reach the exporter of a node or pod, until the command ends: --kube, before or after the command."""
+    if target is None:
+        return None
+    root = context.find_root()
+    if root.obj is not None:
+        raise ConfigurationError("--kube is given twice")
+    from gpumem_exporter.cli.kube import Forward, Kubectl
+
+    root.obj = Forward(Kubectl.from_environment(), target)
+    root.call_on_close(root.obj.close)
+    return target
+
+
+def use_url(context: click.Context, _option: click.Parameter, url: str | None) -> str | None:
+    """Return the value of --url, before or after the command. Raises ConfigurationError for both."""
+    given = context.find_root().meta
+    if url is not None:
+        if _URL in given:
+            raise ConfigurationError("--url is given twice")
+        given[_URL] = url
+    found: str | None = given.get(_URL)
+    return found
 
 
 def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -25,7 +25,14 @@ from gpumem_exporter.actions.declarations import (
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.completion import SELECTORS as COMPLETIONS
 from gpumem_exporter.cli.completion import of_list
-from gpumem_exporter.cli.connection import action_token, exporter_trust, exporter_urls, kube_forward
+from gpumem_exporter.cli.connection import (
+    action_token,
+    exporter_trust,
+    exporter_urls,
+    kube_forward,
+    use_kube,
+    use_url,
+)
 from gpumem_exporter.cli.render.columns import SORTS
 from gpumem_exporter.cli.render.layout import Order
 from gpumem_exporter.cli.render.rows import View
@@ -63,9 +70,17 @@ connection_options = option_group(
     click.option(
         "--url",
         metavar="URL",
+        callback=use_url,
         help="The exporter: host:port, https://host:port or unix:///path/to.sock. user:password@ before the "
         "host is basic auth. Default: GPUMEM_EXPORTER_URL, else unix:///run/gpumem/exporter.sock, then "
         "http://127.0.0.1:9844.",
+    ),
+    click.option(
+        "--kube",
+        metavar="NODE|POD",
+        expose_value=False,
+        callback=use_kube,
+        help="The exporter of a node of Kubernetes. --url and --kube may also stand before the command.",
     ),
     access_options,
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_client.wire.units import counted, short_bytes
+from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, short_bytes
 from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, LEDGER
 from gpumem_exporter.cli.render.layout import Column, Layout, Order
 from gpumem_exporter.cli.render.rows import BY_GPU, Row, View, arranged, as_of, rows_of
@@ -99,3 +100,18 @@ def _distinct(lives: Sequence[Row]) -> Iterator[Row]:
         if not seen & uuids:
             seen |= uuids
             yield live
+
+
+def device_lines(live: Mapping[str, Any]) -> list[str]:
+    """Return one line for each device: what is used, what a clear frees for good, and the jobs on it."""
+    names = {job["id"]: job["name"] for job in live["jobs"]}
+    return [one_line(_device_line(device, names)) for device in live["devices"]]
+
+
+def _device_line(device: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    if device["memory"] is None:
+        return f"GPU {device['gpu'] or device['uuid']}: {device['error'] or 'not readable'}"
+    jobs = ", ".join(f"{names.get(job['job'], UNKNOWN)} {human_bytes(job['used_bytes'])}" for job in device["jobs"])
+    used, total = human_bytes(device["memory"]["used_bytes"]), human_bytes(device["memory"]["total_bytes"])
+    frees = human_bytes(device["idle_cache_bytes"])
+    return f"GPU {device['gpu']}: {used} of {total} used, a clear frees {frees}; {jobs or 'no job'}"

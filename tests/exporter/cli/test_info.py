@@ -4,7 +4,7 @@ import io
 from typing import Any
 
 from gpumem_exporter.cli.node import Node
-from gpumem_exporter.cli.render.node_tables import node_tables
+from gpumem_exporter.cli.render.node_tables import device_lines, node_tables
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.render.terminal import open_console, show
 from tests.support.golden import assert_golden, printed
@@ -42,6 +42,7 @@ def test_the_output_of_info_and_of_top_once() -> None:
         "wide": _lines(node, 10_000, ledger=True, wide=True),
         "120 columns, sleeping": _lines(live([device("0", busy)], [busy], source="demo"), 120),
         "80 columns, long names": _lines(live([device("0", long)], [long]), ledger=True),
+        "one line for each device": device_lines(node),
         "nothing": _lines(live([], [])),
         "no exporter": _of([]),
         "driver alone": _of([Node(live([device("0", ledger=None, idle_cache_bytes=None)], []), "")]),

@@ -95,6 +95,9 @@ def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
         (["events", "--type", "ooms"], "--type 'ooms'", "oom, device_lost"),
         (["events", "--since", "yesterday"], "--since 'yesterday'", "3h"),
         (["--kube", "gpu-1", "serve"], "--kube", "`serve` uses no exporter of one node"),
+        (["--url", "a:1", "fleet", "info"], "--url", "--instance-url http://{instance}"),
+        (["--url", "a:1", "info", "--url", "b:1"], "--url", "twice"),
+        (["--kube", "gpu-1", "info", "--kube", "gpu-2"], "--kube", "twice"),
         (["--kube", "gpu-1", "fleet", "info"], "--kube", "--instance-url kube://{instance}"),
     ],
 )

@@ -106,7 +106,7 @@ def test_wrong_usage_is_reported_without_kubectl(kubectl: FakeKubectl, words: tu
 def test_the_pod_of_a_node_is_the_one_that_stays(kubectl: FakeKubectl, demo: ExporterProcess) -> None:
     kubectl.add("gpu-1", mode="refuses", deletionTimestamp="2026-01-01T00:00:00Z")
     kubectl.add("gpu-1", demo.tcp_url)
-    assert run_command("--kube", "gpu-1", "info", **kubectl.environment()).returncode == 0
+    assert run_command("info", "--kube", "gpu-1", **kubectl.environment()).returncode == 0
 
 
 def test_ctrl_c_ends_kubectl(kubectl: FakeKubectl, demo: ExporterProcess) -> None:
