@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Query
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse
 from pydantic import TypeAdapter
@@ -98,9 +98,17 @@ def _plain_routes(telemetry_path: str) -> APIRouter:
     page = {"text/plain; version=0.0.4": text, "application/openmetrics-text; version=1.0.0": text}
     report = {"application/json": {"schema": {"$ref": _REF.format(model="Report")}}}
 
-    @router.get(telemetry_path, tags=["metrics"], response_class=PlainTextResponse, responses={200: {"content": page}})
-    def metrics() -> None:
-        """Prometheus text 0.0.4 or OpenMetrics 1.0, by `Accept`; gzip by `Accept-Encoding`."""
+    @router.get(
+        telemetry_path,
+        tags=["metrics"],
+        response_class=PlainTextResponse,
+        responses={200: {"content": page}, **problems(400)},
+    )
+    def metrics(collect: Annotated[list[str], Query(alias="collect[]")] = []) -> None:  # noqa: B006 - never called
+        """Prometheus text 0.0.4 or OpenMetrics 1.0, by `Accept`; gzip by `Accept-Encoding`.
+
+        With `collect[]`, only the series of these collectors.
+        """
 
     @router.post(
         REPORTS_PATH,

@@ -49,7 +49,7 @@ from gpumem_exporter.readings import Readings
 from gpumem_exporter.reports.process_liveness import Presence
 from gpumem_exporter.reports.report_route import ReportsRoute
 from gpumem_exporter.reports.report_sender import ReportSenders
-from gpumem_exporter.settings import PROFILES_SHARE, Settings
+from gpumem_exporter.settings import COLLECTORS, PROFILES_SHARE, CollectorSettings, Settings
 
 if TYPE_CHECKING:
     from gpumem_exporter.edge.web_access import WebAccess
@@ -142,6 +142,7 @@ class Runtime:
             (OOM, ENGINE),
             version=__version__,
             source=provider.source,
+            off=_collectors_off(settings),
             hide_identities=settings.web_hide_identities,
         )
         peer_places = PeerPlaces()
@@ -290,6 +291,11 @@ class Runtime:
 
 def _storage_folder(settings: Settings) -> Path | None:
     return Path(settings.storage_path) if settings.storage_path else None
+
+
+def _collectors_off(settings: Settings) -> list[str]:
+    collectors = settings.of(CollectorSettings)
+    return [name for name in COLLECTORS if not getattr(collectors, f"collector_{name}")]
 
 
 def _web_access(settings: Settings) -> WebAccess | None:

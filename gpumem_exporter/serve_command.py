@@ -46,6 +46,8 @@ def _option(name: str, field: FieldInfo) -> click.Option:
     # Its value stays text: `load_settings` checks the values of every source in the same way.
     flags = [f"--{setting_key(name)}", name]
     if field.annotation is bool:
+        if field.default:
+            flags[0] += f"/--no-{setting_key(name)}"
         return click.Option(flags, is_flag=True, default=None, help=field.description)
     kind, default = field.annotation, field.default
     metavar = _METAVARS.get(name.rpartition("_")[2]) or ("SECONDS" if kind is float else "N" if kind is int else "WORD")

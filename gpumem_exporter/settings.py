@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, create_model
 
 from gpumem_exporter.actions.declarations import DEFAULT_ACTIONS
 from gpumem_exporter.actions.kinds import COMMAND_NAMES
@@ -106,6 +106,28 @@ class SettingsModel(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=setting_key, populate_by_name=True)
 
+
+COLLECTORS = {
+    "poll": "the poll of the driver",
+    "devices": "devices",
+    "ledger": "the ledger",
+    "processes": "processes",
+    "reporters": "reporters",
+    "torch": "PyTorch's allocator",
+    "ooms": "the last out-of-memory errors",
+    "engines": "inference engines",
+    "exporter": "the exporter itself",
+}
+"""The collectors of the metrics, in the order of the page, and what their series are about."""
+
+CollectorSettings: type[SettingsModel] = create_model(  # type: ignore[call-overload]
+    "CollectorSettings",
+    __base__=SettingsModel,
+    **{
+        f"collector_{name}": (bool, Field(default=True, description=f"export the series of {subject}"))
+        for name, subject in COLLECTORS.items()
+    },
+)
 
 Part = TypeVar("Part", bound=SettingsModel)
 

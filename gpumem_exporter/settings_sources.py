@@ -16,12 +16,23 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.core.yaml_file import YamlFile, expected, shown
 from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.features import features
-from gpumem_exporter.settings import Part, Settings, SettingsModel, environment_name, setting_key
+from gpumem_exporter.settings import (
+    CollectorSettings,
+    Part,
+    Settings,
+    SettingsModel,
+    environment_name,
+    setting_key,
+)
 
 
 def models() -> list[type[SettingsModel]]:
-    """Return the models of all settings: of the core, and of each feature."""
-    return [Settings, *(feature.settings() for feature in features().values() if feature.settings is not None)]
+    """Return the models of all settings: of the core, of the collectors, and of each feature."""
+    return [
+        Settings,
+        CollectorSettings,
+        *(feature.settings() for feature in features().values() if feature.settings is not None),
+    ]
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:

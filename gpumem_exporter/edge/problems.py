@@ -21,6 +21,7 @@ MEDIA_TYPE = "application/problem+json"
 MAX_FIELD_ERRORS = 20
 
 _DESCRIPTIONS = {
+    400: "a name in the query is unknown",
     401: "no token or password, or a wrong one",
     403: "the caller or the action is not allowed",
     404: "not found",

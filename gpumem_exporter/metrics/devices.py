@@ -82,5 +82,5 @@ def _ledger_series(
 
 
 POLL = Collector("poll", _POLL_FAMILIES, _polls)
-DEVICE = Collector("device", _DEVICE_FAMILIES, _devices)
+DEVICE = Collector("devices", _DEVICE_FAMILIES, _devices)
 LEDGER = Collector("ledger", (catalog.DEVICE_ALLOCATABLE, catalog.LEDGER, catalog.TORCH_NON_TORCH), _ledgers)

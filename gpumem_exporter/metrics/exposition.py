@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from operator import itemgetter
@@ -44,13 +44,15 @@ _PIECE_BYTES = 120 << 10
 _END = b"\xff"
 # The number of subjects that are joined at once. One has about 1 KiB in a family on a node with eight devices.
 _SUBJECTS_OF_PIECE = 64
+OWN = "exporter"
+"""The name of the collector of the registry."""
 
 
 class Exposition:
     """Renders one page after another: the series of a snapshot, then the series of a registry. Not thread-safe.
 
-    `collectors` are the collectors of features. With `hide_identities`, the labels with a user, a command or a pod are
-    empty.
+    `collectors` are the collectors of features, and `off` names the collectors that are turned off. With
+    `hide_identities`, the labels with a user, a command or a pod are empty.
     """
 
     def __init__(
@@ -60,13 +62,18 @@ class Exposition:
         *,
         version: str,
         source: str,
+        off: Collection[str] = (),
         hide_identities: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._build = (version, source, platform.python_version())
         self._hide_identities = hide_identities
         self._clock = clock
-        self._collectors = (POLL, DEVICE, LEDGER, PROCESS, REPORTER, TORCH, *collectors)
+        every = (POLL, DEVICE, LEDGER, PROCESS, REPORTER, TORCH, *collectors)
+        self._collectors = tuple(collector for collector in every if collector.name not in off)
+        self.collectors = tuple(name for name in (*(collector.name for collector in every), OWN) if name not in off)
+        """The names of the collectors that are on, in the order of the page."""
+        self.off = frozenset(off)
         self._families = (*catalog.SCRAPED, *(metric for collector in collectors for metric in collector.families))
         self._lines = {collector.name: SubjectLines(collector.families) for collector in self._collectors}
         self._registry = registry
@@ -74,23 +81,26 @@ class Exposition:
         self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
         self._failing: set[str] = set()
 
-    def render(self, snapshot: Snapshot, *, openmetrics: bool) -> Iterator[bytes]:
+    def render(self, snapshot: Snapshot, *, openmetrics: bool, collectors: Collection[str] = ()) -> Iterator[bytes]:
         """Yield the page, in OpenMetrics 1.0 or in Prometheus' text format 0.0.4, in pieces.
+
+        It has the series of the named collectors, by default of all that are on.
 
         It yields after short steps, at first empty pieces, so that other work can go on in between.
         """
         work = _Work(self._clock)
         sampled: dict[str, list[Any]] = {}
-        yield from self._sample(snapshot, work, sampled, self._own.render())
-        own = sampled.pop("own", [])
+        chosen = collectors or self.collectors
+        yield from self._sample(snapshot, work, sampled, self._own.render(), chosen)
+        own = sampled.pop(OWN, [])
         rendered: dict[str, list[tuple[Hashable, Rendered]]] = {}
         lines = {name: self._lines[name].render(each) for name, each in sampled.items()}
         yield from work.steps(lines, rendered)
         families: dict[Metric, tuple[bytes, ...]] = {}
         for name, each in rendered.items():
             families.update(self._lines[name].page(each))
-        if self._own.error is not None:
-            work.errors["own"] = self._own.error
+        if OWN in chosen and self._own.error is not None:
+            work.errors[OWN] = self._own.error
         # A collector that fails is left out and does not affect the others. It fails at each scrape, so one line is
         # enough.
         for name, error in work.errors.items():
@@ -98,7 +108,7 @@ class Exposition:
                 self._lines[name].clear()
             if name not in self._failing:
                 _log.error("collector %r failed; its metrics are left out until it succeeds", name, exc_info=error)
-        self._failing = set(work.errors)
+        self._failing = self._failing.difference(chosen).union(work.errors)
         scrape = Sampled("scrape", (), self._scrape_samples(work))
         families.update(self._scrape_lines.page(list(self._scrape_lines.render([scrape]))))
         page = [(metric, families.get(metric, ())) for metric in self._families]
@@ -109,9 +119,9 @@ class Exposition:
         """Yield the page as families of prometheus_client. Renders nothing."""
         work = _Work(self._clock)
         sampled: dict[str, list[Any]] = {}
-        for _ in self._sample(snapshot, work, sampled, iter(self._registry.collect())):
+        for _ in self._sample(snapshot, work, sampled, iter(self._registry.collect()), self.collectors):
             pass
-        own = sampled.pop("own", [])
+        own = sampled.pop(OWN, [])
         families: dict[Metric, prometheus_client.Metric] = {}
         for labels, series, values in (*(one.samples for one in chain(*sampled.values())), self._scrape_samples(work)):
             for (metric, label_values), value in zip(series(*labels), values, strict=True):
@@ -124,14 +134,21 @@ class Exposition:
         yield from own
 
     def _sample(
-        self, snapshot: Snapshot, work: _Work, sampled: dict[str, list[Any]], own: Iterator[Any]
+        self,
+        snapshot: Snapshot,
+        work: _Work,
+        sampled: dict[str, list[Any]],
+        own: Iterator[Any],
+        chosen: Collection[str],
     ) -> Iterator[bytes]:
-        """Take the samples of all collectors and the exporter's own families, and yield b"" after some of them."""
+        """Take the samples of the chosen collectors, and yield b"" after some of them."""
         view = view_of(snapshot, hide_identities=self._hide_identities)
         yield b""
         samples: dict[str, Iterator[Any]] = {
-            **{name: self._lines[name].sample(collect(view)) for name, _, collect in self._collectors},
-            "own": own,
+            **{
+                name: self._lines[name].sample(collect(view)) for name, _, collect in self._collectors if name in chosen
+            },
+            **({OWN: own} if OWN in chosen else {}),
         }
         yield from work.steps(samples, sampled)
 

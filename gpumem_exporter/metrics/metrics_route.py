@@ -7,11 +7,13 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from urllib.parse import parse_qsl
 
 from prometheus_client.exposition import choose_encoder
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import Turns
@@ -36,9 +38,10 @@ class MetricsRoute:
     """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
     def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
-        def page(*, openmetrics: bool) -> Iterator[bytes]:
-            yield from exposition.render(snapshot(), openmetrics=openmetrics)
+        def page(*, openmetrics: bool, collectors: frozenset[str]) -> Iterator[bytes]:
+            yield from exposition.render(snapshot(), openmetrics=openmetrics, collectors=collectors)
 
+        self._exposition = exposition
         self._pages = SharedPages(page)
         self._turns = Turns(_SCRAPES, running_of_owner=_SCRAPES_OF_OWNER)
 
@@ -52,8 +55,10 @@ class MetricsRoute:
         openmetrics = chooses_openmetrics(",".join(accepted.getlist("accept")))
         gzip = accepts_gzip(",".join(accepted.getlist("accept-encoding")))
         try:
+            query = scope["query_string"]
+            collectors = self._chosen(query) if query else frozenset[str]()
             async with self._turns.of(Exchange.of(scope).owner):
-                page = await self._pages.next(openmetrics=openmetrics)
+                page = await self._pages.next(openmetrics=openmetrics, collectors=collectors)
                 body = await page.compressed() if gzip else page.body
                 headers = [
                     (b"content-type", _CONTENT_TYPES[openmetrics]),
@@ -66,6 +71,17 @@ class MetricsRoute:
                 await send({"type": "http.response.body", "body": body})
         except ProblemError as problem:
             await problem.response()(scope, receive, send)
+
+    def _chosen(self, query: bytes) -> frozenset[str]:
+        """Return the collectors that a query names with `collect[]`; empty for all. Raises ProblemError (400)."""
+        chosen = frozenset(
+            value for key, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if key == "collect[]"
+        )
+        for name in sorted(chosen.difference(self._exposition.collectors)):
+            known = ", ".join(self._exposition.collectors)
+            reason = f"is off (--no-collector.{name})" if name in self._exposition.off else "does not exist"
+            raise ProblemError(400, f"the collector {name[:MAX_LABEL_LENGTH]!r} {reason}; collect[] accepts {known}")
+        return chosen
 
 
 def chooses_openmetrics(accept: str) -> bool:
@@ -106,15 +122,16 @@ class SharedPages:
         self._render = render
         self._clock = clock
         self._due_seconds = 0.0
-        # The next page of each format: OpenMetrics or not.
-        self._waiting: dict[bool, asyncio.Future[Page]] = {}
+        # The next page of each format (OpenMetrics or not) and choice of collectors.
+        self._waiting: dict[tuple[bool, frozenset[str]], asyncio.Future[Page]] = {}
         self._rendering: asyncio.Task[None] | None = None
 
-    async def next(self, *, openmetrics: bool) -> Page:
-        """Return the next page in OpenMetrics or in Prometheus' text format."""
-        waiting = self._waiting.get(openmetrics)
+    async def next(self, *, openmetrics: bool, collectors: frozenset[str] = frozenset()) -> Page:
+        """Return the next page in OpenMetrics or in Prometheus' text format, of some collectors or of all."""
+        key = openmetrics, collectors
+        waiting = self._waiting.get(key)
         if waiting is None:
-            waiting = self._waiting[openmetrics] = asyncio.get_running_loop().create_future()
+            waiting = self._waiting[key] = asyncio.get_running_loop().create_future()
         if self._rendering is None:
             self._rendering = asyncio.ensure_future(self._render_waiting())
         # A reader that disconnects must not cancel the page of the others.
@@ -125,20 +142,20 @@ class SharedPages:
         try:
             while self._waiting:
                 await asyncio.sleep(max(0.0, self._due_seconds - self._clock()))
-                openmetrics = next(iter(self._waiting))
+                key = next(iter(self._waiting))
                 # Before it is rendered: the page may already lack what a reader that comes meanwhile expects.
-                waiting = self._waiting.pop(openmetrics)
+                waiting = self._waiting.pop(key)
                 try:
-                    waiting.set_result(await self._page(openmetrics))
+                    waiting.set_result(await self._page(*key))
                 except Exception as error:  # noqa: BLE001 - its readers get it
                     waiting.set_exception(error)
         finally:
             self._rendering = None
 
-    async def _page(self, openmetrics: bool) -> Page:
+    async def _page(self, openmetrics: bool, collectors: frozenset[str]) -> Page:
         pieces: list[bytes] = []
         spent_seconds, started_seconds = 0.0, self._clock()
-        for piece in self._render(openmetrics=openmetrics):
+        for piece in self._render(openmetrics=openmetrics, collectors=collectors):
             if piece:
                 pieces.append(piece)
             if (step_seconds := self._clock() - started_seconds) > _STEP_SECONDS:

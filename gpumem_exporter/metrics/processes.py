@@ -172,8 +172,8 @@ def _reporter_samples(pid: str, process: ReportingProcess) -> Samples:
 
 
 PROCESS = Collector(
-    "process",
+    "processes",
     (catalog.PROCESS_INFO, catalog.PROCESS_USED, catalog.PROCESS_ORPHAN, catalog.PROCESS_LAST_ACTIVITY),
     _processes,
 )
-REPORTER = Collector("reporter", _REPORTER_FAMILIES, _reporters)
+REPORTER = Collector("reporters", _REPORTER_FAMILIES, _reporters)

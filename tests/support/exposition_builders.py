@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from prometheus_client import Metric
 
@@ -16,14 +16,16 @@ from gpumem_exporter.metrics.instruments import Registry
 Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def exposition(registry: Registry | None = None) -> Exposition:
+def exposition(registry: Registry | None = None, *, off: Collection[str] = ()) -> Exposition:
     """Return an exposition with a constant clock."""
-    return Exposition(registry or Registry(), (OOM, ENGINE), version="1", source="nvml", clock=lambda: 0.0)
+    return Exposition(registry or Registry(), (OOM, ENGINE), version="1", source="nvml", off=off, clock=lambda: 0.0)
 
 
-def whole_text_of(writer: Exposition, snapshot: Snapshot, *, openmetrics: bool = False) -> str:
+def whole_text_of(
+    writer: Exposition, snapshot: Snapshot, *, openmetrics: bool = False, collectors: Collection[str] = ()
+) -> str:
     """Return a page."""
-    return b"".join(writer.render(snapshot, openmetrics=openmetrics)).decode()
+    return b"".join(writer.render(snapshot, openmetrics=openmetrics, collectors=collectors)).decode()
 
 
 def text_of(writer: Exposition, snapshot: Snapshot, *, openmetrics: bool = False) -> str:

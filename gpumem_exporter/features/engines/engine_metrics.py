@@ -75,4 +75,4 @@ def _cache_series(*labels: str) -> Iterator[Series]:
         yield KV_CACHE_OBSERVED, (*labels, window)
 
 
-ENGINE = Collector("engine", (INFO, KV_CACHE, KV_CACHE_PEAK, KV_CACHE_OBSERVED), _engines)
+ENGINE = Collector("engines", (INFO, KV_CACHE, KV_CACHE_PEAK, KV_CACHE_OBSERVED), _engines)

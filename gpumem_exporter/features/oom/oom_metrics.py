@@ -67,4 +67,4 @@ def _ooms(view: View) -> Iterator[Subject]:
         yield Subject((oom.uuid, oom.pid), Samples, (labels, _series, _values(oom)))
 
 
-OOM = Collector("oom", tuple(_VALUES), _ooms)
+OOM = Collector("ooms", tuple(_VALUES), _ooms)

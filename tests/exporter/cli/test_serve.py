@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from gpumem_exporter.main import main
-from gpumem_exporter.settings import Settings
+from gpumem_exporter.settings import CollectorSettings, Settings
 from gpumem_exporter.settings_sources import models
 
 
@@ -18,7 +18,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, object], boo
 
     def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = None) -> int:
         assert demo_processes in (None, 256)
-        calls.append((settings.model_dump(), demo))
+        calls.append((settings.model_dump() | settings.of(CollectorSettings).model_dump(), demo))
         return 0
 
     stand_in.run = run  # type: ignore[attr-defined]
@@ -41,7 +41,8 @@ def test_every_flag_reaches_its_setting_also_an_empty_one(
     }
     addresses = ["--web.listen-address", "127.0.0.1:1", "--web.listen-address", "[::1]:2"]
     arguments = [*addresses, *(word for flag in flags.items() for word in flag)]
-    assert main(["serve", "--demo", "--web.hide-identities", "--report.max-processes=9", *arguments]) == 0
+    collectors = ["--no-collector.torch", "--collector.devices"]
+    assert main(["serve", "--demo", "--web.hide-identities", "--report.max-processes=9", *collectors, *arguments]) == 0
     settings = Settings(
         web_listen_address=("127.0.0.1:1", "[::1]:2"),
         web_listen_socket="",
@@ -51,11 +52,12 @@ def test_every_flag_reaches_its_setting_also_an_empty_one(
         action_allow=("empty_cache",),
         log_format="json",
     )
-    assert served == [(settings.model_dump(), True)]
+    of_collectors = CollectorSettings.model_validate({"collector.torch": False})
+    assert served == [(settings.model_dump() | of_collectors.model_dump(), True)]
 
 
 def test_the_number_of_simulated_processes_needs_a_demo(served: list[tuple[dict[str, object], bool]]) -> None:
     assert main(["serve", "--demo", "--demo.processes", "256"]) == 0
     assert main(["serve", "--demo.processes", "256"]) == 2
     assert main(["serve", "--demo", "--demo.processes", "0"]) == 2
-    assert served == [(Settings().model_dump(), True)]
+    assert served == [(Settings().model_dump() | CollectorSettings().model_dump(), True)]

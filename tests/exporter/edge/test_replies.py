@@ -101,11 +101,11 @@ def test_a_document_is_encoded_as_in_one_piece(separators: tuple[str, str]) -> N
 
 
 async def test_readers_that_wait_share_a_page() -> None:
-    rendered: list[bool] = []
+    rendered: list[tuple[bool, frozenset[str]]] = []
     milliseconds = itertools.count()
 
-    def render(*, openmetrics: bool) -> Iterator[bytes]:
-        rendered.append(openmetrics)
+    def render(*, openmetrics: bool, collectors: frozenset[str]) -> Iterator[bytes]:
+        rendered.append((openmetrics, collectors))
         yield from [b""] * 10
         yield b"page %d" % len(rendered)
 
@@ -117,8 +117,11 @@ async def test_readers_that_wait_share_a_page() -> None:
     assert (await first).body == b"page 1"
     found = await asyncio.gather(*later)
     assert len({id(page) for page in found}) == 2
-    assert rendered == [False, False, True]
-    assert (await pages.next(openmetrics=True)).body == b"page 4"
+    every, some = frozenset[str](), frozenset({"devices"})
+    assert rendered == [(False, every), (False, every), (True, every)]
+    found = await asyncio.gather(*(pages.next(openmetrics=True, collectors=one) for one in (every, some, some)))
+    assert [page.body for page in found] == [b"page 4", b"page 5", b"page 5"]
+    assert rendered[-1] == (True, some)
 
 
 async def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> None:
@@ -126,7 +129,7 @@ async def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> N
 
     rendered = [b"", b"short", b"long" * 100_000, b"end"]
 
-    def render(*, openmetrics: bool) -> list[bytes]:
+    def render(*, openmetrics: bool, collectors: frozenset[str]) -> list[bytes]:
         if failing[0]:
             raise ValueError
         return rendered

@@ -32,6 +32,7 @@ from gpumem_exporter.metrics.exposition import PageCollector
 from gpumem_exporter.metrics.instruments import Counter as CounterMetric
 from gpumem_exporter.metrics.instruments import Instruments, Registry
 from gpumem_exporter.metrics.subjects import Metric
+from gpumem_exporter.settings import COLLECTORS
 from tests.support.builders import UUIDS, device, node, reporting
 from tests.support.exposition_builders import Read, exposition, read, text_of, whole_text_of
 from tests.support.metrics_list import METRICS, SCRAPED
@@ -130,7 +131,7 @@ def test_a_collector_of_the_registry_fails_alone(caplog: pytest.LogCaptureFixtur
     writer = exposition(registry)
     for _ in range(2):
         page = text_of(writer, EMPTY)
-    assert 'gpumem_scrape_collector_success{collector="own"} 0' in page
+    assert 'gpumem_scrape_collector_success{collector="exporter"} 0' in page
     assert 'gpumem_reports_total{outcome="accepted"} 0.0' in page
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
@@ -232,7 +233,7 @@ def test_a_failing_subject_is_left_out_and_logged_and_the_others_stay(caplog: py
     remaining = [line for line in whole if "gpumem_process_" not in line and not line.startswith(success)]
     assert [line for line in partly if not line.startswith(success)] == remaining
     assert len(remaining) < len(whole)
-    assert 'gpumem_scrape_collector_success{collector="process"} 0' in partly
+    assert 'gpumem_scrape_collector_success{collector="processes"} 0' in partly
     assert 'gpumem_scrape_collector_success{collector="torch"} 1' in partly
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert text_of(writer, valid).splitlines() == whole
@@ -254,6 +255,23 @@ def test_both_formats_have_the_same_samples_whatever_earlier_pages_had(history: 
     for header in ("# TYPE ", "# HELP "):
         assert [line.split(" ")[2] for line in text.split("\n") if line.startswith(header)] == families
     assert len(families) == len(set(families))
+
+
+@given(SNAPSHOTS, st.sets(st.sampled_from(sorted(COLLECTORS)), min_size=1))
+@settings(max_examples=25)
+def test_a_page_of_some_collectors_has_their_series_only(known: Snapshot, chosen: set[str]) -> None:
+    writer = exposition()
+    assert writer.collectors == tuple(COLLECTORS)
+    some = whole_text_of(writer, known, collectors=chosen)
+    off = whole_text_of(exposition(off=COLLECTORS.keys() - chosen), known)
+    samples = [read(parse_text(page))[1] for page in (some, off, whole_text_of(writer, known))]
+    names = [
+        {label["collector"] for name, labels in page if "collector" in (label := dict(labels))} for page in samples
+    ]
+    assert names == [chosen, chosen, COLLECTORS.keys()]
+    # The process of the test changes between two pages.
+    stable = [{each for each in page if not each[0].startswith(("process_", "python_gc_"))} for page in samples]
+    assert stable[0] == stable[1] <= stable[2]
 
 
 def test_every_metric_is_declared_once() -> None:

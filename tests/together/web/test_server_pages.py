@@ -155,6 +155,16 @@ def test_a_wrong_method_is_a_405_problem_with_every_method_of_the_path(
     assert answer.headers["allow"] == allowed
 
 
+def test_a_scrape_names_its_collectors_as_with_node_exporter(exporter: RunningExporter) -> None:
+    page = exporter.get("/metrics?collect[]=devices&collect%5B%5D=poll").body.decode()
+    assert "gpumem_device_memory_used_bytes{" in page
+    assert "gpumem_nvml_up " in page
+    assert "gpumem_reports_total" not in page
+    for query in ("collect[]=device", "collect[]=devices&collect[]="):
+        assert "devices, ledger" in problem(exporter.get(f"/metrics?{query}"), 400)["detail"]
+    assert "gpumem_reports_total{" in exporter.get("/metrics?other=x").body.decode()
+
+
 @pytest.mark.parametrize("path", ["/", "/metrics", "/health", "/api/v1/devices", "/nope"])
 def test_every_reply_has_security_headers(exporter: RunningExporter, path: str) -> None:
     headers = exporter.get(path, Origin="http://evil.example").headers
