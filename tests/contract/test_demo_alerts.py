@@ -22,6 +22,8 @@ ALERTS = {
     "demo-asr-varlen": {"GpuMemFragmentationHigh", "GpuMemAllocatorRetrying"},
     "demo-notebook": {"GpuMemReclaimableHoarded"},
     "demo-moe-finetune": {"GpuMemAllocatorRetrying", "GpuMemRankImbalance"},
+    # It shares the device that the leak fills.
+    "demo-pipeline-finetune": {"GpuMemNeighborFillsDevice"},
 }
 """The alerts of each workload with a problem; all other workloads and the node have none."""
 

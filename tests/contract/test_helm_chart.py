@@ -238,6 +238,7 @@ def test_the_chart_accepts_the_settings_that_the_exporter_accepts(cluster: Clust
         ({"processDetails": True, "securityContext": {"runAsUser": 65532}}, "processDetails: needs"),
         ({"hostNetwork": True, "hostPort": 80}, "hostNetwork: the port of the node is 9844"),
         ({"hostNetwork": True, "networkPolicy": {"enabled": True}}, "networkPolicy: has no effect"),
+        ({"prometheusRule": {"enabled": True}}, "monitor.kind"),
     ],
 )
 def test_values_that_contradict_each_other_are_an_error(cluster: Cluster, values: dict[str, Any], reason: str) -> None:
@@ -323,6 +324,8 @@ def test_the_network_policy_admits_prometheus_and_the_test_to_the_exporter(relea
         ({"dashboards": {"livePageUrl": "https://gpumem.example/"}}, "/dashboards/livePageUrl"),
         ({"prometheusRule": {"disabled": ["GpuMemLeek"]}}, "/prometheusRule/disabled/0"),
         ({"tls": {"certificate": "PEM"}}, "/tls/key"),
+        ({"resources": {"limit": {"memory": "1Gi"}}}, "/resources"),
+        ({"webhook": {"resources": {"limits": {"memory": None, "cpu": []}}}}, "/webhook/resources/limits/cpu"),
     ],
 )
 def test_the_schema_rejects_a_value_and_names_it(cluster: Cluster, values: dict[str, Any], place: str) -> None:

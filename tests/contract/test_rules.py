@@ -391,7 +391,8 @@ ROUTES = [
     ({"severity": "critical"}, "page"),
     ({"severity": "warning"}, "tickets"),
     ({"severity": "critical", "user": "ann"}, "owners"),
-    ({"severity": "warning", "k8s_namespace": "ml"}, "owners"),
+    ({"severity": "warning", "k8s_namespace": "ml"}, "namespaces"),
+    ({"severity": "critical", "user": "root", "k8s_namespace": "ml"}, "namespaces"),
 ]
 
 
@@ -448,7 +449,7 @@ def test_an_alert_inhibits_its_effects_on_the_same_node_device_and_process(tmp_p
         url = f"http://{address}/api/v2/alerts"
         post(url, list(sent.values()))
         wait_until_equal(lambda: _silenced(url, sent), silenced, "the alerts that others silence")
-        for name, labels in (("owners", {"user": "ann"}), ("owners", {"user": "bob"}), ("page", {})):
+        for name, labels in (("namespaces", {"user": "ann"}), ("namespaces", {"user": "bob"}), ("page", {})):
             sent_to = partial(notifications_to, receiver, name, labels)
             alerts = [each for notification in wait_for(sent_to, f"{name} {labels}") for each in notification["alerts"]]
             assert {each["labels"].get("user") for each in alerts} == {labels.get("user")}

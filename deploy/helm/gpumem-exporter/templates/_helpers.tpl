@@ -166,6 +166,9 @@ httpGet:
 {{- if and .Values.tls.existingSecret .Values.tls.certificate }}
 {{- fail "tls: existingSecret and certificate are both set; set one of them" }}
 {{- end }}
+{{- if and .Values.prometheusRule.enabled (not .Values.monitor.kind) (not .Values.monitor.sidecars) (not .Values.prometheusRule.withoutMonitor) }}
+{{- fail "prometheusRule: the rules select the job gpumem, which monitor.kind creates; without it, a critical alert fires for ever. Set monitor.kind, or prometheusRule.withoutMonitor if your Prometheus has a job of that name" }}
+{{- end }}
 {{- $settings := merge (deepCopy (.Values.settings | default dict)) (dict "report.expiry" 15.0 "report.interval" 1.0) }}
 {{- $expiry := index $settings "report.expiry" | float64 }}
 {{- $interval := index $settings "report.interval" | float64 }}
