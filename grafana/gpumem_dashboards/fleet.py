@@ -88,7 +88,7 @@ def fleet() -> Any:
         ),
         ("Engines", [engines.listed(WORKLOAD, [TO_WORKLOAD, TO_JOB], TO_NODE)]),
         ("Out of memory", [_errors_over_the_day(), _retries_over_the_day(), errors]),
-        ("Silent reporters and unused capacity", [_silent(), _idle()]),
+        ("Silent reporters and unused capacity", [_silent(), _idle(), _held()]),
         open_rows=3,
     )
 
@@ -335,6 +335,31 @@ def _silent() -> Any:
         sort_by="Silent for",
         no_value="No process is silent.",
         span=12,
+        height=9,
+    )
+
+
+def _held() -> Any:
+    computes = f"max_over_time(gpumem_device_utilization_ratio{{{GPU}}}[$__range])"
+    still = f"sum by ({DEVICE}) ({computes}) < 0.01"
+    held = f"({process_used(GPU)} > 2 ^ 28) and on ({DEVICE}) ({still})"
+    return table(
+        "Holds memory, computes nothing",
+        "Processes with memory on devices on which no kernel ran in the whole time range. On a device whose"
+        " utilization the driver does not know, such as a MIG device, this is unknown.",
+        [
+            Column("cluster", heading="Cluster"),
+            Column("instance", heading="Node", links=[TO_DEVICE, TO_DEVICE_PAGE]),
+            Column("gpu", heading="GPU", width=60),
+            Column("workload", heading="Workload", links=[TO_WORKLOAD, TO_JOB]),
+            Column("pid"),
+            Column("user"),
+            Column("command"),
+            Column("Held", with_info(held, "workload, command, user")),
+        ],
+        sort_by="Held",
+        no_value="Every process is on a device that computes.",
+        drop=("uuid",),
         height=9,
     )
 
