@@ -36,7 +36,7 @@ BUDGETS = {
     "gpumem_exporter/features/webhook": 595,
     "client/gpumem_client": 13_020,
     "toolkit/gpumem_toolkit": 8_575,
-    "tests": 57_435,
+    "tests": 57_600,
 }
 """Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only."""
 
