@@ -46,6 +46,10 @@ def test_the_chart_and_the_manifests_name_the_image_of_their_version() -> None:
     assert read(CHART / "values.yaml")["image"]["repository"] == published["repository"]
     chart = read(CHART / "Chart.yaml")
     assert chart["appVersion"] == chart["version"] == published["version"] == __version__
+    # The icon is a file of the repository, at its main branch.
+    assert (REPOSITORY / chart["icon"].partition("/main/")[2]).is_file()
+    assert chart["icon"].startswith("https://raw.githubusercontent.com/gpumem-exporter/gpumem-exporter/main/")
+    assert chart["sources"] == [chart["home"]]
     for name in ("exporter.yaml", "sidecar.yaml"):
         text = (REPOSITORY / "deploy" / "kubernetes" / name).read_text(encoding="utf-8")
         assert published["image"] in re.findall(r"image: (\S+)", text), name
