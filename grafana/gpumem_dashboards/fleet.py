@@ -52,7 +52,7 @@ def fleet() -> Any:
         "The fullest devices, the jobs, users and namespaces that use their memory, and the idle cache. Rows link"
         " to the node, the workload, the live page or the post-mortem.",
         time="now-1h",
-        refresh="30s",
+        refresh="5m",  # its queries read all nodes: docs/sizing.md
         variables=[
             ("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"),
             ("gpu", "GPU", f"gpumem_device_up{{{NODE}}}", "gpu"),
