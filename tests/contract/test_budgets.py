@@ -15,7 +15,7 @@ from tests.support.paths import REPOSITORY
 EXPORTER = REPOSITORY / "gpumem_exporter"
 FEATURES = EXPORTER / "features"
 BUDGETS = {
-    "gpumem_exporter": 2_450,
+    "gpumem_exporter": 2_475,
     "gpumem_exporter/actions": 4_842,
     "gpumem_exporter/cli": 4_561,
     "gpumem_exporter/core": 3_200,
