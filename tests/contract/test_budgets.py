@@ -31,7 +31,7 @@ BUDGETS = {
     "gpumem_exporter/features/fleet": 836,
     "gpumem_exporter/features/history": 1_056,
     "gpumem_exporter/features/oom": 1_000,
-    "gpumem_exporter/features/policy": 1_648,
+    "gpumem_exporter/features/policy": 1_420,
     "gpumem_exporter/features/profiles": 2_594,
     "gpumem_exporter/features/webhook": 595,
     "client/gpumem_client": 13_020,

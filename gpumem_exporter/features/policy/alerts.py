@@ -12,7 +12,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -20,10 +20,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
-from gpumem_exporter.actions.declarations import SELECTORS, Target
+from gpumem_exporter.actions.declarations import MAX_REASON_LENGTH, SELECTORS, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.kinds import is_done
-from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.selection import SelectedProcess, nothing_matches, select_reporting
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import Snapshot
@@ -32,16 +31,19 @@ from gpumem_exporter.edge.problems import ProblemError, field_errors, problems, 
 from gpumem_exporter.edge.replies import iso_time, json_body, json_reply, json_response
 from gpumem_exporter.edge.request_guard import ALERTS_PATH, OwnNames
 from gpumem_exporter.errors import ActionRefusedError, TargetNotFoundError, TooManyActionsError
+from gpumem_exporter.features.policy.policy_values import RESULTS
 
 if TYPE_CHECKING:
+    from gpumem_exporter.features.policy.evaluation import Decision
     from gpumem_exporter.features.policy.policy_runner import PolicyRunner
 
 MAX_BODY_BYTES = 1 << 20
 """The largest body from Alertmanager, which sends all alerts of a group in one body, about 1 KiB each."""
 MAX_ALERTS = 1000
 MAX_REMEMBERED = 4096
-PREFIX = "gpumem_"
 RULE = "gpumem_rule"
+# With it, alerts for 0.3 requested an action of their own.
+_ACTION = "gpumem_action"
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 _log = logging.getLogger(__name__)
@@ -70,26 +72,30 @@ class AlertBody(_Lenient):
         return self.labels.get("alertname", self.fingerprint)
 
     @property
-    def reason(self) -> str:
-        """The reason of its actions."""
-        return f"alert {self.name[:128]} ({self.fingerprint})"
+    def rule(self) -> str:
+        """The rule that the alert names; empty if it requests nothing.
 
-    @property
-    def texts(self) -> dict[str, str]:
-        """The labels and annotations for the exporter, without the prefix.
-
-        Raises AlertRequestError if a label and an annotation have different values.
+        Raises AlertRequestError if a label and an annotation differ, or another one could be thought to change what the
+        rule does.
         """
-        texts: dict[str, str] = {}
-        for source in (self.labels, self.annotations):
-            for key, text in source.items():
-                name = key.removeprefix(PREFIX)
-                # A template without a value produces an empty string.
-                if name == key or not text.strip():
-                    continue
-                if texts.setdefault(name, text.strip()) != text.strip():
-                    raise AlertRequestError(f"{key}: the label and the annotation differ")
-        return texts
+        # A template without a value produces an empty string.
+        given = {
+            (name, text.strip())
+            for each in (self.labels, self.annotations)
+            for name, text in each.items()
+            if name.startswith("gpumem_") and text.strip()
+        }
+        names = {name for name, _ in given}
+        if not names & {RULE, _ACTION}:
+            return ""
+        if others := sorted(names - {RULE}):
+            raise AlertRequestError(
+                f"{others[0][:64]} has no effect: write a rule of the policy file, and name it with {RULE}"
+            )
+        if len(given) > 1:
+            raise AlertRequestError(f"{RULE}: the label and the annotation differ")
+        ((_, rule),) = given
+        return rule
 
 
 class AlertRequestError(ActionRefusedError):
@@ -168,7 +174,7 @@ class _Firing(NamedTuple):
     """A firing that became actions."""
 
     starts_at: datetime
-    action_ids: tuple[str, ...]
+    action_ids: list[str]
 
 
 @dataclass(slots=True)
@@ -190,18 +196,14 @@ class AlertReceiver:
 
         Return its outcome, and for a refusal whose reason passes the seconds until then.
         """
-        fields = {"alert": alert.name, "fingerprint": alert.fingerprint, "requested_by": str(caller)}
-        reason, action_id, retry_seconds = "", None, None
+        outcome, reason, action_id, retry_seconds = "resolved", "", None, None
         try:
-            if alert.status == "resolved":
-                outcome = "resolved"
-                if alert.fingerprint in self.firings:
-                    _log.info("alert resolved", extra={"fields": fields})
-            else:
+            if alert.status == "firing":
                 outcome, reason, action_id = self._fire(alert, caller, of_this_node)
         except ActionRefusedError as error:
             # An invalid alert does not fail the whole message: Alertmanager would drop the other alerts with it.
             outcome, reason = "refused", str(error)
+            fields = {"alert": alert.name, "fingerprint": alert.fingerprint, "requested_by": str(caller)}
             _log.warning("alert refused", extra={"fields": {**fields, "error": reason}})
             if isinstance(error, TooManyActionsError):
                 retry_seconds = error.retry_seconds
@@ -217,14 +219,9 @@ class AlertReceiver:
 
     def _fire(self, alert: AlertBody, caller: Caller, of_this_node: bool) -> tuple[str, str, str | None]:
         """Return the outcome of a firing alert, its reason, and the id of its first action."""
-        texts = alert.texts
-        if not texts.keys() & {"rule", "action"}:
+        rule = alert.rule
+        if not rule:
             return "ignored", f"the alert has no label or annotation {RULE}", None
-        # Any other text could be thought to change what the rule does.
-        if others := sorted(texts.keys() - {"rule"}):
-            raise AlertRequestError(
-                f"{PREFIX}{others[0][:64]} has no effect: write a rule of the policy file, and name it with {RULE}"
-            )
         # Alertmanager sends a firing alert repeatedly. An alert that fires again after it was resolved has another
         # start.
         known = self.firings.get(alert.fingerprint)
@@ -232,42 +229,59 @@ class AlertReceiver:
             self.firings.move_to_end(alert.fingerprint)
             if known.starts_at == alert.starts_at and any(map(self._acted, known.action_ids)):
                 return "repeated", "", None
-        actions, why = self._act(alert, texts["rule"], Caller.alert(alert.name, caller), of_this_node)
-        if not actions:
+        action_ids, why = self._act(alert, rule, Caller.alert(alert.name, caller), of_this_node)
+        if not action_ids:
             return "waiting", why, None
-        self.firings[alert.fingerprint] = _Firing(alert.starts_at, tuple(action.id for action in actions))
+        self.firings[alert.fingerprint] = _Firing(alert.starts_at, action_ids)
         self.firings.move_to_end(alert.fingerprint)
-        while len(self.firings) > MAX_REMEMBERED:
+        if len(self.firings) > MAX_REMEMBERED:
             self.firings.popitem(last=False)
-        return "acted", "", actions[0].id
+        return "acted", "", action_ids[0]
 
     def _acted(self, action_id: str) -> bool:
         """Return whether an action is done or may still be, or is too old to be known."""
         action = self.dispatcher.get(action_id)
         return action is None or not action.finished or any(is_done(result.outcome) for result in action.results)
 
-    def _act(self, alert: AlertBody, rule: str, requested_by: Caller, of_this_node: bool) -> tuple[list[Action], str]:
-        """Return the actions of the alert's rule, and if there is none, why the rule does not act now."""
-        if self.policies is None:
+    def _act(self, alert: AlertBody, rule: str, requested_by: Caller, of_this_node: bool) -> tuple[list[str], str]:
+        """Return the actions that the alert's rule requests, and if there is none, why the rule does not act now."""
+        policies = self.policies
+        if policies is None:
             raise AlertRequestError(f"{RULE}: the exporter was started without --policy.file")
-        names = [each.name for each in self.policies.evaluator.rules]
+        names = [each.name for each in policies.evaluator.rules]
         if rule not in names:
             raise AlertRequestError(f"{RULE}: no rule {rule[:64]!r}; the rules are {', '.join(names) or 'none'}")
-        snapshot = self.snapshot()
-        target = _target(alert, of_this_node=of_this_node)
+        admitted = self._admitted(alert, of_this_node)
+        action_ids: list[str] = []
+        refusals: list[ActionRefusedError] = []
+
+        def act(decision: Decision) -> bool:
+            reason = f"alert {alert.name[:128]} ({alert.fingerprint}): {decision.request.reason}"
+            request = replace(decision.request, reason=reason[:MAX_REASON_LENGTH])
+            try:
+                action_ids.append(policies.submit(decision._replace(request=request), requested_by).id)
+            except ActionRefusedError as error:
+                refusals.append(error)
+                return not isinstance(error, TooManyActionsError)  # the alert is repeated before the cooldown ends
+            return True
+
+        results = policies.evaluate_alert(rule, lambda seen: (seen.process.key, seen.sample.uuid) in admitted, act)
+        if refusals and not action_ids:
+            raise refusals[0]
+        why = "; ".join(RESULTS[result] for _, result in results)
+        why = why or "it is not for this workload, or the last sample is old"
+        return action_ids, f"the rule {rule} does not act now: {why}"
+
+    def _admitted(self, alert: AlertBody, of_this_node: bool) -> set[tuple[Any, str]]:
+        """Return the processes and devices of an alert that are older than its firing. Raises ActionRefusedError."""
+        snapshot, target = self.snapshot(), _target(alert, of_this_node=of_this_node)
         selected = select_reporting(target, snapshot)
         if not selected:
             raise TargetNotFoundError(nothing_matches(target, snapshot.names.reporting))
         older = [one for one in selected if not self._younger(one, alert)]
         if not older:
             raise AlertRequestError(self._younger(selected[0], alert))
-        admitted = {(one.process.key, sample.uuid) for one in older for sample in one.samples}
-        return self.policies.act_on_alert(
-            rule,
-            lambda seen: (seen.process.key, seen.sample.uuid) in admitted,
-            requested_by=requested_by,
-            reason=alert.reason,
-        )
+        return {(one.process.key, sample.uuid) for one in older for sample in one.samples}
 
     def _younger(self, one: SelectedProcess, alert: AlertBody) -> str:
         """Return that a process is not known to be older than the firing; empty if it is older."""

@@ -25,7 +25,6 @@ class RuleDocument(TypedDict):
     dry_run: bool
     stopped: int
     stopped_until: Annotated[str | None, Field(description="when the last of these stops ends")]
-    held_back: Annotated[list[str], Field(description="the inference engines whose start the rule waits for now")]
 
 
 class RulesDocument(TypedDict):
@@ -53,7 +52,6 @@ def policy_router(policies: PolicyRunner | None) -> APIRouter:
                 "dry_run": rule.dry_run,
                 "stopped": len(policies.evaluator.stopped(rule.name)),
                 "stopped_until": policies.stopped_until(rule.name),
-                "held_back": list(policies.evaluator.held_back(rule.name)),
             }
             for rule in rules
         ]

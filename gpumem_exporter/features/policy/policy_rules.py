@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from math import inf
+from math import inf, isinf
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -34,7 +34,7 @@ from gpumem_exporter.actions.declarations import (
 )
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
 from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_error
-from gpumem_exporter.features.policy.policy_values import FIELDS, read_quantity, shown_quantity
+from gpumem_exporter.features.policy.policy_values import FIELDS, Observation, read_quantity, shown_quantity
 
 _log = logging.getLogger(__name__)
 
@@ -63,13 +63,12 @@ def read_policy(path: Path, *, allowed: Collection[str]) -> tuple[Rule, ...]:
     rules = file.read(_Policy, allowed).rules
     first: dict[str, int] = {}
     for index, rule in enumerate(rules):
-        line = file.line(("rules", index))
         if rule.name in first:
             twice = f"the rule {rule.name!r} appears twice, first in line {first[rule.name]}"
             raise file.error(("rules", index), twice, of=())
         if rule.request.group:
             _log.warning(GROUP_IS_DEPRECATED, extra={"fields": {"rule": rule.name}})
-        first[rule.name] = line
+        first[rule.name] = file.line(("rules", index))
     return tuple(rules)
 
 
@@ -83,11 +82,10 @@ def _quantity(unit: str, least: float = 0.0, most: float = inf) -> Callable[[obj
             value = read_quantity(text, unit)
         except ValueError as error:
             raise ValueError(f"expected {error}") from None
-        if not least <= value <= most:
-            bound = (
-                f"at least {shown_quantity(least, unit)}" if value < least else f"at most {shown_quantity(most, unit)}"
-            )
-            raise ValueError(f"expected {bound}")
+        if value < least:
+            raise ValueError(f"expected at least {shown_quantity(least, unit)}")
+        if value > most:
+            raise ValueError(f"expected at most {shown_quantity(most, unit)}")
         return value
 
     return read
@@ -106,9 +104,24 @@ class Condition(NamedTuple):
     """A value is strictly between two bounds. An unknown value never is."""
 
     field: str
-    """A key of `values.FIELDS`."""
+    """A key of `policy_values.FIELDS`."""
     over: float = -inf
     under: float = inf
+
+    def is_met(self, seen: Observation) -> bool:
+        """Return whether the condition is true."""
+        value = FIELDS[self.field].of(seen)
+        return value is not None and self.over < value < self.under
+
+    def shown(self, seen: Observation) -> str:
+        """Format the value, which is known, and its bounds."""
+        field = FIELDS[self.field]
+        bounds = " and ".join(
+            f"{word} {shown_quantity(bound, field.unit)}"
+            for word, bound in (("over", self.over), ("under", self.under))
+            if not isinf(bound)
+        )
+        return f"{self.field} {shown_quantity(field.of(seen) or 0, field.unit)} ({bounds})"
 
 
 def _read_conditions(given: object) -> tuple[Condition, ...]:
@@ -135,13 +148,9 @@ def _read_conditions(given: object) -> tuple[Condition, ...]:
 
 def _type_of(name: str) -> Any:
     option = OPTIONS[name]
-    return (
-        Annotated[float, BeforeValidator(_quantity(option.unit))]
-        if option.unit
-        else Flag
-        if option.kind is bool
-        else str
-    )
+    if option.unit:
+        return Annotated[float, BeforeValidator(_quantity(option.unit))]
+    return Flag if option.kind is bool else str
 
 
 _OPTION_FIELDS: dict[str, Any] = {key: (_type_of(name), None) for key, name in _OPTION_OF.items()}
@@ -215,18 +224,18 @@ class Rule(FileSection):
             object.__setattr__(self, "stop_after", None)
         elif self.do.action not in _RELEASING and stop is not None and "still_free_after" in stop.model_fields_set:
             raise section_error("stop_after", f"still_free_after: only {' and '.join(_RELEASING)} accept it")
-        idle = next((condition for condition in self.when if condition.field == "engine_idle_seconds"), None)
-        if (
-            self.do.action == "release_memory"
-            and not self.do.request.force
-            and (idle is None or idle.over < MIN_IDLE_SECONDS)
-        ):
-            expected = f"engine_idle_seconds over at least {shown_quantity(MIN_IDLE_SECONDS, 'seconds')}"
-            raise section_error("when", f"when: release_memory expects {expected}")
         if self.cooldown < self.settle_seconds:
             settle, cooldown = (shown_quantity(seconds, "seconds") for seconds in (self.settle_seconds, self.cooldown))
             expected = f"at least still_free_after of stop_after, which is {settle}"
             raise section_error("cooldown", f"cooldown: {cooldown!r} is invalid: expected {expected}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_idle_engine(self) -> Self:
+        idle_seconds = max((each.over for each in self.when if each.field == "engine_idle_seconds"), default=0.0)
+        if self.do.action == "release_memory" and not self.do.request.force and idle_seconds < MIN_IDLE_SECONDS:
+            expected = f"engine_idle_seconds over at least {shown_quantity(MIN_IDLE_SECONDS, 'seconds')}"
+            raise section_error("when", f"when: release_memory expects {expected}")
         return self
 
     @property
@@ -245,6 +254,14 @@ class Rule(FileSection):
         if not workload:
             return "*" in self.workloads
         return any(fnmatchcase(workload, pattern) for pattern in self.workloads)
+
+    def is_met(self, seen: Observation) -> bool:
+        """Return whether all conditions are true."""
+        return all(condition.is_met(seen) for condition in self.when)
+
+    def reason(self, seen: Observation) -> str:
+        """Return the values that met the conditions, for the audit log."""
+        return ", ".join(condition.shown(seen) for condition in self.when)
 
 
 class _Policy(FileSection):

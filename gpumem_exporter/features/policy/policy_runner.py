@@ -8,33 +8,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.actions.declarations import MAX_REASON_LENGTH
+from gpumem_exporter.actions.action_events import place_of
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.edge.replies import iso_time
-from gpumem_exporter.errors import ActionRefusedError, TooManyActionsError
-from gpumem_exporter.features.policy.evaluation import Decision, Evaluation, PolicyEvaluator
-from gpumem_exporter.features.policy.policy_events import policy_stopped_event
+from gpumem_exporter.errors import ActionRefusedError
+from gpumem_exporter.features.policy.evaluation import Decision, PolicyEvaluator
 from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.features.policy.policy_rules import Rule, read_policy
-from gpumem_exporter.features.policy.policy_values import RESULTS, Observation
+from gpumem_exporter.features.policy.policy_values import Observation
 
 _log = logging.getLogger(__name__)
 
 
 class PolicyRunner:
-    """The policy in force. It reads the file immediately, which may raise `ConfigurationError`.
-
-    The caller of an action is `policy:` and the name of the rule. A stale sample meets no condition.
-    """
+    """The policy in force. It reads the file immediately, which may raise `ConfigurationError`."""
 
     def __init__(
         self,
@@ -52,11 +48,10 @@ class PolicyRunner:
         self._allowed = allowed
         self._dispatcher = dispatcher
         self._snapshot = snapshot
-        self._stale_seconds = stale_seconds
         self._metrics = metrics
         self._record = record
         self._wall_clock = wall_clock
-        # The decisions whose actions have not finished or settled, by the id of the action.
+        # The decisions whose actions have not finished, settled and been judged, by the id of the action.
         self._running: dict[str, Decision] = {}
         self._reading = asyncio.Lock()
         self.evaluator = PolicyEvaluator((), stale_seconds=stale_seconds)
@@ -64,57 +59,48 @@ class PolicyRunner:
         self._put_in_force(read_policy(path, allowed=allowed), "start")
 
     def tick(self) -> None:
-        """Evaluate the rules and submit their actions; called once a second."""
+        """Judge what has ended, evaluate the rules and submit their actions; called once a second."""
         for action_id, decision in list(self._running.items()):
             action = self._dispatcher.get(action_id)
             if action is None or (action.finished and not action.settling):
                 del self._running[action_id]
                 if action is not None:
-                    self._finished(decision, action)
-        found = self.evaluator.evaluate(self._snapshot(), self._under_way)
-        self._count(found)
-        for decision in found.decisions:
-            # `_submit` has logged the error, and the rule acts again after its cooldown.
+                    self._judge(decision, action)
+
+        def act(decision: Decision) -> bool:
+            # `submit` has logged the error, and the rule acts again after its cooldown.
             with contextlib.suppress(ActionRefusedError):
-                self._submit(decision, Caller.policy(decision.rule.name))
+                self.submit(decision, Caller.policy(decision.rule.name))
+            return True
 
-    def act_on_alert(
-        self, rule: str, admits: Callable[[Observation], bool], *, requested_by: Caller, reason: str
-    ) -> tuple[list[Action], str]:
-        """Let a rule act on the processes that an alert admits and that meet the rule's conditions now.
+        self._count(self.evaluator.evaluate(self._snapshot(), self._under_way(), act))
 
-        Return the actions, and if there is none, why the rule does not act. Raises ActionRefusedError if the exporter
-        refuses all actions.
-        """
-        found = self.evaluator.evaluate(self._snapshot(), self._under_way, (rule, admits))
-        self._count(found)
-        actions: list[Action] = []
-        refusals: list[ActionRefusedError] = []
-        for decision in found.decisions:
-            request = replace(decision.request, reason=f"{reason}: {decision.request.reason}"[:MAX_REASON_LENGTH])
-            try:
-                actions.append(self._submit(replace(decision, request=request), requested_by))
-            except ActionRefusedError as error:
-                refusals.append(error)
-                if isinstance(error, TooManyActionsError):
-                    self.evaluator.refused(decision)  # the alert is repeated before the cooldown ends
-        if refusals and not actions:
-            raise refusals[0]
-        why = "; ".join(RESULTS[result] for _, result in found.counts)
-        why = why or "it is not for this workload, or the last sample is old"
-        return actions, "" if actions else f"the rule {rule} does not act now: {why}"
+    def evaluate_alert(
+        self, rule: str, admits: Callable[[Observation], bool], act: Callable[[Decision], bool]
+    ) -> Counter[tuple[str, str]]:
+        """Let a rule decide on what an alert admits: see `PolicyEvaluator.evaluate`."""
+        counts = self.evaluator.evaluate(self._snapshot(), self._under_way(), act, (rule, admits))
+        self._count(counts)
+        return counts
+
+    def submit(self, decision: Decision, requested_by: Caller) -> Action:
+        """Submit the action of a decision, and count it. Raises ActionRefusedError, which is logged."""
+        rule = decision.rule
+        try:
+            action = self._dispatcher.submit(decision.request, requested_by=requested_by)
+        except ActionRefusedError as error:
+            fields = {"rule": rule.name, "target": decision.request.target.describe(), "error": str(error)}
+            _log.warning("the action of a policy rule was refused", extra={"fields": fields})
+            self._metrics.count_policy(rule.name, "refused", 1)
+            raise
+        self._running[action.id] = decision
+        self._metrics.count_policy(rule.name, "would_act" if rule.dry_run else "acted", 1)
+        return action
 
     def stopped_until(self, rule: str) -> str | None:
         """Return when the last stop of a rule ends, as ISO 8601; None if the rule has not stopped."""
         resume_seconds = max(self.evaluator.stopped(rule), default=None)
-        return None if resume_seconds is None else iso_time(self._unix_seconds(resume_seconds))
-
-    def _unix_seconds(self, seconds: float) -> float:
-        return self._wall_clock() + seconds - self._snapshot().taken_seconds
-
-    def _count(self, found: Evaluation) -> None:
-        for (rule, result), count in found.counts.items():
-            self._metrics.count_policy(rule, result, count)
+        return None if resume_seconds is None else self._iso_time(resume_seconds)
 
     async def reload(self, requested_by: str) -> tuple[Rule, ...]:
         """Read the file again. If it is invalid, raise ConfigurationError; then the earlier rules stay in force."""
@@ -135,13 +121,11 @@ class PolicyRunner:
             await self.reload("SIGHUP")
 
     def _put_in_force(self, rules: Sequence[Rule], requested_by: str) -> None:
-        evaluator = PolicyEvaluator(rules, stale_seconds=self._stale_seconds)
-        evaluator.take_over(self.evaluator)
         for name in {rule.name for rule in self.evaluator.rules} - {rule.name for rule in rules}:
             self._metrics.remove_policy_rule(name)
         for rule in rules:
             self._metrics.add_policy_rule(rule.name)
-        self.evaluator = evaluator
+        self.evaluator.put_in_force(rules)
         fields = {
             "file": str(self._path),
             "requested_by": requested_by,
@@ -151,40 +135,41 @@ class PolicyRunner:
         _log.info("policy in force", extra={"fields": fields})
 
     def _under_way(self) -> set[ProcessKey]:
-        own = {decision.observation.process.key for decision in self._running.values()}
-        return {*self._dispatcher.under_way(), *own}
+        # The dispatcher knows nothing of the time in which a clear settles.
+        own = {decision.observation.process.key for decision in self._running.values() if not decision.rule.dry_run}
+        return self._dispatcher.under_way() | own
 
-    def _submit(self, decision: Decision, requested_by: Caller) -> Action:
-        """Submit the action of a decision, and count it. Raises ActionRefusedError, which is logged."""
-        rule = decision.rule
-        try:
-            action = self._dispatcher.submit(decision.request, requested_by=requested_by)
-        except ActionRefusedError as error:
-            fields = {"rule": rule.name, "target": decision.request.target.describe(), "error": str(error)}
-            _log.warning("the action of a policy rule was refused", extra={"fields": fields})
-            self._metrics.count_policy(rule.name, "refused", 1)
-            raise
-        if action.finished:
-            self._finished(decision, action)
-        else:
-            self._running[action.id] = decision
-        self._metrics.count_policy(rule.name, "would_act" if rule.dry_run else "acted", 1)
-        return action
+    def _count(self, counts: Counter[tuple[str, str]]) -> None:
+        for (rule, result), count in counts.items():
+            self._metrics.count_policy(rule, result, count)
 
-    def _finished(self, decision: Decision, action: Action) -> None:
+    def _judge(self, decision: Decision, action: Action) -> None:
         """Log that a rule stops, and record it as an event. The stop of a dry run has no event."""
         stop = self.evaluator.finished(decision, action)
         if stop is None:
             return
-        dry_run, until = stop.rule.dry_run, iso_time(self._unix_seconds(stop.resume_seconds))
+        rule, until = stop.rule, self._iso_time(stop.resume_seconds)
         fields = {
-            "rule": stop.rule.name,
-            "target": stop.action.target.describe(),
+            "rule": rule.name,
+            "target": action.target.describe(),
             "reason": stop.reason,
             "until": until,
-            "dry_run": str(dry_run).lower(),
+            "dry_run": str(rule.dry_run).lower(),
         }
-        verb = "would stop" if dry_run else "stopped"
+        verb = "would stop" if rule.dry_run else "stopped"
         _log.warning(f"a policy rule {verb}, because its action does not help", extra={"fields": fields})
-        if not dry_run:
-            self._record(policy_stopped_event(stop, self._wall_clock(), until))
+        if not rule.dry_run:
+            tries = [tried._asdict() for tried in stop.tries]
+            detail = {
+                "rule": rule.name,
+                "action": action.action,
+                "reason": stop.reason,
+                "until": until,
+                "tries": tries,
+            }
+            place = place_of(action.results)
+            self._record(Event("policy_stopped", self._wall_clock(), **place, owner=action.share, detail=detail))
+
+    def _iso_time(self, seconds: float) -> str:
+        """Return a time on the clock of the snapshots as ISO 8601."""
+        return iso_time(self._wall_clock() + seconds - self._snapshot().taken_seconds)

@@ -159,7 +159,7 @@ def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
     (row,) = json.loads(answer.body)["results"]
     assert (row["pid"], row["outcome"], row["freed_bytes"]) == (process.pid, "done", 256 * MIB)
     assert action["requested_by"] == f"alert:CacheHoarded by token:token@loopback:uid={os.getuid()}"
-    assert re.search(r"\bCacheHoarded \([0-9a-f]{16}\): slack_bytes 256\.0 MiB", action["reason"])
+    assert re.search(r"\bCacheHoarded \([0-9a-f]{16}\): slack_bytes 256 MiB", action["reason"])
 
 
 @contextmanager
