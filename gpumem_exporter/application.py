@@ -145,8 +145,8 @@ def _application(context: click.Context, url: str | None, kube: str | None) -> N
             raise click.UsageError("Missing command.", context)
         _show_page(kube, forward)
     elif (url or forward) and not _uses_exporter(_application.get_command(context, name)):
-        given, instance = ("--kube", "kube://{instance}") if forward else ("--url", "http://{instance}")
-        hint = f"; use --instance-url {instance}" if name == "fleet" else ""
+        hint = "; use --instance-url http://{instance}" if name == "fleet" else ""
+        given = "--kube" if forward else "--url"
         raise ConfigurationError(f"{given}: `{name}` uses no exporter of one node{hint}")
 
 

@@ -14,17 +14,12 @@ import shlex
 import signal
 import subprocess
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_exporter.cli.program import one_line
-
-SCHEME = "kube://"
-"""Of the URL of an exporter by its node or pod: `kube://gpu-node-7`."""
-MAX_FORWARDS = 64
-"""The number of exporters that are reached at a time: each needs a process of kubectl, of some 50 MiB."""
 
 _LIST_SECONDS = 20.0
 _START_SECONDS = 30.0
@@ -119,11 +114,11 @@ class Forward:
         self._scheme, self._address, self._last = "http", "", ""
         self._started = threading.Event()
 
-    def start(self, pods: Sequence[Pod] | None = None) -> None:
+    def start(self) -> None:
         """Start kubectl, unless it was started. Raises the errors of `Kubectl.pods` and `Kubectl.find`."""
         if self._process is not None:
             return
-        pod = self._kubectl.find(self._target, self._kubectl.pods() if pods is None else pods)
+        pod = self._kubectl.find(self._target, self._kubectl.pods())
         containers = [*pod["spec"].get("containers", ()), *pod["spec"].get("initContainers", ())]
         ports = [port for each in containers for port in each.get("ports", ()) if port.get("name") == "metrics"]
         probes = [each.get(name, {}) for each in containers for name in ("readinessProbe", "livenessProbe")]
@@ -157,15 +152,10 @@ class Forward:
         if self._process is not None:
             self._process.wait()
 
-    def end(self) -> None:
-        """Let kubectl end, without waiting for it."""
-        if self._process is not None:
-            _signal(self._process, signal.SIGTERM)
-
     def close(self) -> None:
         """End kubectl."""
-        self.end()
         if self._process is not None:
+            _signal(self._process, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
             _signal(self._process, signal.SIGKILL)
@@ -184,51 +174,6 @@ class Forward:
                 self._last = _reason(line)
         self._process.wait()
         self._started.set()
-
-
-class Forwards:
-    """The forwarded ports of a command."""
-
-    def __init__(self) -> None:
-        self._by_target: dict[str, Forward] = {}
-        self._failures: dict[str, ExporterUnreachableError] = {}
-
-    def open(self, targets: Iterable[str]) -> None:
-        """Forward ports to these exporters only, and start kubectl for an exporter whose kubectl has ended."""
-        wanted = set(targets)
-        if len(wanted) > MAX_FORWARDS:
-            raise ConfigurationError(
-                f"--instance-url {SCHEME}: {len(wanted)} exporters, more than {MAX_FORWARDS} ports that are forwarded; "
-                "select fewer with --query, or open a port of the nodes (hostPort) and use http://{instance}:9844"
-            )
-        for target in [each for each, forward in self._by_target.items() if each not in wanted or forward.failure]:
-            self._by_target.pop(target).close()
-        self._failures = {}
-        if missing := wanted - self._by_target.keys():
-            kubectl = Kubectl.from_environment()
-            pods = kubectl.pods()
-            for target in missing:
-                forward = Forward(kubectl, target)
-                try:
-                    forward.start(pods)
-                    self._by_target[target] = forward
-                except ExporterUnreachableError as error:
-                    self._failures[target] = error
-
-    def url(self, target: str) -> str:
-        """Return the URL on this machine for a target of `open`. Raises ExporterUnreachableError if there is none."""
-        if target in self._failures:
-            raise self._failures[target]
-        return self._by_target[target].url
-
-    def close(self) -> None:
-        """End every kubectl."""
-        # All at once: each may take seconds to end.
-        for forward in self._by_target.values():
-            forward.end()
-        for forward in self._by_target.values():
-            forward.close()
-        self._by_target = {}
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:

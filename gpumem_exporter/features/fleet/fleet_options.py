@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, TypeVar
 
 import click
 
-from gpumem_client.wire.errors import ConfigurationError, ExporterError, ExporterUnreachableError
+from gpumem_client.wire.errors import ConfigurationError, ExporterError
 from gpumem_client.wire.trust import Trust
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.connection import action_token, read_token
-from gpumem_exporter.cli.kube import SCHEME, Forwards
 from gpumem_exporter.cli.options import access_options, option_group
 from gpumem_exporter.features.fleet.node_selection import Exporter
 from gpumem_exporter.features.fleet.prometheus import Prometheus
@@ -52,8 +51,7 @@ _connections = option_group(
         metavar="TEMPLATE",
         default="http://{instance}",
         show_default=True,
-        help="URL of a series' exporter, such as https://{instance}; {label} is the value of that label. "
-        "kube://{instance} forwards a port to the exporter of a node of Kubernetes.",
+        help="URL of a series' exporter, such as https://{instance}; {label} is the value of that label.",
     ),
     click.option(
         "--parallel",
@@ -110,19 +108,12 @@ class FleetOptions:
     insecure: bool = False
     token_file: str | None = None
     as_json: bool = False
-    forwards: Forwards = field(default_factory=Forwards, init=False)
-
-    def __post_init__(self) -> None:
-        if (context := click.get_current_context(silent=True)) is not None:
-            context.call_on_close(self.forwards.close)
 
     def ask(
         self, exporters: Iterable[Exporter], question: Callable[[ExporterApi], T]
     ) -> dict[Exporter, T | ExporterError]:
         """Return the answer or the error of each exporter; `parallel` are asked at a time."""
         exporters = list(exporters)
-        if self.instance_url.startswith(SCHEME):
-            self.forwards.open(exporter.url.removeprefix(SCHEME) for exporter in exporters)
 
         def answer(exporter: Exporter) -> T | ExporterError:
             try:
@@ -135,26 +126,12 @@ class FleetOptions:
 
     def api(self, url: str) -> ExporterApi:
         """Return the API of one exporter."""
-        urls: tuple[str, ...] = (url,)
-        advice = ""
-        if url.startswith(SCHEME):
-            try:
-                urls = (self.forwards.url(url.removeprefix(SCHEME)),)
-            except ExporterUnreachableError as error:
-                urls, advice = (), str(error)  # each request to this exporter fails with it
-        return ExporterApi(
-            urls,
-            token=action_token(self.token_file),
-            token_for_reads=False,
-            trust=self.trust(),
-            advice=advice,
-        )
+        return ExporterApi((url,), token=action_token(self.token_file), token_for_reads=False, trust=self.trust())
 
     def trust(self, environ: Mapping[str, str] = os.environ) -> Trust:
         """Return the servers that receive the token."""
         trust = Trust.from_environment(environ)
-        tunnel = self.instance_url.startswith(SCHEME)
-        return replace(trust, insecure=trust.insecure or self.insecure, own_tunnel=tunnel)
+        return replace(trust, insecure=trust.insecure or self.insecure)
 
     def connect(self, environ: Mapping[str, str] = os.environ) -> Prometheus:
         """Return the API to query."""
@@ -173,7 +150,7 @@ def fleet_options(command: Callable[..., int]) -> Callable[..., int]:
     @_connections
     @wraps(command)
     def run(**values: Any) -> int:
-        given = {item.name: values.pop(item.name) for item in fields(FleetOptions) if item.init}
+        given = {item.name: values.pop(item.name) for item in fields(FleetOptions)}
         return command(options=FleetOptions(**given), **values)
 
     return run

@@ -98,7 +98,7 @@ def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
         (["--url", "a:1", "fleet", "info"], "--url", "--instance-url http://{instance}"),
         (["--url", "a:1", "info", "--url", "b:1"], "--url", "twice"),
         (["--kube", "gpu-1", "info", "--kube", "gpu-2"], "--kube", "twice"),
-        (["--kube", "gpu-1", "fleet", "info"], "--kube", "--instance-url kube://{instance}"),
+        (["--kube", "gpu-1", "fleet", "info"], "--kube", "--instance-url http://{instance}"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_one_line(

@@ -24,7 +24,6 @@ import trustme
 
 from gpumem_exporter.features.fleet.prometheus import Prometheus
 from tests.support.exporter_process import ExporterProcess
-from tests.support.fake_kubectl import FakeKubectl
 from tests.support.http_servers import serving
 from tests.support.ports import free_port
 from tests.support.running_command import clean_environment, run_command
@@ -155,21 +154,6 @@ def test_exporters_that_refuse_or_are_down_are_named_and_the_others_act(fleet: F
         gpus = [line.split()[1] for line in lines if line.startswith(f"{instance} ")]
         assert [gpu for gpu in gpus if gpu.isdecimal()] == [str(gpu) for gpu in range(8)]
         assert gpus.count("demo-llm-pretrain") == 1
-
-
-def test_ports_that_kubectl_forwards_lead_to_the_exporters_of_kubernetes(fleet: Fleet, tmp_path: Path) -> None:
-    kubectl = FakeKubectl(tmp_path)
-    first, second, third = fleet.instances
-    kubectl.add(first, fleet.exporters[0].tcp_url)
-    kubectl.add(third, mode="refuses")
-    selected = f'gpumem_torch_reclaimable_bytes{{workload="demo-notebook", instance!="{second}"}}'
-    through_ports = ("--instance-url", "kube://{instance}", "--query", selected)
-    document = fleet.json("clear", *through_ports, "--dry-run", code=1, **kubectl.environment())
-    found = {row["instance"]: row for row in document["results"]}
-    assert {instance: row["outcome"] for instance, row in found.items()} == {first: "would_clear", third: "failed"}
-    assert found[first]["url"] == f"kube://{first}"
-    assert "is forbidden" in found[third]["reason"]
-    kubectl.wait_until_ended()
 
 
 def test_top_is_live_until_q(fleet: Fleet) -> None:
