@@ -38,8 +38,8 @@ Examples:
   gpumem-exporter top --once --json | jq -r '.rows[] | select(.fragmented_bytes > 1e9) | .workload'
 
 \b
-Keys: arrows or j and k select, enter shows the job or the device, space folds, / searches, f filters, s sorts,
-r reverses, c clears after a question, ? helps, q quits. The mouse works, too.
+Keys: arrows or j and k select, enter shows the job or the device, space folds, / filters, s sorts, r reverses,
+c clears after a question, ? helps, q quits. The mouse works, too.
 
 \b
 --once --json prints one document:

@@ -30,7 +30,7 @@ from gpumem_exporter.cli.program import INTERRUPTED, one_line
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
 from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
-from gpumem_exporter.cli.render.rows import BY_GPU, Key, Row, View, called, matches, rows_of
+from gpumem_exporter.cli.render.rows import BY_GPU, Key, Row, View, called, rows_of
 from gpumem_exporter.cli.render.terminal import open_console, plain, table
 from gpumem_exporter.cli.top.detail import DetailScreen, DeviceScreen, JobScreen
 from gpumem_exporter.cli.top.source import NodeSource, in_daemon_thread
@@ -41,8 +41,7 @@ _KEYS = (
     ("tab", "go to the next table: findings, devices, jobs"),
     ("enter", "show the job or the device: timeline, processes, memory, events; a second click does the same"),
     ("space, ← →", "fold and unfold the processes of a job; a click on the mark does the same; a: all jobs"),
-    ("/ n N", "search in every table, then the next and the previous match"),
-    ("f", "filter every table: only jobs with every word, and their devices and findings; escape clears the filter"),
+    ("/ f", "filter every table: only jobs with every word, and their devices and findings; escape clears the filter"),
     ("s S", "sort the table by the next or the previous column; a click on a heading sorts by it"),
     ("r", "reverse the order"),
     ("c", "clear the job, after a question"),
@@ -111,10 +110,7 @@ class Top(App[None]):
         Binding("q", "quit", "quit"),
         Binding("ctrl+c", "interrupt", show=False, priority=True),
         Binding("ctrl+z", "suspend_process", show=False, priority=True),
-        Binding("slash", "ask_words('search')", "search"),
-        Binding("n", "search_next(1)", show=False),
-        Binding("N", "search_next(-1)", show=False),
-        Binding("f", "ask_words('filter')", "filter"),
+        Binding("slash,f", "ask_words", "filter"),
         Binding("c", "clear", "clear"),
         Binding("question_mark", "help", "help"),
         Binding("escape", "leave", show=False),
@@ -145,12 +141,9 @@ class Top(App[None]):
         self._devices = RowTable(DEVICES, BY_GPU, id="devices")
         self._jobs = RowTable(JOBS, view.order, id="jobs")
         self._note, self._noted = Static(id="note"), ""
-        self._words = Input(id="words", select_on_focus=False)
-        # `search` or `filter` while the user types words, otherwise empty.
-        self._asks = ""
-        self._searched, self._old_filter = "", self.filter
-        # The table with the row that was found last.
-        self._found = self._jobs
+        # Shown while the user types words.
+        self._words = Input(id="words", placeholder="words to filter by", select_on_focus=False)
+        self._old_filter = self.filter
         # Cancels the clear that runs; None while none does.
         self._stopped: threading.Event | None = None
 
@@ -238,7 +231,7 @@ class Top(App[None]):
         if not jobs:
             note = note or no_job(nodes, self.filter)
         self._note.update(plain(note, "bold"))
-        self._note.display = bool(note) and not self._asks
+        self._note.display = bool(note) and not self._words.display
 
     def note(self, text: str, seconds: float | None = None) -> None:
         """Show a message at the bottom, for some seconds or until the next one."""
@@ -276,44 +269,34 @@ class Top(App[None]):
         elif row["job"] is not None:
             self.push_screen(JobScreen(row["job"], node, self._open_api, clear))
 
-    def action_ask_words(self, asks: str) -> None:
-        """Let the user type words to search for, or to filter by, which apply at once."""
-        self._asks, self._old_filter = asks, self.filter
-        self._words.value = self.filter if asks == "filter" else ""
-        self._words.placeholder = f"words to {asks} {'by' if asks == 'filter' else 'for'}"
+    def action_ask_words(self) -> None:
+        """Let the user type words to filter by, which apply at once."""
+        self._old_filter = self.filter
+        self._words.value = self.filter
         self._words.cursor_position = len(self._words.value)
         self._words.display = True
         self._words.focus()
         self.show()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        if self._asks == "filter":
+        if self._words.display:
             self.filter = event.value
             self.show()
-        elif self._asks == "search":
-            self._searched = event.value
-            self._search(0)
 
     def on_input_submitted(self) -> None:
-        """Return to the table with the found row, or to the jobs."""
-        asked, self._asks = self._asks, ""
+        """Return to the jobs."""
         self._words.display = False
-        (self._found if asked == "search" else self._jobs).focus()
+        self._jobs.focus()
         self.show()
-
-    def action_search_next(self, step: int) -> None:
-        if self._searched:
-            self._found = self._table
-            self._search(step)
-            self._found.focus()
 
     def action_leave(self) -> None:
-        """End the typing of words; restore the previous filter, or clear it."""
-        if self._asks != "search":
-            self.filter = self._old_filter if self._asks else ""
-        if self._asks:
+        """End the typing of words and restore the previous filter; or clear the filter."""
+        if self._words.display:
+            self.filter = self._old_filter
             self.on_input_submitted()
-        self.show()
+        else:
+            self.filter = ""
+            self.show()
 
     def action_clear(self) -> None:
         """Clear the job of the selected row after a question, or cancel a clear that waits."""
@@ -370,22 +353,6 @@ class Top(App[None]):
             return await in_daemon_thread(run)
         except GpumemError as error:
             return one_line(str(error))
-
-    def _search(self, step: int) -> None:
-        """Select the next row with the words, from the selected one on; also a process of a folded job."""
-        tables = (self._findings, self._devices, self._jobs)
-        places = [(table, row) for table in tables for row in table.all_rows]
-        selected = self._found.selected
-        keys = [(table, row["key"]) for table, row in places]
-        here = (self._found, selected["key"] if selected else None)
-        start = keys.index(here) if here in keys else 0
-        for offset in range(len(places)):
-            table, row = places[(start + step + offset * (step or 1)) % len(places)]
-            if matches(row["text"], self._searched):
-                self._found = table
-                table.select(row["key"])
-                return
-        self.note(f"No row has {self._searched}.", _SHOWN_SECONDS)
 
 
 def _die(number: int) -> None:

@@ -1,4 +1,4 @@
-"""The tables of `top`: sorted, folded, searched, and with a selection that survives a new reading."""
+"""The tables of `top`: sorted, folded, and with a selection that survives a new reading."""
 
 from __future__ import annotations
 
@@ -54,18 +54,6 @@ class RowTable(DataTable[Text]):
     def selected(self) -> Row | None:
         """The row under the cursor."""
         return self.rows_shown[self.cursor_row] if self.cursor_row < len(self.rows_shown) else None
-
-    @property
-    def all_rows(self) -> Sequence[Row]:
-        """The rows in order, also the rows of folded jobs."""
-        return arranged(self._given[0], self._all_columns, self.order)
-
-    def select(self, key: Key) -> None:
-        """Move the cursor to a row, and unfold its job if the row is of a process."""
-        if key not in [row["key"] for row in self.rows_shown]:
-            self._unfolded.add(key[:2])
-        self._choose(key)
-        self.move_cursor(row=self._placed, animate=False)
 
     def show(self, rows: Sequence[Row], words: Row, width: int) -> None:
         """Show rows. Only the cells that differ are drawn again, and the list stays where it was scrolled to."""

@@ -7,7 +7,6 @@ import pytest
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.render.layout import Order
-from gpumem_exporter.cli.top.tables import RowTable
 from tests.support.live_documents import device, finding, full_node, job, live, process
 from tests.support.top_screen import URL, TopScreen, until
 
@@ -85,33 +84,10 @@ async def test_ranks_are_folded_and_unfolded_by_keys_and_the_mouse() -> None:
         assert await world.place("Used▼") == before, "the columns stay"
 
 
-async def test_a_search_jumps_in_every_table_and_unfolds_a_job() -> None:
-    world = TopScreen()
-    async with world.on_screen() as pilot:
-        await pilot.press("slash", *"note")
-        await until(lambda: world.selected == "notebook", "the job")
-        await pilot.press("enter")
-        assert world.app.focused is world.table("jobs")
-        assert len(world.titles) == 6, "nothing is hidden"
-        await pilot.press("slash", *"1145", "enter")
-        await until(lambda: world.selected == "rank 1 (51145)", "a rank of a folded job")
-        await pilot.press("slash", *"llm", "enter", "N")
-        seen = []
-        for _ in range(5):
-            await pilot.press("n")
-            focused = world.app.focused
-            assert isinstance(focused, RowTable)
-            assert focused.selected is not None
-            seen.append((focused.id, focused.selected.get("gpu")))
-        assert seen == [*(("devices", gpu) for gpu in "0123"), ("jobs", None)]
-        await pilot.press("slash", *"xyz", "enter")
-        await until(lambda: "No row has xyz" in world.text, "the note")
-
-
 async def test_a_filter_hides_rows_in_every_table_while_it_is_typed() -> None:
     world = TopScreen()
     async with world.on_screen() as pilot:
-        await pilot.press("f", *"al fie", "backspace", "n")
+        await pilot.press("slash", *"al fie", "backspace", "n")
         await until(lambda: world.titles == ["moe-finetune"], "the rows of the filter")
         assert world.gpus == ["6", "7"]
         assert len(world.table("findings").rows_shown) == 1
