@@ -2,7 +2,7 @@
 
 Importing this package imports nothing else. Each command imports the parts of the exporter that it needs.
 
-Other folders import: `errors`, `health`, `logs`, `settings`.
+Other folders import: `errors`, `logs`, `settings`.
 """
 
 __version__ = "0.3.0"

@@ -19,28 +19,19 @@ from gpumem_exporter.edge.listeners import parse_listen_address
 from gpumem_exporter.edge.problems import install_problem_handlers
 from gpumem_exporter.edge.request_guard import MAX_REPORT_BYTES, Guard
 from gpumem_exporter.edge.tokens import FileRefresher
-from gpumem_exporter.features.events.event_routes import events_router, jobs_router
-from gpumem_exporter.health import health_router
-from gpumem_exporter.housekeeping import (
-    keep_house,
-    release_free_memory,
-    reloading_on_hangup,
-    restore_ends,
-)
+from gpumem_exporter.housekeeping import keep_house, release_free_memory, reloading_on_hangup
 from gpumem_exporter.metrics.metrics_route import MetricsRoute
+from gpumem_exporter.page.health import health_router
 from gpumem_exporter.page.live_route import live_router
 from gpumem_exporter.page.page_routes import Page, page_router
 from gpumem_exporter.page.runbooks import runbook_router
 from gpumem_exporter.page.state_routes import state_router
-from gpumem_exporter.reports.process_liveness import SILENT_SECONDS
 from gpumem_exporter.runtime import Runtime
 
 _Lifespan: TypeAlias = "Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]"
 
 POLLER_STOP_SECONDS = 0.5
 """A poller that hangs in the driver is abandoned: its thread is a daemon."""
-EVENTS_STOP_SECONDS = 1.0
-"""The time for storing the queued events at the exit."""
 EACH_SECOND_STOP_SECONDS = 0.5
 """The time for the work of the last second."""
 
@@ -108,7 +99,6 @@ def _without_pydantic_v1() -> Iterator[None]:
 
 def _api_routers(runtime: Runtime) -> list[APIRouter]:
     dispatcher, audit, held_requests = runtime.dispatcher, runtime.audit, runtime.held_requests
-    hide_identities = runtime.settings.web_hide_identities
     return [
         state_router(
             snapshot=runtime.snapshot,
@@ -123,15 +113,6 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
             held_requests=held_requests,
             renderer=runtime.renderer,
             snapshot=runtime.snapshot,
-        ),
-        events_router(
-            runtime.events.log,
-            runtime.renderer,
-            profile_of=runtime.node.profile_of_error,
-            hide_identities=hide_identities,
-        ),
-        jobs_router(
-            runtime.events, runtime.renderer, profiles_of=runtime.node.profiles_of, hide_identities=hide_identities
         ),
         nvml_router(
             poller=runtime.poller,
@@ -184,7 +165,6 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         files.start()
-        runtime.events.log.start()
         if pods is not None:
             pods.start()
         runtime.poller.start()
@@ -196,12 +176,6 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
         tasks = [
             asyncio.ensure_future(keep_house(_chores(runtime))),
             asyncio.ensure_future(release_free_memory()),
-            asyncio.ensure_future(runtime.ooms.restore()),
-            asyncio.ensure_future(
-                restore_ends(
-                    runtime.events, runtime.store, runtime.host, clock=runtime.clock, silent_seconds=SILENT_SECONDS
-                )
-            ),
             asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
             *(asyncio.ensure_future(task()) for parts in features for task in parts.tasks),
         ]
@@ -225,9 +199,8 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
             runtime.cache_use.stop()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
             await asyncio.to_thread(runtime.each_second.stop, EACH_SECOND_STOP_SECONDS)
+            # The poller records events until it has stopped, so the features stop after it.
             await asyncio.gather(*(asyncio.to_thread(parts.stop) for parts in features if parts.stop is not None))
-            # The event log is last, because the poller records events until it has stopped.
-            await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)
 
     return lifespan
 
@@ -238,7 +211,6 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "beat": lambda: runtime.store.beat(runtime.clock()),
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
-        "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
     }
     for parts in runtime.features.values():
         chores.update(parts.chores)

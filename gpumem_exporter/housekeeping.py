@@ -1,4 +1,4 @@
-"""Work that no request triggers: chores once a second, ends of processes before a start, and files read on SIGHUP."""
+"""Work that no request triggers: chores once a second, and files read on SIGHUP."""
 
 from __future__ import annotations
 
@@ -11,18 +11,8 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
-from gpumem_client.wire.errors import StorageError
-from gpumem_exporter.core.event import Event, Query
-from gpumem_exporter.core.store import Store
-from gpumem_exporter.features.events.event_recorder import Recorder
-from gpumem_exporter.node.host import Host
-
 INTERVAL_SECONDS = 1.0
-RETRY_SECONDS = 1.0
 RELEASE_SECONDS = 60.0
-_STARTS_WITHOUT_END = Query(after=0, types=("process_started",), last_of_subject=True, limit=1000)
-# After a reboot, every process has ended. The queue of events has room for more of one user.
-_MAX_ENDS = 256
 
 _log = logging.getLogger(__name__)
 
@@ -48,39 +38,6 @@ async def release_free_memory() -> None:
     while True:
         await asyncio.sleep(RELEASE_SECONDS)
         await asyncio.to_thread(malloc_trim, 0)
-
-
-async def restore_ends(
-    recorder: Recorder, store: Store, host: Host, *, clock: Callable[[], float], silent_seconds: float
-) -> None:
-    """Record the ends of the processes that reported to an earlier run and ended while no exporter ran.
-
-    A process that the exporter cannot see has ended if it does not report for `silent_seconds`.
-    """
-    silent_at_seconds = clock() + silent_seconds
-
-    def has_ended(event: Event) -> bool:
-        host_pid = event.detail["host_pid"]
-        if host_pid is None:
-            return clock() >= silent_at_seconds
-        return not host.alive(host_pid, event.detail["start_time_ticks"])
-
-    started: list[Event] = []
-    while clock() < silent_at_seconds:
-        try:
-            started = await recorder.log.pages(_STARTS_WITHOUT_END)
-            break
-        except StorageError:
-            await asyncio.sleep(RETRY_SECONDS)  # an earlier exporter may still use the storage
-    # An earlier version did not record the start time, without which a pid is no process.
-    started = [event for event in started if "start_time_ticks" in event.detail]
-    while started:
-        await asyncio.sleep(store.report_expiry_seconds)  # by then each process that runs has reported again
-        reported = recorder.reported()
-        started = [event for event in started if event.subject not in reported]
-        ended = [event for event in started if has_ended(event)][:_MAX_ENDS]
-        recorder.ended_unseen(ended)
-        started = [event for event in started if event not in ended]
 
 
 def take_over_hangup() -> None:

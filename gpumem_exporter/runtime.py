@@ -14,6 +14,7 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
+from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.each_second import EachSecond
@@ -26,14 +27,7 @@ from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.features import features
 from gpumem_exporter.features.engines.cache_use import CacheUse
 from gpumem_exporter.features.engines.engine_metrics import ENGINE
-from gpumem_exporter.features.events.event_log import EventLog
-from gpumem_exporter.features.events.event_metrics import EventMetrics
-from gpumem_exporter.features.events.event_recorder import Recorder
-from gpumem_exporter.features.events.event_storage import Storage
 from gpumem_exporter.features.feature import Node
-from gpumem_exporter.features.oom.oom_metrics import OOM
-from gpumem_exporter.features.oom.oom_recorder import OomRecorder
-from gpumem_exporter.health import Health
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Instruments, Registry
 from gpumem_exporter.node.host import Host
@@ -42,25 +36,26 @@ from gpumem_exporter.node.pod_resources import PodResources
 from gpumem_exporter.node.poller import Poller
 from gpumem_exporter.node.provider import Provider
 from gpumem_exporter.page.engines import DEMO_SECONDS, ENOUGH_SECONDS
-from gpumem_exporter.page.jobs import job_of_process
+from gpumem_exporter.page.health import Health
 from gpumem_exporter.page.live import NodeView
 from gpumem_exporter.page.live_route import LiveNode
 from gpumem_exporter.readings import Readings
 from gpumem_exporter.reports.process_liveness import Presence
 from gpumem_exporter.reports.report_route import ReportsRoute
 from gpumem_exporter.reports.report_sender import ReportSenders
-from gpumem_exporter.settings import COLLECTORS, PROFILES_SHARE, CollectorSettings, Settings
+from gpumem_exporter.settings import COLLECTORS, CollectorSettings, Settings
 
 if TYPE_CHECKING:
     from gpumem_exporter.edge.web_access import WebAccess
 
 
 class Runtime:
-    """The exporter's parts. Only the event loop changes them; the poller's thread also writes to `store` and `events`.
+    """The exporter's parts. Only the event loop changes them.
 
-    The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
-    if every pid of the driver is of this PID namespace, `socket_file` without a unix socket, and `engines` where the
-    processes are not real. The constructor starts nothing.
+    The poller's thread also writes to the store and to the recorder of processes, and it opens, uses and closes the
+    driver (`provider`). `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID
+    namespace, `socket_file` without a unix socket, and `engines` where the processes are not real. The constructor
+    starts nothing.
     """
 
     def __init__(
@@ -94,18 +89,17 @@ class Runtime:
             reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
             max_processes=settings.report_max_processes,
         )
-        self.event_metrics = EventMetrics(self.registry)
-        self.events = self._recorder()
+        readings = Readings(self.store, driver_pids, pods)
         self.poller = Poller(
             provider,
             host,
-            Readings(self.store, self.events, driver_pids, pods).take,
+            readings.take,
             interval_seconds=settings.collect_interval,
             clock=clock,
             wall_clock=wall_clock,
         )
         self.audit = Audit(
-            self.events.log,
+            Journal(),
             durable=bool(settings.storage_path),
             wall_clock=wall_clock,
             count=self.instruments.observe_action,
@@ -129,6 +123,40 @@ class Runtime:
             engines=engines,
             poll_soon=self.poller.poll_soon,
         )
+        peer_places = PeerPlaces()
+        senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)
+        self.cache_use = CacheUse(engines, self.snapshot, clock=clock)
+        self.view = NodeView(
+            clock=clock,
+            wall_clock=wall_clock,
+            enough_seconds=DEMO_SECONDS if provider.source == "demo" else ENOUGH_SECONDS,
+        )
+        self.renderer = Renderer()
+        self.own_names = OwnNames(_own_names(settings))
+        self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
+        self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)
+        self.web = _web_access(settings)
+        """None without `--web.config.file`."""
+        self.node = Node(
+            settings=settings,
+            folder=_storage_folder(settings),
+            clock=clock,
+            wall_clock=wall_clock,
+            host=host,
+            snapshot=self.snapshot,
+            store=self.store,
+            dispatcher=self.dispatcher,
+            registry=self.registry,
+            senders=senders,
+            renderer=self.renderer,
+            held_requests=self.held_requests,
+            callers=self.callers,
+            own_names=self.own_names,
+            view=self.view,
+        )
+        self.features = {name: feature.build(self.node) for name, feature in features().items() if feature.build}
+        self.audit.journal = self.node.journal
+        readings.processes = self.node.processes
         self.presence = Presence(
             self.store,
             self.dispatcher,
@@ -139,38 +167,20 @@ class Runtime:
         )
         self.exposition = Exposition(
             self.registry,
-            (OOM, ENGINE),
+            (*(collector for parts in self.features.values() for collector in parts.collectors), ENGINE),
             version=__version__,
             source=provider.source,
             off=_collectors_off(settings),
             hide_identities=settings.web_hide_identities,
-        )
-        peer_places = PeerPlaces()
-        senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)
-        self.cache_use = CacheUse(engines, self.snapshot, clock=clock)
-        self.view = NodeView(
-            clock=clock,
-            wall_clock=wall_clock,
-            enough_seconds=DEMO_SECONDS if provider.source == "demo" else ENOUGH_SECONDS,
-        )
-        self.ooms = OomRecorder(
-            self.events.log,
-            self.store,
-            clock=clock,
-            wall_clock=wall_clock,
-            gpu_of=self.events.gpu_of,
-            job_of=job_of_process,
-            device_of=self.view.device_at_error,
-            on_left_out=self.event_metrics.count_dropped,
         )
         self.reports = ReportsRoute(
             self.store,
             senders,
             self.cache_use.complete,
             self.presence,
-            self.events,
-            self.ooms,
-            self.events.log,
+            self.node.processes,
+            self.node.errors,
+            self.node.journal,
             self.dispatcher,
             self.held_requests,
             self.instruments,
@@ -178,19 +188,13 @@ class Runtime:
             wall_clock=wall_clock,
             report_interval_seconds=settings.report_interval,
         )
-        self.renderer = Renderer()
-        self.own_names = OwnNames(_own_names(settings))
-        self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
-        self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)
-        self.web = _web_access(settings)
-        """None without `--web.config.file`."""
         self.health = Health(
             self.poller,
-            self.events.log,
             source=self.source,
             version=__version__,
             driver_pids=driver_pids,
             socket_file=socket_file,
+            checks={name: check for parts in self.features.values() for name, check in parts.checks.items()},
             files=self._checked_files(),
         )
         self.live = LiveNode(
@@ -206,25 +210,6 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
         )
-        self.node = Node(
-            settings=settings,
-            folder=_storage_folder(settings),
-            clock=clock,
-            wall_clock=wall_clock,
-            snapshot=self.snapshot,
-            store=self.store,
-            dispatcher=self.dispatcher,
-            events=self.events,
-            ooms=self.ooms,
-            registry=self.registry,
-            senders=senders,
-            renderer=self.renderer,
-            held_requests=self.held_requests,
-            callers=self.callers,
-            own_names=self.own_names,
-            view=self.view,
-        )
-        self.features = {name: feature.build(self.node) for name, feature in features().items() if feature.build}
         self.each_second = EachSecond(
             self.snapshot,
             {
@@ -239,13 +224,13 @@ class Runtime:
         """Return the current snapshot."""
         now, peaks = self.clock(), self.node.cache_peaks
         return self.store.snapshot(
-            now, ooms=self.ooms.last.at(now), kv_cache_peaks={} if peaks is None else peaks.kv_cache_peaks
+            now, ooms=self.node.errors.last_at(now), kv_cache_peaks={} if peaks is None else peaks.kv_cache_peaks
         )
 
     def _note_ends(self, ended: Sequence[tuple[ProcessKey, str]]) -> None:
         """Record the ends of processes, which the store still has."""
-        self.ooms.processes_ended(ended)
-        self.events.processes_ended(ended)
+        self.node.errors.processes_ended(ended)
+        self.node.processes.processes_ended(ended)
 
     def _note_health(self, snapshot: Snapshot) -> None:
         """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""
@@ -253,31 +238,6 @@ class Runtime:
         # First, so that the metric does not keep an old value if the findings fail.
         self.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
         self.live.notice(snapshot, health)
-
-    def _recorder(self) -> Recorder:
-        settings, wall_clock = self.settings, self.wall_clock
-        metrics = self.event_metrics
-        storage = Storage(
-            _storage_folder(settings),
-            retention_seconds=settings.storage_retention,
-            # Without the share of the profiles.
-            max_bytes=settings.storage_max_bytes - settings.storage_max_bytes // PROFILES_SHARE,
-            wall_clock=wall_clock,
-        )
-        log = EventLog(
-            storage,
-            clock=time.monotonic,  # its thread waits in real time, whatever clock the other parts use
-            on_dropped=metrics.count_dropped,
-            on_committed=metrics.count_events,
-        )
-        return Recorder(
-            log,
-            report_expiry_seconds=settings.report_expiry,
-            reading_expiry_seconds=self.store.reading_expiry_seconds,
-            wall_clock=wall_clock,
-            job_of=job_of_process,
-            on_left_out=metrics.count_dropped,
-        )
 
     def _checked_files(self) -> dict[str, Callable[[], str]]:
         files: dict[str, Callable[[], str]] = {}

@@ -48,7 +48,7 @@ from gpumem_exporter.errors import (
     TargetNotFoundError,
     TooManyActionsError,
 )
-from gpumem_exporter.page.jobs import job_of_process
+from gpumem_exporter.node.job_ids import job_of_process
 
 _log = logging.getLogger(__name__)
 

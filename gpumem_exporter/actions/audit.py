@@ -19,7 +19,8 @@ from gpumem_exporter.actions.action_events import action_event, read_action, rea
 from gpumem_exporter.actions.declarations import MAX_DEADLINE_SECONDS
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
-from gpumem_exporter.core.event import ACTION_REQUESTED, Event, Journal, Query
+from gpumem_exporter.core.event import ACTION_REQUESTED, Event, Query
+from gpumem_exporter.core.recorders import Journal
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ class Audit:
         count: Callable[[Action], None],
         poll_soon: Callable[[], None],
     ) -> None:
-        self._journal = journal
+        self.journal = journal
         self.durable = durable
         self._wall_clock = wall_clock
         self._count = count
@@ -56,7 +57,7 @@ class Audit:
 
     async def record(self, submitted: SubmittedAction) -> None:
         """Record a new action; return when it is on disk, or when the disk fails."""
-        await self._journal.wait_until_kept(self._journal.put([requested_event(submitted)]))
+        await self.journal.wait_until_kept(self.journal.put([requested_event(submitted)]))
 
     def finished(self, action: Action) -> None:
         """Count, log and record the end of an action, and poll the driver."""
@@ -70,7 +71,7 @@ class Audit:
         """Record the end of an action. A dry run has no event."""
         if action.dry_run or action.unlisted:
             return
-        stored = self._journal.put([action_event(action, self._wall_clock())])
+        stored = self.journal.put([action_event(action, self._wall_clock())])
         if self.durable:
             self._ends = {known: end for known, end in self._ends.items() if not end.done()}
             self._ends[action.id] = stored
@@ -79,7 +80,7 @@ class Audit:
         """Return when the end of an action is on disk, or when the disk fails."""
         end = self._ends.get(action.id)
         if end is not None:
-            await self._journal.wait_until_kept(end)
+            await self.journal.wait_until_kept(end)
 
     async def wait_until_restored(self) -> None:
         """Wait until the dispatcher knows the actions before the restart, for some seconds at most."""
@@ -96,7 +97,7 @@ class Audit:
         try:
             while True:
                 try:
-                    events = await self._journal.pages(query, max_rows=_MAX_ROWS)
+                    events = await self.journal.pages(query, max_rows=_MAX_ROWS)
                 except StorageError:
                     await asyncio.sleep(_RETRY_SECONDS)  # the event log has logged the error
                 else:

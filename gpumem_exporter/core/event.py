@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 ACTION_REQUESTED = "action_asked"
 """The type of a record that a restarted exporter reads, and no event: the event `action` of its end says the same. The
@@ -99,22 +98,6 @@ class Page:
     """`Query.after` for the next page or for future events."""
     more: bool
     """Whether there is a next page now."""
-
-
-class Journal(Protocol):
-    """The log of events, for the parts that record and read events."""
-
-    def put(self, events: Sequence[Event]) -> Future[bool]:
-        """Queue events; the future is true after their commit, and false if they are dropped or the disk fails."""
-
-    async def wait_until_kept(self, committed: Future[bool]) -> bool:
-        """Wait until events are committed and return whether they are; not long, if the disk fails or is slow."""
-
-    async def page(self, query: Query) -> Page:
-        """Return the events that match a query. Raises StorageError."""
-
-    async def pages(self, query: Query, *, max_rows: int | None = None) -> list[Event]:
-        """Return the events of all pages, oldest first, or the latest that have `max_rows`. Raises StorageError."""
 
 
 def oom_subject(session: str, number: int) -> str:

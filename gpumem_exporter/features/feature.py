@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gpumem_exporter.core.recorders import ErrorRecorder, Journal, ProcessRecorder
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
     from pathlib import Path
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
     from gpumem_exporter.edge.fair_queue import HeldRequests
     from gpumem_exporter.edge.replies import Renderer
     from gpumem_exporter.edge.request_guard import Callers, OwnNames
-    from gpumem_exporter.features.events.event_recorder import Recorder
-    from gpumem_exporter.features.oom.oom_recorder import OomRecorder
     from gpumem_exporter.metrics.instruments import Registry
+    from gpumem_exporter.metrics.subjects import Collector
+    from gpumem_exporter.node.host import Host
+    from gpumem_exporter.page.health import Check
     from gpumem_exporter.page.live import NodeView
     from gpumem_exporter.reports.report_sender import ReportSenders
     from gpumem_exporter.settings import Settings, SettingsModel
@@ -39,6 +42,9 @@ class Parts:
     routers: Sequence[APIRouter] = ()
     body_limits: Mapping[str, int] = field(default_factory=dict)
     """The size of the largest body by path, where it is not `MAX_BODY_BYTES` of the request guard."""
+    collectors: Sequence[Collector] = ()
+    checks: Mapping[str, Callable[[], Check]] = field(default_factory=dict)
+    """By name: the checks of /health."""
     chores: Mapping[str, Callable[[], None]] = field(default_factory=dict)
     """By name: done once a second on the event loop."""
     each_second: Mapping[str, Callable[[Snapshot], None]] = field(default_factory=dict)
@@ -46,7 +52,7 @@ class Parts:
     tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """Started with the exporter and cancelled at its end."""
     start: Callable[[], None] | None = None
-    stop: Callable[[], None] | None = None
+    stop: Callable[[], object] | None = None
     """Called in a thread at the end of the exporter; takes at most two seconds."""
     reload: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Called on SIGHUP."""
@@ -61,11 +67,10 @@ class Node:
     """Of `--storage.path`."""
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
+    host: Host
     snapshot: Callable[[], Snapshot]
     store: Store
     dispatcher: Dispatcher
-    events: Recorder
-    ooms: OomRecorder
     registry: Registry
     """Of the metrics of the exporter itself."""
     senders: ReportSenders
@@ -74,6 +79,9 @@ class Node:
     callers: Callers
     own_names: OwnNames
     view: NodeView
+    journal: Journal = field(default_factory=Journal)
+    processes: ProcessRecorder = field(default_factory=ProcessRecorder)
+    errors: ErrorRecorder = field(default_factory=ErrorRecorder)
     profile_of_error: Callable[[Caller, Event], str | None] = lambda _, __: None
     """Returns the id of the profile of an out-of-memory error, if the caller sees it."""
     profiles_of: Callable[[Caller, str], Sequence[Mapping[str, Any]]] = lambda _, __: ()

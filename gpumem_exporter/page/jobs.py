@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from operator import methodcaller
-from pathlib import Path
 from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
@@ -17,18 +13,15 @@ from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.ledger import fragmented_bytes, sum_of_known
 from gpumem_exporter.core.samples import (
     IDLE_SECONDS,
-    JobKey,
     NodeReading,
     ReportingProcess,
     Snapshot,
     once_per_snapshot,
 )
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
+from gpumem_exporter.node.job_ids import job_id
 from gpumem_exporter.page.documents import JOB_NUMBERS, Part, SeenProcess, parts_of, seen_processes
 
-# What a URL would have to escape.
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
-_ID_CHARACTERS = 64
 ACTIVE_SECONDS = 60.0
 """A job whose memory and steps have not changed for this time is idle."""
 
@@ -198,32 +191,6 @@ def _jobs(snapshot: Snapshot, viewer: Caller | None) -> Sequence[Job]:
         id_ = job_id(of) if of is not None else f"pid~{process.pid}"
         jobs.setdefault(id_, Job(id_, of.workload if of is not None else None)).processes.append(process)
     return sorted(jobs.values(), key=lambda job: (-(job.sums["used_bytes"] or job.sums["reserved_bytes"] or 0), job.id))
-
-
-def job_id(job: JobKey) -> str:
-    """Return the id of a job with a workload: the same after a restart of the job or of the exporter.
-
-    It fits into a URL, and shows nothing about the owner.
-    """
-    workload, slurm_job_id, uid, place = job
-    text = f"{uid} {place!r} {workload}" + (f"\0{slurm_job_id}" if slurm_job_id else "")
-    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=6, key=_key())
-    return f"{_UNSAFE.sub('-', workload)[:_ID_CHARACTERS]}~{digest.hexdigest()}"
-
-
-def job_of_process(process: ReportingProcess) -> str:
-    """Return the id of the job of a process that reports."""
-    return job_id(process.job) if process.job is not None else f"pid~{process.name}"
-
-
-@cache
-def _key() -> bytes:
-    # Without a key, any client could find the uid by hashing all of them. Each boot has another id, which is the same
-    # in all containers of the node and is never sent.
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-    except OSError:
-        return os.urandom(16)
 
 
 def jobs_by_device(jobs: Iterable[Job]) -> dict[str, list[tuple[Job, list[Part]]]]:

@@ -16,7 +16,7 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.problems import problems
 from gpumem_exporter.edge.replies import Renderer, encoded, json_reply
 from gpumem_exporter.edge.request_guard import LIVE_PATH, Callers
-from gpumem_exporter.health import HealthDocument
+from gpumem_exporter.page.health import HealthDocument
 from gpumem_exporter.page.live import NodeView
 
 # The age up to which pages share a rendering. A page polls once a second.

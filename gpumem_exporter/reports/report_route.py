@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -26,7 +24,7 @@ from gpumem_client.wire.protocol import (
     to_wire,
 )
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.core.event import Journal
+from gpumem_exporter.core.recorders import ErrorRecorder, Journal, ProcessRecorder
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.edge.connections import Exchange
@@ -56,23 +54,6 @@ _NAMED_SECONDS = 3600.0
 _MAX_NAMED = 16
 
 _log = logging.getLogger(__name__)
-
-
-class ProcessRecorder(Protocol):
-    """Records which processes report."""
-
-    def take_report(self, process: ReportingProcess) -> None:
-        """Record an accepted report."""
-
-    def late_process(self, session: str, owner_uid: int | None) -> ReportingProcess | None:
-        """Return the process of a session of this user, with its last report, also if it has ended lately."""
-
-
-class ErrorRecorder(Protocol):
-    """Records the out-of-memory errors of reports."""
-
-    def take_report(self, process: ReportingProcess) -> Future[bool] | None:
-        """Record the errors of a report; the future is true once they are committed, None if there is none."""
 
 
 class ReportsRoute:

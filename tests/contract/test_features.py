@@ -58,7 +58,7 @@ def without(tmp_path: Path, name: str) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "events"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_exporter_starts_without_a_feature(name: str, tmp_path: Path) -> None:
     done = run_python(SERVED.format(copy=str(without(tmp_path, name))))
     assert done.returncode == 0, done.stderr

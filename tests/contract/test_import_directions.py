@@ -24,14 +24,12 @@ SHIMS = {"gpumem_exporter.client", "gpumem_exporter.training"}
 ALLOWED = {
     ("gpumem_exporter.demo", "gpumem_client"),
     ("gpumem_exporter.features.profiles", "gpumem_client.profile.model"),
-    ("gpumem_exporter.actions.action_routes", "gpumem_exporter.page.jobs"),
-    ("gpumem_exporter.page.live_route", "gpumem_exporter.health"),
     ("gpumem_exporter.main", "gpumem_client.run"),
     ("gpumem_exporter.cli.commands.passed_on", "gpumem_client.run"),
     ("gpumem_exporter.cli.commands.passed_on", "gpumem_toolkit.planning.command"),
 }
 """What a folder or module imports beyond the rule: the demo's reporters, the types of profiles, the commands `run` and
-`plan`. What else goes up waits for its part to move."""
+`plan`."""
 FILES_TWO_WAYS = {
     "gpumem_exporter.actions.dispatcher <-> gpumem_exporter.actions.engine_starts",
 }

@@ -32,6 +32,7 @@ from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import Workload
 from gpumem_exporter.edge.peer import Peer
+from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.runtime import Runtime
 from gpumem_exporter.settings_sources import load_settings
 from tests.support.exchanges import state_from
@@ -100,7 +101,9 @@ async def _run(seconds: int, workloads: Sequence[Workload], live_at: Collection[
     before_scrape_seconds: dict[SimulatedProcess, float] = {}
     reported_ooms: dict[SimulatedProcess, int] = {}
     history = History()
-    runtime.events.log.start()
+    log = runtime.node.journal
+    assert isinstance(log, EventLog)
+    log.start()
     runtime.poller._poll()
     try:
         for tick in range(int(seconds / TICK_SECONDS) + 1):
@@ -132,7 +135,7 @@ async def _run(seconds: int, workloads: Sequence[Workload], live_at: Collection[
                 if now in live_at:
                     history.live[int(now)] = json.loads(await request(app, "GET", "/api/v1/live"))
     finally:
-        runtime.events.log.stop(5.0)
+        log.stop(5.0)
     return history
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_exporter.core.event import Event
+from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.events.event_recorder import Recorder
@@ -20,17 +21,21 @@ def oom(number: int = 1, uuid: str = UUIDS[0], **changes: Any) -> OutOfMemory:
     return OutOfMemory(**{"uuid": uuid, "number": number, **changes})
 
 
-class RecordedLog:
+class RecordedLog(Journal):
     """Replaces the event log: stores events in a list, and lets the test complete the futures."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.futures: list[Future[bool]] = []
+        self.left_out: list[int] = []
 
     def put(self, events: Sequence[Event]) -> Future[bool]:
         self.events += events
         self.futures.append(Future())
         return self.futures[-1]
+
+    def count_left_out(self, count: int) -> None:
+        self.left_out.append(count)
 
     def of(self, *types: str) -> list[Event]:
         return [event for event in self.events if event.type in types]
@@ -42,25 +47,22 @@ class RecorderBench:
     def __init__(self) -> None:
         self.now = 100.0
         self.unix = 1.7e9
-        self.left_out: list[int] = []
         self.log = RecordedLog()
         self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=2000)
         self.recorder = Recorder(
-            self.log,  # type: ignore[arg-type]
+            self.log,
             report_expiry_seconds=15,
             reading_expiry_seconds=5,
             wall_clock=lambda: self.unix,
             job_of=lambda process: f"{process.report.process.workload}~1",
-            on_left_out=self.left_out.append,
         )
         self.ooms = OomRecorder(
-            self.log,  # type: ignore[arg-type]
+            self.log,
             self.store,
             clock=lambda: self.now,
             wall_clock=lambda: self.unix,
             gpu_of=self.recorder.gpu_of,
             job_of=lambda process: f"{process.report.process.workload}~1",
-            on_left_out=self.left_out.append,
         )
 
     def wait(self, seconds: float) -> None:

@@ -3,6 +3,4 @@
 `event_recorder` converts readings and reports to events with `process_events`; errors and actions have recorders of
 their own. `event_log` is the queue with its thread, `event_storage` is the SQLite database, and `event_entries` has
 what people read of an event.
-
-Other folders import: `event_log`, `event_metrics`, `event_recorder`, `event_routes`, `event_storage`.
 """

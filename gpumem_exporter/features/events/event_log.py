@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.event import AUDIT_TYPES, Event, Page, Query
+from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.features.events.event_storage import Storage
 from gpumem_exporter.node.failures import FailureLog
@@ -78,7 +79,7 @@ class _Waiting:
         self.being_stored = False
 
 
-class EventLog:
+class EventLog(Journal):
     """Stores and reads events in its own thread, which alone uses the storage. Thread-safe.
 
     `on_dropped` receives the number of dropped events in the thread that dropped them. `on_committed` receives the new
@@ -161,6 +162,10 @@ class EventLog:
             self._waiting_events -= len(lost[-1].events)
             self._shares.drop(loser, lost[-1].size)
         return lost
+
+    def count_left_out(self, count: int) -> None:
+        """Count events that are not recorded as dropped ones."""
+        self._on_dropped(count)
 
     def read(self, query: Query) -> Future[Page]:
         """Query events without blocking. The future raises StorageError on an error, or if too many queries wait."""

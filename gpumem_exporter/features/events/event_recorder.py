@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
-from gpumem_exporter.core.event import Event, process_subject
+from gpumem_client.wire.errors import StorageError
+from gpumem_exporter.core.event import Event, Query, process_subject
+from gpumem_exporter.core.recorders import Journal, ProcessRecorder
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
-from gpumem_exporter.features.events.event_log import EventLog
+from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.events.process_events import ProcessHistory, ended_unseen
+from gpumem_exporter.node.host import Host
+
+_RETRY_SECONDS = 1.0
+_STARTS_WITHOUT_END = Query(after=0, types=("process_started",), last_of_subject=True, limit=1000)
+# After a reboot, every process has ended. The queue of events has room for more of one user.
+_MAX_ENDS = 256
 
 
 class DeviceHistory:
@@ -75,22 +84,21 @@ def _device_event(type_: str, device: DeviceReading, reading: NodeReading, only_
     )
 
 
-class Recorder:
+class Recorder(ProcessRecorder):
     """Converts reports and readings to events and queues them. No method waits for the disk.
 
-    The event loop calls all methods except `take_reading`, which the poller's thread calls. `on_left_out` receives the
-    number of events beyond the limit of their user. `job_of` returns the id of a process' job.
+    The event loop calls all methods except `take_reading`, which the poller's thread calls. `job_of` returns the id of
+    a process' job.
     """
 
     def __init__(
         self,
-        log: EventLog,
+        log: Journal,
         *,
         report_expiry_seconds: float,
         reading_expiry_seconds: float,
         wall_clock: Callable[[], float],
         job_of: Callable[[ReportingProcess], str],
-        on_left_out: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.log = log
         self._silent_reason = f"no report for {report_expiry_seconds:g} s"
@@ -99,7 +107,7 @@ class Recorder:
             report_expiry_seconds=report_expiry_seconds,
             reading_expiry_seconds=reading_expiry_seconds,
             job_of=job_of,
-            on_left_out=on_left_out,
+            on_left_out=log.count_left_out,
         )
         self._devices = DeviceHistory()
 
@@ -151,3 +159,36 @@ class Recorder:
     def _put(self, events: Iterable[Event]) -> None:
         for event in events:
             self.log.put((event,))
+
+
+async def restore_ends(
+    recorder: Recorder, store: Store, host: Host, *, clock: Callable[[], float], silent_seconds: float
+) -> None:
+    """Record the ends of the processes that reported to an earlier run and ended while no exporter ran.
+
+    A process that the exporter cannot see has ended if it does not report for `silent_seconds`.
+    """
+    silent_at_seconds = clock() + silent_seconds
+
+    def has_ended(event: Event) -> bool:
+        host_pid = event.detail["host_pid"]
+        if host_pid is None:
+            return clock() >= silent_at_seconds
+        return not host.alive(host_pid, event.detail["start_time_ticks"])
+
+    started: list[Event] = []
+    while clock() < silent_at_seconds:
+        try:
+            started = await recorder.log.pages(_STARTS_WITHOUT_END)
+            break
+        except StorageError:
+            await asyncio.sleep(_RETRY_SECONDS)  # an earlier exporter may still use the storage
+    # An earlier version did not record the start time, without which a pid is no process.
+    started = [event for event in started if "start_time_ticks" in event.detail]
+    while started:
+        await asyncio.sleep(store.report_expiry_seconds)  # by then each process that runs has reported again
+        reported = recorder.reported()
+        started = [event for event in started if event.subject not in reported]
+        ended = [event for event in started if has_ended(event)][:_MAX_ENDS]
+        recorder.ended_unseen(ended)
+        started = [event for event in started if event not in ended]

@@ -2,10 +2,83 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
 from gpumem_exporter.cli.program import LOOK, Listed
-from gpumem_exporter.features.feature import Feature
+from gpumem_exporter.features.feature import Feature, Node, Parts
+
+if TYPE_CHECKING:
+    from gpumem_exporter.features.events.event_log import EventLogStatus
+    from gpumem_exporter.page.health import Check
+
+STOP_SECONDS = 1.0
+"""The time for storing the queued events at the exit."""
+
+
+def _build(node: Node) -> Parts:
+    from gpumem_exporter.features.events.event_log import EventLog
+    from gpumem_exporter.features.events.event_metrics import EventMetrics
+    from gpumem_exporter.features.events.event_recorder import Recorder, restore_ends
+    from gpumem_exporter.features.events.event_routes import events_router, jobs_router
+    from gpumem_exporter.features.events.event_storage import Storage
+    from gpumem_exporter.node.job_ids import job_of_process
+    from gpumem_exporter.reports.process_liveness import SILENT_SECONDS
+    from gpumem_exporter.settings import PROFILES_SHARE
+
+    settings, metrics = node.settings, EventMetrics(node.registry)
+    storage = Storage(
+        node.folder,
+        retention_seconds=settings.storage_retention,
+        # Without the share of the profiles.
+        max_bytes=settings.storage_max_bytes - settings.storage_max_bytes // PROFILES_SHARE,
+        wall_clock=node.wall_clock,
+    )
+    log = EventLog(
+        storage,
+        clock=time.monotonic,  # its thread waits in real time, whatever clock the other parts use
+        on_dropped=metrics.count_dropped,
+        on_committed=metrics.count_events,
+    )
+    recorder = Recorder(
+        log,
+        report_expiry_seconds=settings.report_expiry,
+        reading_expiry_seconds=node.store.reading_expiry_seconds,
+        wall_clock=node.wall_clock,
+        job_of=job_of_process,
+    )
+    node.journal, node.processes = log, recorder
+    hide_identities = settings.web_hide_identities
+    return Parts(
+        routers=[
+            events_router(log, node.renderer, profile_of=node.profile_of_error, hide_identities=hide_identities),
+            jobs_router(recorder, node.renderer, profiles_of=node.profiles_of, hide_identities=hide_identities),
+        ],
+        checks={"events": lambda: events_check(log.status())},
+        chores={"record_expired_reports": lambda: recorder.sweep(node.snapshot())},
+        tasks=[partial(restore_ends, recorder, node.store, node.host, clock=node.clock, silent_seconds=SILENT_SECONDS)],
+        start=log.start,
+        stop=partial(log.stop, STOP_SECONDS),
+    )
+
+
+def events_check(events: EventLogStatus) -> Check:
+    """Return whether events are stored."""
+    from gpumem_exporter.page.health import check
+
+    lost = f"; {events.waiting} waiting, {events.dropped} dropped" if events.waiting or events.dropped else ""
+    if events.error:
+        return check("degraded", events.error + lost)
+    if not events.alive:
+        return check("degraded", f"the event log has stopped{lost}")
+    if not events.prompt:
+        return check("degraded", f"{events.where} has not answered for {events.busy_seconds or 0:.0f} s{lost}")
+    return check("ok", f"stored in {events.where}{lost}")
+
 
 FEATURE = Feature(
+    build=_build,
     commands={
         "events": Listed(LOOK, "Show what happened on the node, oldest first.", "events_command"),
         "actions": Listed(LOOK, "Show the actions that were requested, and cancel them.", "action_log_command"),

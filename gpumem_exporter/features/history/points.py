@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from gpumem_exporter.core.ledger import idle_cache_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, giving_way, kv_cache_size_bytes
+from gpumem_exporter.node.job_ids import job_of_process
 from gpumem_exporter.page.documents import SeenProcess
-from gpumem_exporter.page.jobs import Job, job_of_process, jobs_of
+from gpumem_exporter.page.jobs import Job, jobs_of
 
 # The maximum number of peaks that are kept, about 1 MiB. The in-use peaks of further parts come from samples alone.
 _MAX_PEAKS = 4096

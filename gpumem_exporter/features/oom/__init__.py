@@ -1,4 +1,1 @@
-"""Out-of-memory errors: each is recorded once, as an event, as a log line, and as the last error of its process.
-
-Other folders import: `oom_metrics`, `oom_recorder`.
-"""
+"""Out-of-memory errors: each is recorded once, as an event, as a log line, and as the last error of its process."""

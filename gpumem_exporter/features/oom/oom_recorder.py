@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from gpumem_client.wire.errors import StorageError
-from gpumem_exporter.core.event import Event, Journal, Query, oom_subject, process_subject
+from gpumem_exporter.core.event import Event, Query, oom_subject, process_subject
+from gpumem_exporter.core.recorders import ErrorRecorder, Journal
 from gpumem_exporter.core.samples import LastOom, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.oom.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOoms
@@ -25,11 +26,11 @@ _RETRY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
-class OomRecorder:
+class OomRecorder(ErrorRecorder):
     """Records the out-of-memory errors of reports. Used on the event loop only; no method waits for the disk.
 
     `gpu_of` returns the NVML index of a device, `job_of` the id of a process' job, and `device_of` who uses a device
-    beside a process. `on_left_out` receives the number of errors beyond the limits of their process or user.
+    beside a process.
     """
 
     def __init__(
@@ -42,7 +43,6 @@ class OomRecorder:
         gpu_of: Callable[[str], str | None],
         job_of: Callable[[ReportingProcess], str],
         device_of: Callable[[str, str], Mapping[str, Any] | None] = lambda _, __: None,
-        on_left_out: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.last = LastOoms()
         """The last errors, for snapshots."""
@@ -53,7 +53,6 @@ class OomRecorder:
         self._gpu_of = gpu_of
         self._job_of = job_of
         self._device_of = device_of
-        self._on_left_out = on_left_out
         self._known = OomDeduplicator()
         # By session, the errors that are not committed; a report that repeats them must not be acknowledged before.
         self._uncommitted: dict[str, Future[bool]] = {}
@@ -73,7 +72,7 @@ class OomRecorder:
             # Before `put`, so that a client that reads the event finds its series.
             self.last.put(last_ooms(events, self._clock(), now))
             stored = self._known.within_limit(process.key, events, now)
-            self._on_left_out(len(events) - len(stored))
+            self._journal.count_left_out(len(events) - len(stored))
             if stored:
                 job = self._job_of(process)
                 complete = [replace(event, job=job, detail=self._with_device(event, now)) for event in stored]
@@ -101,6 +100,10 @@ class OomRecorder:
             return False
         subject = oom_subject(process.report.process.session, number)
         return any((event.subject, event.owner) == (subject, process.key.share) for event in page.events)
+
+    def last_at(self, now_seconds: float) -> tuple[LastOom, ...]:
+        """Return the errors of the last hour, the oldest first."""
+        return self.last.at(now_seconds)
 
     def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
         """Note that processes have ended, which the store still has."""

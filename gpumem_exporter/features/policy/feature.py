@@ -77,7 +77,7 @@ def _runner(node: Node, metrics: PolicyMetrics) -> PolicyRunner | None:
         # A sample that two reports in a row did not contain no longer describes the process.
         stale_seconds=max(3 * settings.report_interval, 5.0),
         metrics=metrics,
-        record=lambda event: node.events.log.put((event,)),
+        record=lambda event: node.journal.put((event,)),
         wall_clock=node.wall_clock,
     )
 

@@ -28,11 +28,11 @@ def _build(node: Node) -> Parts:
         node.store,
         node.senders,
         node.dispatcher,
-        node.ooms,
+        lambda: node.errors,  # a later feature records the errors, and another one the processes
         snapshot=node.snapshot,
         clock=node.clock,
         wall_clock=node.wall_clock,
-        late_process=node.events.late_process,
+        late_process=lambda session, uid: node.processes.late_process(session, uid),
         requests_per_minute=node.settings.action_caller_limit,
     )
     access = ProfileAccess(profiles, node.store)

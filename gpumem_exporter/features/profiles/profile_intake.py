@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 from uuid import uuid4
 
 from fastapi import Request, Response
@@ -20,6 +20,7 @@ from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.naming import json_pid
+from gpumem_exporter.core.recorders import ErrorRecorder
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.edge.connections import Exchange
@@ -30,7 +31,7 @@ from gpumem_exporter.errors import ForeignProcessError, ProfileInvalidError, Too
 from gpumem_exporter.features.profiles.profile_document import read_profile
 from gpumem_exporter.features.profiles.profile_store import Profiles
 from gpumem_exporter.features.profiles.stored_profile import ACTION, OUT_OF_MEMORY, KeptDevice, Profile, ProfileFacts
-from gpumem_exporter.page.jobs import job_of_process
+from gpumem_exporter.node.job_ids import job_of_process
 from gpumem_exporter.reports.report_sender import ReportSenders
 
 MAX_OF_PROCESS = 12
@@ -56,16 +57,6 @@ class _Unconfirmed(NamedTuple):
     until_seconds: float
 
 
-class KnownErrors(Protocol):
-    """The out-of-memory errors that processes have reported."""
-
-    def has_error(self, process: ReportingProcess, number: int) -> bool:
-        """Return whether a process has reported an error to this run of the exporter."""
-
-    async def knows_error(self, process: ReportingProcess, number: int) -> bool:
-        """Return whether a process has reported an error, also to an earlier run of the exporter."""
-
-
 class ProfileIntake:
     """Takes profiles. Used on the event loop only.
 
@@ -79,7 +70,7 @@ class ProfileIntake:
         store: Store,
         senders: ReportSenders,
         dispatcher: Dispatcher,
-        errors: KnownErrors,
+        errors: Callable[[], ErrorRecorder],
         *,
         snapshot: Callable[[], Snapshot],
         clock: Callable[[], float],
@@ -174,7 +165,7 @@ class ProfileIntake:
             return earlier.id
         profile_id = await self._keep(process, profile, body, owner)
         # The process may end right after the error, so its profile is on the way before the report of the error.
-        if not await self._errors.knows_error(process, number):
+        if not await self._errors().knows_error(process, number):
             self._unconfirmed[profile_id] = _Unconfirmed(process, number, self._clock() + _CONFIRM_SECONDS)
         return profile_id
 
@@ -182,7 +173,7 @@ class ProfileIntake:
         """Delete the profiles of errors that no report has named in time; called once a second."""
         now = self._clock()
         for profile_id, waiting in list(self._unconfirmed.items()):
-            known = self._errors.has_error(waiting.process, waiting.number)
+            known = self._errors().has_error(waiting.process, waiting.number)
             if known or now >= waiting.until_seconds:
                 del self._unconfirmed[profile_id]
             if not known and now >= waiting.until_seconds:

@@ -18,7 +18,8 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
-from gpumem_exporter.page.jobs import Job, job_id, job_of_process, jobs_of
+from gpumem_exporter.node.job_ids import job_id, job_of_process
+from gpumem_exporter.page.jobs import Job, jobs_of
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 ALICE, BOB = 1001, 1002

@@ -12,8 +12,9 @@ import trustme
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.edge.web_access import WebAccess
 from gpumem_exporter.features.events.event_log import EventLogStatus
-from gpumem_exporter.health import Health, HealthDocument
+from gpumem_exporter.features.events.feature import events_check
 from gpumem_exporter.node.poller import PollerStatus, ReleaseRequest
+from gpumem_exporter.page.health import Health, HealthDocument
 from gpumem_exporter.page.live_route import LiveNode
 from tests.support.builders import UUIDS, Clock, device, node, reporting
 from tests.support.running_exporter import running_exporter
@@ -26,8 +27,8 @@ KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None
 
 def health(snapshot: Snapshot, events: EventLogStatus = KEEPING, **poller: Any) -> HealthDocument:
     polling: Any = SimpleNamespace(status=lambda _: dataclasses.replace(WELL, **poller))
-    log: Any = SimpleNamespace(status=lambda: events)
-    return Health(polling, log, source="nvml", version="1.2.3").document(snapshot)
+    checks = {"events": lambda: events_check(events)}
+    return Health(polling, source="nvml", version="1.2.3", checks=checks).document(snapshot)
 
 
 def test_a_healthy_node_is_ok() -> None:

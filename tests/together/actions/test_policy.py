@@ -88,14 +88,13 @@ make = serving.create_app
 def create_app(runtime):
     app = make(runtime)
     os.kill(os.getpid(), signal.SIGHUP)
-    log = runtime.events.log
-    stop = log.stop
+    stop = runtime.poller.stop
 
     def stop_late(seconds):
         os.kill(os.getpid(), signal.SIGHUP)
         return stop(seconds)
 
-    log.stop = stop_late
+    runtime.poller.stop = stop_late
     reload = PolicyRunner.reload
 
     async def reload_and_end(self, requested_by):

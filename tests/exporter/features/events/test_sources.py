@@ -69,7 +69,7 @@ def test_a_process_has_a_limited_number_of_errors_in_a_minute(caplog: pytest.Log
         bench.report(7, *ooms, session=f"of-{first // 100}", session_started_seconds=float(first // 100))
     bench.report(8, oom(1))
     assert [event.pid for event in bench.log.of("oom")] == ["7@1"] * MAX_PER_MINUTE + ["8@1"]
-    assert sum(bench.left_out) == 1000 - MAX_PER_MINUTE
+    assert sum(bench.log.left_out) == 1000 - MAX_PER_MINUTE
     assert [last.number for last in bench.snapshot().ooms] == [1000, 1], "the metrics have each last error"
     assert len(caplog.records) == MAX_PER_MINUTE + 1 + 1
     assert bench.report(9, *(oom(number) for number in range(1, 100)), oom(100)) is not None
@@ -94,7 +94,7 @@ def test_a_user_has_a_limited_number_of_errors_and_starts_in_a_minute() -> None:
     for process in bench.store.snapshot(bench.now).processes:
         bench.forget(process, "exited")
     assert len(bench.log.of("process_ended")) == MAX_STARTS_PER_MINUTE + 1
-    assert sum(bench.left_out) == 30 * 50 - MAX_OF_OWNER_PER_MINUTE + 2 * 20
+    assert sum(bench.log.left_out) == 30 * 50 - MAX_OF_OWNER_PER_MINUTE + 2 * 20
 
 
 def test_a_process_starts_with_its_first_report_and_ends_with_its_last_values() -> None:

@@ -15,7 +15,6 @@ from gpumem_client.wire.units import counted
 from gpumem_exporter.core.samples import NodeReading, Snapshot
 from gpumem_exporter.edge.listeners import SocketFile
 from gpumem_exporter.edge.replies import json_reply, json_response
-from gpumem_exporter.features.events.event_log import EventLog, EventLogStatus
 from gpumem_exporter.node.pid_namespaces import DriverPids
 from gpumem_exporter.node.poller import Poller, PollerStatus
 
@@ -61,11 +60,12 @@ class Health:
     """Computes the health of the exporter from its parts."""
 
     poller: Poller
-    log: EventLog
     source: str
     version: str
     driver_pids: DriverPids | None = None
     socket_file: SocketFile | None = None
+    checks: Mapping[str, Callable[[], Check]] = field(default_factory=dict)
+    """The checks of features."""
     files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
     """The errors of files that the exporter reads again, by check: `tokens`, `certificate`; empty texts are fine."""
 
@@ -77,17 +77,17 @@ class Health:
             "nvml": _nvml_check(node, poller),
             "devices": _devices_check(node),
             "reports": _reports_check(snapshot),
-            "events": _events_check(self.log.status()),
+            **{name: state_of() for name, state_of in self.checks.items()},
         }
         if self.socket_file is not None:
             error = self.socket_file.error()
-            checks["socket"] = _check("degraded", error) if error else _check("ok", self.socket_file.path)
+            checks["socket"] = check("degraded", error) if error else check("ok", self.socket_file.path)
         for name, error_of in self.files.items():
             error = error_of()
-            checks[name] = _check("degraded", error) if error else _check("ok", "")
+            checks[name] = check("degraded", error) if error else check("ok", "")
         up = bool(node and node.up)
         return {
-            "status": max((check["status"] for check in checks.values()), key=_RANKS.index),
+            "status": max((each["status"] for each in checks.values()), key=_RANKS.index),
             "version": self.version,
             "source": self.source,
             "mode": "node" if self.driver_pids is None or self.driver_pids.matched else "sidecar",
@@ -140,50 +140,40 @@ def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRou
 
 def _poller_check(poller: PollerStatus) -> Check:
     if not poller.alive:
-        return _check("failing", f"the poller has stopped{': ' + poller.error if poller.error else ''}")
+        return check("failing", f"the poller has stopped{': ' + poller.error if poller.error else ''}")
     if poller.stuck:
         busy = f" for {poller.busy_seconds:.0f} s" if poller.busy_seconds is not None else ""
-        return _check("failing", f"the driver has not answered a poll{busy}")
-    return _check("ok", f"{poller.polls} polls" if poller.polls else "the first poll is running")
+        return check("failing", f"the driver has not answered a poll{busy}")
+    return check("ok", f"{poller.polls} polls" if poller.polls else "the first poll is running")
 
 
 def _nvml_check(node: NodeReading | None, poller: PollerStatus) -> Check:
     interceptor = nvml_interceptor()
     if interceptor:
-        return _check("degraded", f"{interceptor} answers for NVML here: it shows a container's share as the device")
+        return check("degraded", f"{interceptor} answers for NVML here: it shows a container's share as the device")
     if node is None:
-        return _check("degraded", poller.error or "the driver has not answered recently")
+        return check("degraded", poller.error or "the driver has not answered recently")
     if not node.up:
-        return _check("degraded", node.error or "the driver does not answer")
-    return _check("ok", f"driver {node.driver_version}" if node.driver_version else "")
+        return check("degraded", node.error or "the driver does not answer")
+    return check("ok", f"driver {node.driver_version}" if node.driver_version else "")
 
 
 def _devices_check(node: NodeReading | None) -> Check:
     if node is None or not node.up:
-        return _check("ok", "unknown")
+        return check("ok", "unknown")
     lost = [f"{device.gpu or device.uuid}: {device.error}" for device in node.devices if not device.up]
     if lost:
-        return _check("degraded", f"{len(lost)} of {len(node.devices)} do not answer ({'; '.join(lost)})")
+        return check("degraded", f"{len(lost)} of {len(node.devices)} do not answer ({'; '.join(lost)})")
     if not node.devices:
-        return _check("degraded", "the driver lists no device")
-    return _check("ok", f"{len(node.devices)} answer")
+        return check("degraded", "the driver lists no device")
+    return check("ok", f"{len(node.devices)} answer")
 
 
 def _reports_check(snapshot: Snapshot) -> Check:
     silent = f", {len(snapshot.silent)} silent" if snapshot.silent else ""
-    return _check("ok", counted(len(snapshot.processes), "process reports", "processes report") + silent)
+    return check("ok", counted(len(snapshot.processes), "process reports", "processes report") + silent)
 
 
-def _events_check(events: EventLogStatus) -> Check:
-    lost = f"; {events.waiting} waiting, {events.dropped} dropped" if events.waiting or events.dropped else ""
-    if events.error:
-        return _check("degraded", events.error + lost)
-    if not events.alive:
-        return _check("degraded", f"the event log has stopped{lost}")
-    if not events.prompt:
-        return _check("degraded", f"{events.where} has not answered for {events.busy_seconds or 0:.0f} s{lost}")
-    return _check("ok", f"stored in {events.where}{lost}")
-
-
-def _check(status: Status, detail: str) -> Check:
+def check(status: Status, detail: str) -> Check:
+    """Return the state of a part."""
     return {"status": status, "detail": detail}
