@@ -172,7 +172,6 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
         for parts in features:
             if parts.start is not None:
                 parts.start()
-        runtime.cache_use.start()
         tasks = [
             asyncio.ensure_future(keep_house(_chores(runtime))),
             asyncio.ensure_future(release_free_memory()),
@@ -196,7 +195,6 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
                 pods.stop()
             files.stop()
             runtime.renderer.close()
-            runtime.cache_use.stop()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
             await asyncio.to_thread(runtime.each_second.stop, EACH_SECOND_STOP_SECONDS)
             # The poller records events until it has stopped, so the features stop after it.

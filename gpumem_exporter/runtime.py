@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.recorders import Journal
-from gpumem_exporter.core.samples import ProcessKey, Snapshot
+from gpumem_exporter.core.samples import NodeReading, ProcessKey, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.each_second import EachSecond
 from gpumem_exporter.edge.fair_queue import HeldRequests
@@ -25,8 +24,6 @@ from gpumem_exporter.edge.replies import Renderer
 from gpumem_exporter.edge.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.features import features
-from gpumem_exporter.features.engines.cache_use import CacheUse
-from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.feature import Node
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Instruments, Registry
@@ -35,11 +32,9 @@ from gpumem_exporter.node.pid_namespaces import DriverPids
 from gpumem_exporter.node.pod_resources import PodResources
 from gpumem_exporter.node.poller import Poller
 from gpumem_exporter.node.provider import Provider
-from gpumem_exporter.page.engines import DEMO_SECONDS, ENOUGH_SECONDS
-from gpumem_exporter.page.health import Health
+from gpumem_exporter.page.health import Check, Health, error_check
 from gpumem_exporter.page.live import NodeView
-from gpumem_exporter.page.live_route import LiveNode
-from gpumem_exporter.readings import Readings
+from gpumem_exporter.page.live_route import LiveNode, failed_checks
 from gpumem_exporter.reports.process_liveness import Presence
 from gpumem_exporter.reports.report_route import ReportsRoute
 from gpumem_exporter.reports.report_sender import ReportSenders
@@ -54,7 +49,7 @@ class Runtime:
 
     The poller's thread also writes to the store and to the recorder of processes, and it opens, uses and closes the
     driver (`provider`). `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID
-    namespace, `socket_file` without a unix socket, and `engines` where the processes are not real. The constructor
+    namespace, and `socket_file` without a unix socket. `real_processes` is false for simulated ones. The constructor
     starts nothing.
     """
 
@@ -69,7 +64,7 @@ class Runtime:
         pods: PodResources | None = None,
         driver_pids: DriverPids | None = None,
         socket_file: SocketFile | None = None,
-        engines: Engines | None = None,
+        real_processes: bool = False,
     ) -> None:
         # A long function, where each part has its line, in the order in which they depend on each other.
         self.settings = settings
@@ -78,6 +73,7 @@ class Runtime:
         self.clock = clock
         self.wall_clock = wall_clock
         self.pods = pods
+        self._driver_pids = driver_pids
         self.socket_file = socket_file
         self.registry = Registry()
         self.instruments = Instruments(self.registry)
@@ -89,11 +85,10 @@ class Runtime:
             reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
             max_processes=settings.report_max_processes,
         )
-        readings = Readings(self.store, driver_pids, pods)
         self.poller = Poller(
             provider,
             host,
-            readings.take,
+            self._take_reading,
             interval_seconds=settings.collect_interval,
             clock=clock,
             wall_clock=wall_clock,
@@ -120,17 +115,11 @@ class Runtime:
             record=self.audit.record if self.audit.durable else None,
             wake=self.held_requests.wake,
             hide_identities=settings.web_hide_identities,
-            engines=engines,
             poll_soon=self.poller.poll_soon,
         )
         peer_places = PeerPlaces()
         senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)
-        self.cache_use = CacheUse(engines, self.snapshot, clock=clock)
-        self.view = NodeView(
-            clock=clock,
-            wall_clock=wall_clock,
-            enough_seconds=DEMO_SECONDS if provider.source == "demo" else ENOUGH_SECONDS,
-        )
+        self.view = NodeView(clock=clock, wall_clock=wall_clock)
         self.renderer = Renderer()
         self.own_names = OwnNames(_own_names(settings))
         self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
@@ -139,10 +128,11 @@ class Runtime:
         """None without `--web.config.file`."""
         self.node = Node(
             settings=settings,
-            folder=_storage_folder(settings),
+            folder=Path(settings.storage_path) if settings.storage_path else None,
             clock=clock,
             wall_clock=wall_clock,
             host=host,
+            real_processes=real_processes,
             snapshot=self.snapshot,
             store=self.store,
             dispatcher=self.dispatcher,
@@ -156,7 +146,7 @@ class Runtime:
         )
         self.features = {name: feature.build(self.node) for name, feature in features().items() if feature.build}
         self.audit.journal = self.node.journal
-        readings.processes = self.node.processes
+        self.view.findings = [finding for parts in self.features.values() for finding in parts.findings]
         self.presence = Presence(
             self.store,
             self.dispatcher,
@@ -167,7 +157,7 @@ class Runtime:
         )
         self.exposition = Exposition(
             self.registry,
-            (*(collector for parts in self.features.values() for collector in parts.collectors), ENGINE),
+            [collector for parts in self.features.values() for collector in parts.collectors],
             version=__version__,
             source=provider.source,
             off=_collectors_off(settings),
@@ -176,7 +166,7 @@ class Runtime:
         self.reports = ReportsRoute(
             self.store,
             senders,
-            self.cache_use.complete,
+            self.node.complete_report,
             self.presence,
             self.node.processes,
             self.node.errors,
@@ -193,9 +183,7 @@ class Runtime:
             source=self.source,
             version=__version__,
             driver_pids=driver_pids,
-            socket_file=socket_file,
-            checks={name: check for parts in self.features.values() for name, check in parts.checks.items()},
-            files=self._checked_files(),
+            checks=self._checks(),
         )
         self.live = LiveNode(
             self.view,
@@ -224,8 +212,21 @@ class Runtime:
         """Return the current snapshot."""
         now, peaks = self.clock(), self.node.cache_peaks
         return self.store.snapshot(
-            now, ooms=self.node.errors.last_at(now), kv_cache_peaks={} if peaks is None else peaks.kv_cache_peaks
+            now, ooms=self.node.last_ooms(now), kv_cache_peaks={} if peaks is None else peaks.kv_cache_peaks
         )
+
+    def _take_reading(self, reading: NodeReading) -> None:
+        """Complete a reading, derive its events and store it; in the poller's thread."""
+        if self._driver_pids is not None:
+            reading = self._driver_pids.check(reading)
+        if self.pods is not None:
+            reading = self.pods.name(reading)
+        # The events come before the reading is stored: so the event of a process that ends has every value that the
+        # page has shown.
+        try:
+            self.node.processes.take_reading(reading)
+        finally:
+            self.store.put_reading(reading)
 
     def _note_ends(self, ended: Sequence[tuple[ProcessKey, str]]) -> None:
         """Record the ends of processes, which the store still has."""
@@ -237,20 +238,18 @@ class Runtime:
         health = self.health.document(snapshot)
         # First, so that the metric does not keep an old value if the findings fail.
         self.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
-        self.live.notice(snapshot, health)
+        self.view.notice(snapshot, failed_checks(health))
 
-    def _checked_files(self) -> dict[str, Callable[[], str]]:
-        files: dict[str, Callable[[], str]] = {}
-        tokens = [rule.token for rule in (self.reports_rule, self.callers.rule) if rule.token is not None]
-        if tokens:
-            files["tokens"] = lambda: "; ".join(token.error for token in tokens if token.error)
-        if self.web is not None:
-            files["certificate"] = self.web.error
-        return files
-
-
-def _storage_folder(settings: Settings) -> Path | None:
-    return Path(settings.storage_path) if settings.storage_path else None
+    def _checks(self) -> dict[str, Callable[[], Check]]:
+        """Return the checks of /health that features and files add, by name."""
+        checks = {name: check for parts in self.features.values() for name, check in parts.checks.items()}
+        if (file := self.socket_file) is not None:
+            checks["socket"] = lambda: error_check(file.error(), file.path)
+        if tokens := [rule.token for rule in (self.reports_rule, self.callers.rule) if rule.token is not None]:
+            checks["tokens"] = lambda: error_check("; ".join(token.error for token in tokens if token.error))
+        if (web := self.web) is not None:
+            checks["certificate"] = lambda: error_check(web.error())
+        return checks
 
 
 def _collectors_off(settings: Settings) -> list[str]:

@@ -80,7 +80,6 @@ def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = 
                 return 1
         if demo:
             return _run_demo(settings, listeners, demo_processes)
-        from gpumem_exporter.features.engines.engine_control import EngineControl
         from gpumem_exporter.node.pynvml_provider import PynvmlProvider
 
         runtime = Runtime(
@@ -90,7 +89,7 @@ def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = 
             pods=PodResources.of_this_node(),
             driver_pids=DriverPids.of_this_exporter(),
             socket_file=listeners.socket_file,
-            engines=EngineControl(),
+            real_processes=True,
         )
         return serve(runtime, listeners)
 

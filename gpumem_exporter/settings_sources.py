@@ -5,6 +5,7 @@ A flag takes precedence over the environment, the environment over the file, the
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,11 +29,10 @@ from gpumem_exporter.settings import (
 
 def models() -> list[type[SettingsModel]]:
     """Return the models of all settings: of the core, of the collectors, and of each feature."""
-    return [
-        Settings,
-        CollectorSettings,
-        *(feature.settings() for feature in features().values() if feature.settings is not None),
-    ]
+    of_features = {name: feature.settings for name, feature in features().items() if feature.settings}
+    modules = {name: f"gpumem_exporter.features.{name}.{name}_settings" for name in of_features}
+    found = [getattr(importlib.import_module(modules[name]), model) for name, model in of_features.items()]
+    return [Settings, CollectorSettings, *found]
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:

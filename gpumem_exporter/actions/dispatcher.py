@@ -31,7 +31,7 @@ from gpumem_exporter.actions.declarations import (
     Target,
 )
 from gpumem_exporter.actions.engine_starts import EngineStarts, starts_for
-from gpumem_exporter.actions.engines import EngineMemory, Engines
+from gpumem_exporter.actions.engines import EngineMemory
 from gpumem_exporter.actions.lifecycle import (
     ActionRegistry,
     ActionState,
@@ -90,7 +90,6 @@ class Dispatcher:
         ),
         kept_actions: int = 1000,
         hide_identities: bool = False,
-        engines: Engines | None = None,
         poll_soon: Callable[[], None] = lambda: None,
     ) -> None:
         self.wake = wake
@@ -106,13 +105,13 @@ class Dispatcher:
         self._hide_identities = hide_identities
         self._actions = ActionRegistry(kept_actions)
         self._settlements = Settlements(self._actions.replace)
-        self._engines = EngineMemory(store, self._actions, engines, clock=clock, poll_soon=poll_soon, spawn=self._spawn)
+        self.engines = EngineMemory(store, self._actions, clock=clock, poll_soon=poll_soon, spawn=self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
         self.outside = OutsideActs(
-            terminator, self._engines, clock=clock, spawn=self._spawn, ended=self.finish_if_complete
+            terminator, self.engines, clock=clock, spawn=self._spawn, ended=self.finish_if_complete
         )
         self._engine_starts = EngineStarts(
-            store, self._actions, self, lambda: wall_clock() - clock(), hide_identities=hide_identities
+            store, self._actions, lambda: wall_clock() - clock(), hide_identities=hide_identities
         )
 
     # 1. A request becomes an action with a part for each process.
@@ -187,7 +186,7 @@ class Dispatcher:
             self._add_command(running, selected, turn, its, snapshot, wakes)
         running.show_parts()
         if request.action in ENGINE_ACTIONS:
-            targets = self._engines.engines_among(targets, len(commanded))
+            targets = self.engines.engines_among(targets, len(commanded))
         for target in targets:
             its = starts_for(request, requested_by, target, targets, snapshot) if starting else ()
             self._add_outside(running, target, its, snapshot, wakes)
@@ -225,7 +224,7 @@ class Dispatcher:
         if result is None and request.dry_run:
             result = expected_refusal(selected, request, running.facts)
         if result is None and request.action in ENGINE_ACTIONS:
-            result = self._engines.refusal(running, selected.process, wakes)
+            result = self.engines.refusal(running, selected.process, wakes)
         if result is None and request.dry_run and starting:
             result = self._engine_starts.refusal(running, starting, snapshot)
         if result is not None or request.dry_run:
@@ -272,10 +271,10 @@ class Dispatcher:
             now = self._clock()
             for group, parts in running.groups.items():
                 if not any(part.blocked for part in parts):
-                    self.choose_step(running, group, now)
+                    self._choose_step(running, group, now)
             running.offer(self.wake, now)
 
-    def choose_step(self, running: RunningAction, group: JobKey, now: float) -> bool:
+    def _choose_step(self, running: RunningAction, group: JobKey, now: float) -> bool:
         """Choose the step of a group again; withdraw the group and return False if no step is possible.
 
         Its ranks have made steps since the request: the step that was chosen may have passed.
@@ -285,7 +284,7 @@ class Dispatcher:
         ranks = [part.selected._replace(process=process or part.selected.process) for part, process in reported]
         at_step, obstacle = step_of_group(ranks, running.request, parts[0].deadline_seconds - now, now)
         if at_step is None:
-            self.withdraw_group(running, group, obstacle, ReasonCode.GROUP_INCOMPLETE)
+            self._withdraw_group(running, group, obstacle, ReasonCode.GROUP_INCOMPLETE)
             return False
         for part in parts:
             part.command = replace(part.command, at_step=at_step)
@@ -325,9 +324,9 @@ class Dispatcher:
             if part.asked_seconds is None:
                 part.asked_seconds = now
                 self._poll_soon()
-            if not self._engines.is_read_since(part.asked_seconds):
+            if not self.engines.is_read_since(part.asked_seconds):
                 return False  # with a later report
-            refusal = self._engines.deliver(running, part, process)
+            refusal = self.engines.deliver(running, part, process)
             if refusal is not None:
                 self._end(running, part, refusal, process)
                 return False
@@ -400,14 +399,14 @@ class Dispatcher:
             self._settlements.start(running, part, result, self._clock())
         if part.group is not None and result.outcome != "done":
             reason = "not every rank of the group could take part"
-            self.withdraw_group(running, part.group, reason, ReasonCode.GROUP_INCOMPLETE)
+            self._withdraw_group(running, part.group, reason, ReasonCode.GROUP_INCOMPLETE)
         self.finish_if_complete(running)
 
     async def _measure(
         self, running: RunningAction, part: CommandPart, result: CommandResult, process: ReportingProcess
     ) -> None:
         """End the part of an engine that has released or resumed its memory with what the driver lists then."""
-        after = await self._engines.used_after(process.host_pid)
+        after = await self.engines.used_after(process.host_pid)
         if part.state is not PartState.ENDED:  # the process exited meanwhile
             running.end_command(part, result, process, DriverValues(part.used_before or {}, after))
             self.finish_if_complete(running)
@@ -416,7 +415,7 @@ class Dispatcher:
         """End an action whose parts all have a result."""
         if running.complete and not running.action.finished:
             if running.action.action in ENGINE_ACTIONS:
-                self._engines.settle(running, self._call_later)
+                self.engines.settle(running, self._call_later)
             action = running.finish(self._clock())
             self._actions.finish(action)
             self._on_finished(action)
@@ -428,7 +427,14 @@ class Dispatcher:
         """End the parts that are too late. Called about once a second, and after each deadline."""
         now = self._clock()
         self._settlements.expire(now)
-        self._engine_starts.review(now)
+        for running, concerned, result in self._engine_starts.review(now):
+            if result is None:
+                self._continue(running, concerned, now)
+            elif isinstance(concerned, CommandPart) and concerned.group is not None:
+                self._withdraw_group(running, concerned.group, result.reason, ReasonCode.ENGINE_STARTING)
+            else:
+                self._withdraw_part(running, concerned, result)
+            self.finish_if_complete(running)
         for running in tuple(self._actions.running.values()):
             for part in tuple(running.commands.values()):
                 if part.blocked or part.measuring or part.state is PartState.ENDED:
@@ -471,20 +477,20 @@ class Dispatcher:
             return
         running.withdrawal = CommandResult(running.action.id, "refused", reason, code)
         for part in running.parts:
-            self.withdraw_part(running, part, running.withdrawal)
+            self._withdraw_part(running, part, running.withdrawal)
         self.finish_if_complete(running)
 
-    def withdraw_group(self, running: RunningAction, group: JobKey, reason: str, code: ReasonCode) -> None:
+    def _withdraw_group(self, running: RunningAction, group: JobKey, reason: str, code: ReasonCode) -> None:
         """Refuse the parts of a group whose command was not delivered, and recall the others."""
         if running.withdrawal is not None or group in running.withdrawn:
             return
         running.withdrawn.add(group)
         result = CommandResult(running.action.id, "refused", reason, code)
         for part in running.groups.get(group, ()):
-            self.withdraw_part(running, part, result)
+            self._withdraw_part(running, part, result)
         self.finish_if_complete(running)
 
-    def withdraw_part(self, running: RunningAction, part: Part, result: CommandResult) -> None:
+    def _withdraw_part(self, running: RunningAction, part: Part, result: CommandResult) -> None:
         """End a part that has not started with this result, or recall its command. A termination that runs goes on."""
         if isinstance(part, OutsidePart):
             if part.blocked:
@@ -496,6 +502,16 @@ class Dispatcher:
         elif not part.recalled and part.state is not PartState.ENDED:
             part.recall(result)
             self.wake(part.key)
+
+    def _continue(self, running: RunningAction, part: Part, now: float) -> None:
+        """Continue a blocked part. The parts of a group continue together."""
+        if isinstance(part, OutsidePart):
+            part.unblock()
+            self.outside.start(running, part)
+        elif part.group is None or self._choose_step(running, part.group, now):
+            for each in [part] if part.group is None else running.groups[part.group]:
+                each.unblock(now)
+                self.wake(each.key)
 
     # Queries
 

@@ -7,14 +7,13 @@ action that releases memory to the driver waits within its deadline, and is refu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.declarations import ActionRequest
-from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, Part, PartState, RunningAction
+from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, Part, PartState, RunningAction
 from gpumem_exporter.actions.model import EngineWait
 from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection
 from gpumem_exporter.core.caller import Caller
@@ -22,9 +21,6 @@ from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionForbiddenError
-
-if TYPE_CHECKING:
-    from gpumem_exporter.actions.dispatcher import Dispatcher
 
 # The actions that release memory to the driver or take memory from it. A garbage collection leaves the memory in the
 # allocator's cache, and a fraction releases nothing, with or without force.
@@ -52,16 +48,6 @@ def starts_on(
         and (engine.host_pid is None or engine.host_pid not in pids)
         and not (request.force and _may_spoil(caller, engine))
     )
-
-
-def starts_of_selection(request: ActionRequest, caller: Caller, selection: Selection) -> tuple[StartingEngine, ...]:
-    """Return the engines that an action on these processes waits for."""
-    snapshot = selection.snapshot
-    targets, commanded = selection.outside_targets(request.action), selection.commanded(request.action)
-    devices = {uuid for target in targets for uuid, _ in target.used_bytes}
-    devices.update(uuid for selected in commanded for uuid in devices_of(selected.process, snapshot))
-    ended = [*(target.host_pid for target in targets), *(selected.process.host_pid for selected in commanded)]
-    return starts_on(request, caller, devices, snapshot, ended)
 
 
 def starts_for(
@@ -140,7 +126,6 @@ class EngineStarts:
 
     store: Store
     actions: ActionRegistry
-    dispatcher: Dispatcher
     unix_offset_seconds: Callable[[], float]
     """Returns the time of the Unix epoch at zero of the store's clock."""
     hide_identities: bool
@@ -156,9 +141,14 @@ class EngineStarts:
 
         Raises ActionForbiddenError if `force` is not sufficient: engines of other users, as of `starts_on`, start.
         """
-        starting = starts_of_selection(request, caller, selection)
+        snapshot = selection.snapshot
+        targets, commanded = selection.outside_targets(request.action), selection.commanded(request.action)
+        devices = {uuid for target in targets for uuid, _ in target.used_bytes}
+        devices.update(uuid for selected in commanded for uuid in devices_of(selected.process, snapshot))
+        ended = [*(target.host_pid for target in targets), *(selected.process.host_pid for selected in commanded)]
+        starting = starts_on(request, caller, devices, snapshot, ended)
         if request.force and starting:
-            waiting = self.seen_by(caller, starting, selection.snapshot)
+            waiting = self.seen_by(caller, starting, snapshot)
             raise ActionForbiddenError(
                 f"{describe(waiting)}, and memory that is released meanwhile can end its start. For the engine of "
                 f"another user, {request.action} with force needs {caller.missing_rights}. Without force, the action "
@@ -185,15 +175,21 @@ class EngineStarts:
         )
         running.action = replace(running.action, waits_for=waiting)
 
-    def review(self, now: float) -> None:
-        """Decide again for every part that releases memory; called about once a second, and after each deadline."""
+    def review(self, now: float) -> Iterator[tuple[RunningAction, Part, CommandResult | None]]:
+        """Decide again for every part that releases memory; called about once a second, and after each deadline.
+
+        Yields each part that ends, with its result, and each that continues, without one. The caller ends or continues
+        it before the next one.
+        """
         concerned = [running for running in self.actions.running.values() if running.action.action in _DISTURBING]
         snapshot = self.store.snapshot(now) if concerned else None
         for running in concerned:
             if snapshot is not None and (snapshot.starting or running.blocked):
-                self._review_action(running, snapshot, now)
+                yield from self._review_action(running, snapshot, now)
 
-    def _review_action(self, running: RunningAction, snapshot: Snapshot, now: float) -> None:
+    def _review_action(
+        self, running: RunningAction, snapshot: Snapshot, now: float
+    ) -> Iterator[tuple[RunningAction, Part, CommandResult | None]]:
         outside = [part.target for part in running.outside]
         starting: dict[int, tuple[StartingEngine, ...]] = {}
         for part in running.parts:
@@ -208,28 +204,8 @@ class EngineStarts:
             if part.state is PartState.ENDED or not (part.blocked or found):
                 continue
             if not found:
-                self._unblock(running, part, now)
+                yield running, part, None
             elif not part.blocked or now >= part.deadline_seconds:
-                self._refuse(running, part, self.refusal(running, found, snapshot))
+                yield running, part, self.refusal(running, found, snapshot)
         if not running.action.finished:
             self.show(running, [each for part in running.blocked for each in starting[id(part)]], snapshot)
-
-    def _refuse(self, running: RunningAction, part: Part, result: CommandResult) -> None:
-        if isinstance(part, CommandPart) and part.group is not None:
-            self.dispatcher.withdraw_group(running, part.group, result.reason, ReasonCode.ENGINE_STARTING)
-        else:
-            self.dispatcher.withdraw_part(running, part, result)
-        self.dispatcher.finish_if_complete(running)
-
-    def _unblock(self, running: RunningAction, part: Part, now: float) -> None:
-        """Continue a part whose engines have started. The parts of a group continue together."""
-        if isinstance(part, OutsidePart):
-            part.unblock()
-            self.dispatcher.outside.start(running, part)
-        elif part.group is None:
-            part.unblock(now)
-            self.dispatcher.wake(part.key)
-        elif self.dispatcher.choose_step(running, part.group, now):
-            for rank in running.groups[part.group]:
-                rank.unblock(now)
-                self.dispatcher.wake(rank.key)

@@ -92,14 +92,16 @@ class FoundEngine(Protocol):
         """Take the memory again."""
 
 
-class Engines(Protocol):
-    """Finds engines. Thread-safe."""
+class Engines:
+    """Finds engines. Thread-safe. This one finds none."""
 
-    def is_engine(self, target: OutsideTarget, /) -> bool:
+    def is_engine(self, target: OutsideTarget, /) -> bool:  # noqa: ARG002 - for a finder
         """Return whether a process seems to belong to a known engine. Does not block."""
+        return False
 
     def find(self, target: OutsideTarget, /) -> FoundEngine:
         """Find the engine of a process. Blocks for a bounded time; raises EngineRefusedError."""
+        raise no_engine(target)
 
 
 class EngineMemory:
@@ -109,7 +111,6 @@ class EngineMemory:
         self,
         store: Store,
         actions: ActionRegistry,
-        engines: Engines | None,
         *,
         clock: Callable[[], float],
         poll_soon: Callable[[], None],
@@ -117,7 +118,8 @@ class EngineMemory:
     ) -> None:
         self._store = store
         self._actions = actions
-        self._engines = engines
+        self.finder = Engines()
+        """Finds engines; a feature replaces it."""
         self._clock = clock
         self._poll_soon = poll_soon
         self._spawn = spawn
@@ -131,10 +133,7 @@ class EngineMemory:
 
     def engines_among(self, targets: list[OutsideTarget], others: int) -> list[OutsideTarget]:
         """Return the targets that seem to be engines; all of them if there is no engine, so that the results say so."""
-        return [target for target in targets if self._is_engine(target)] or ([] if others else targets)
-
-    def _is_engine(self, target: OutsideTarget) -> bool:
-        return self._engines is not None and self._engines.is_engine(target)
+        return [target for target in targets if self.finder.is_engine(target)] or ([] if others else targets)
 
     def refusal(
         self, running: RunningAction, process: ReportingProcess | None, earlier: Counter[str] | None = None
@@ -191,7 +190,7 @@ class EngineMemory:
 
     def no_engine(self, action_id: str, target: OutsideTarget) -> CommandResult | None:
         """Return the result for a process that does not belong to vLLM; None for any other."""
-        if self._is_engine(target):
+        if self.finder.is_engine(target):
             return None
         error = no_engine(target)
         return CommandResult(action_id, error.outcome, str(error), error.code)
@@ -235,13 +234,11 @@ class EngineMemory:
             for name, process in snapshot.names.reporting
             if action in process.report.denied_actions and process.key.share == target.share
         )
-        return [each for each in found if self._is_engine(each)]
+        return [each for each in found if self.finder.is_engine(each)]
 
     def _find(self, target: OutsideTarget, denying: Sequence[OutsideTarget]) -> FoundEngine:
         """Find the engine of a process, unless one of its processes denies the action, because it acts as a whole."""
-        if self._engines is None:
-            raise no_engine(target)
-        engine = self._engines.find(target)
+        engine = self.finder.find(target)
         for each in denying:
             if self._key(each) == engine.key:
                 reason = f"its engine acts as a whole, and the owner of {each} does not allow that"
@@ -250,7 +247,7 @@ class EngineMemory:
 
     def _key(self, target: OutsideTarget) -> Hashable:
         try:
-            return None if self._engines is None else self._engines.find(target).key
+            return self.finder.find(target).key
         except EngineRefusedError:  # it has exited, or the exporter does not reach its engine
             return None
 

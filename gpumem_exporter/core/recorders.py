@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from gpumem_exporter.core.event import Event, Page, Query
-from gpumem_exporter.core.samples import LastOom, NodeReading, ProcessKey, ReportingProcess
+from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess
 
 
 class Journal:
@@ -57,7 +57,7 @@ class ProcessRecorder:
 
 
 class ErrorRecorder:
-    """Records the out-of-memory errors of reports. Used on the event loop only, except `last`."""
+    """Records the out-of-memory errors of reports. Used on the event loop only."""
 
     def take_report(self, process: ReportingProcess) -> Future[bool] | None:
         """Record the errors of a report, also of a process that has exited.
@@ -75,7 +75,3 @@ class ErrorRecorder:
     async def knows_error(self, process: ReportingProcess, number: int) -> bool:
         """Return whether a process has reported an error, also to an earlier run of the exporter."""
         return False
-
-    def last_at(self, now_seconds: float) -> tuple[LastOom, ...]:
-        """Return the errors that snapshots show, the oldest first. Thread-safe."""
-        return ()

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
     from fastapi import APIRouter
 
+    from gpumem_client.wire.protocol import Report
     from gpumem_exporter.actions.dispatcher import Dispatcher
     from gpumem_exporter.cli.program import Listed
     from gpumem_exporter.core.caller import Caller
     from gpumem_exporter.core.event import Event
-    from gpumem_exporter.core.samples import CachePeaks, Snapshot
+    from gpumem_exporter.core.samples import CachePeaks, LastOom, ProcessKey, Snapshot
     from gpumem_exporter.core.store import Store
     from gpumem_exporter.edge.fair_queue import HeldRequests
     from gpumem_exporter.edge.replies import Renderer
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
     from gpumem_exporter.metrics.instruments import Registry
     from gpumem_exporter.metrics.subjects import Collector
     from gpumem_exporter.node.host import Host
+    from gpumem_exporter.page.findings import FindingsOf
     from gpumem_exporter.page.health import Check
     from gpumem_exporter.page.live import NodeView
     from gpumem_exporter.reports.report_sender import ReportSenders
-    from gpumem_exporter.settings import Settings, SettingsModel
+    from gpumem_exporter.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Parts:
     body_limits: Mapping[str, int] = field(default_factory=dict)
     """The size of the largest body by path, where it is not `MAX_BODY_BYTES` of the request guard."""
     collectors: Sequence[Collector] = ()
+    findings: Sequence[FindingsOf] = ()
     checks: Mapping[str, Callable[[], Check]] = field(default_factory=dict)
     """By name: the checks of /health."""
     chores: Mapping[str, Callable[[], None]] = field(default_factory=dict)
@@ -68,6 +71,8 @@ class Node:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
     host: Host
+    real_processes: bool
+    """Whether the processes are of this machine, and not simulated ones."""
     snapshot: Callable[[], Snapshot]
     store: Store
     dispatcher: Dispatcher
@@ -79,6 +84,10 @@ class Node:
     callers: Callers
     own_names: OwnNames
     view: NodeView
+    complete_report: Callable[[Report, ProcessKey], Report] = lambda report, _: report
+    """Adds to the report of a process what only its engine's server knows."""
+    last_ooms: Callable[[float], tuple[LastOom, ...]] = lambda _: ()
+    """Returns the out-of-memory errors for a snapshot of a time, the oldest first. Thread-safe."""
     journal: Journal = field(default_factory=Journal)
     processes: ProcessRecorder = field(default_factory=ProcessRecorder)
     errors: ErrorRecorder = field(default_factory=ErrorRecorder)
@@ -101,8 +110,8 @@ class Feature:
 
     build: Callable[[Node], Parts] | None = None
     """None for a feature that has commands only."""
-    settings: Callable[[], type[SettingsModel]] | None = None
-    """Returns the model whose fields are settings of `serve`."""
+    settings: str = ""
+    """The model in the feature's module of settings, whose fields are settings of `serve`."""
     check_files: Callable[[Settings], None] | None = None
     """Reads the files that its settings name, so that an error ends the exporter at its start: ConfigurationError."""
     reloads: Callable[[Settings], bool] | None = None

@@ -11,15 +11,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from gpumem_client.wire.units import counted, human_bytes, human_seconds
 from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, sum_of_known
 from gpumem_exporter.core.samples import DeviceReading, LastOom, Snapshot
 from gpumem_exporter.page.documents import Part
-from gpumem_exporter.page.engines import ENOUGH_SECONDS, smaller_cache
 from gpumem_exporter.page.growth import GrowingPart
-from gpumem_exporter.page.jobs import Job, job_uuids, jobs_by_device
+from gpumem_exporter.page.jobs import Job, jobs_by_device
 from gpumem_exporter.page.orphans import left_behind
 
 SEVERITIES = ("critical", "warning", "info")
@@ -97,6 +96,10 @@ class Finding:
     """The job whose clear would help."""
 
 
+FindingsOf: TypeAlias = Callable[[Snapshot, Sequence[Job], Mapping[str, DeviceLedger]], Iterable[Finding]]
+"""Returns the findings of a feature, from a snapshot, its jobs and its ledgers."""
+
+
 def find(
     snapshot: Snapshot,
     jobs: Sequence[Job],
@@ -105,14 +108,13 @@ def find(
     failed_checks: Iterable[Mapping[str, str]] = (),
     growing: Mapping[str, Sequence[GrowingPart]] | None = None,
     client_directory: str | None = None,
-    enough_seconds: float = ENOUGH_SECONDS,
+    more: Iterable[FindingsOf] = (),
 ) -> list[Finding]:
     """Return the findings of a node in no order.
 
     `growing` has the processes of each job that grow, by the job's id, the fastest first. `client_directory` is the
     folder from which jobs can import the client; empty if there is none, and None without an exporter, to which
-    processes could report. `enough_seconds` is how long the use of a key-value cache must be known before a smaller one
-    is proposed.
+    processes could report. `more` find what features know.
     """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
     there, jobs_of_errors = jobs_by_device(jobs), _JobsOfErrors(jobs)
@@ -127,7 +129,7 @@ def find(
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
-        *_unused_kv_caches(snapshot, jobs, devices, enough_seconds),
+        *(each for feature in more for each in feature(snapshot, jobs, ledgers)),
     ]
     for device in devices:
         if device.uuid in ledgers:
@@ -191,7 +193,7 @@ def called(job: Job) -> str:
     return f"{job.name} ({who})" if who else job.name
 
 
-def _finding(kind: str, subject: str, title: str, sentence: str, *, severity: str = "", **more: Any) -> Finding:
+def finding(kind: str, subject: str, title: str, sentence: str, *, severity: str = "", **more: Any) -> Finding:
     """Return a finding about a subject, which is a part of its id; `severity` is for kinds with several."""
     return Finding(f"{kind} {subject}".strip(), kind, severity or SEVERITY[kind], title, sentence, **more)
 
@@ -202,16 +204,16 @@ def _checks(failed: Iterable[Mapping[str, str]], *, has_devices: bool) -> Iterat
         if part == "devices" and has_devices:
             continue  # each lost device is a finding
         if part == "nvml":
-            yield _finding("driver", "", "No driver", f"The driver does not answer: {detail}.")
+            yield finding("driver", "", "No driver", f"The driver does not answer: {detail}.")
         else:
             severity = SEVERITY["check_failing" if check["status"] == "failing" else "check_degraded"]
-            yield _finding("check", part, "Exporter", f"{part}: {detail}.", severity=severity)
+            yield finding("check", part, "Exporter", f"{part}: {detail}.", severity=severity)
 
 
 def _lost(device: DeviceReading) -> Finding:
     name = f"GPU {device.gpu}" if device.gpu else device.uuid
     sentence, subject = f"{name} does not answer: {device.error}.", device.uuid or device.gpu
-    return _finding("device_lost", subject, "Lost device", sentence, gpu=device.gpu, uuid=device.uuid)
+    return finding("device_lost", subject, "Lost device", sentence, gpu=device.gpu, uuid=device.uuid)
 
 
 def _ooms(snapshot: Snapshot, jobs_of_errors: _JobsOfErrors) -> Iterator[Finding]:
@@ -231,7 +233,7 @@ def _ooms(snapshot: Snapshot, jobs_of_errors: _JobsOfErrors) -> Iterator[Finding
         sentence = f"{name}{rank} {_request(oom)}{fate}."
         if len(ooms) > 1:
             sentence += f" {len(ooms)} of its processes failed there."
-        yield _finding(
+        yield finding(
             *("oom", f"{oom.uuid} {oom.session} {oom.number}", "Out of memory", sentence),
             severity=severity,
             job=job,
@@ -310,7 +312,7 @@ def _growing(jobs: Sequence[Job], growing: Mapping[str, Sequence[GrowingPart]]) 
             fate = f"; it will be out of memory in {human_seconds(left)}" if left >= 1 else "; it has no memory left"
         sentence = f"{who} grows by {most}{human_bytes(parts[0].growth.bytes_per_hour)} an hour{where}{fate}."
         since_seconds = min(each.growth.since_seconds for each in parts)
-        yield _finding("growth", job.id, "Growing", sentence, job=job, since_seconds=since_seconds)
+        yield finding("growth", job.id, "Growing", sentence, job=job, since_seconds=since_seconds)
 
 
 def _idle_caches(
@@ -351,7 +353,7 @@ def _idle_caches(
         why = next((lacking for _, _, lacking in places if lacking), "")
         sentence = f"{called(job)} holds {human_bytes(size)} of idle cache on {where}{why}."
         device = (lacked or [places[0][0]])[0]
-        yield _finding(
+        yield finding(
             *("idle_cache", job.id, "Idle cache", sentence),
             severity=SEVERITY["idle_cache_lacked" if lacked else "idle_cache"],
             job=job,
@@ -378,7 +380,7 @@ def _inactive(snapshot: Snapshot, jobs: Sequence[Job], jobs_of_errors: _JobsOfEr
         sentence = f"{called(job)} has held {human_bytes(size)} for {lasting} without any activity"
         sentence += f"{_OTHER_FAILED}." if lacked else "."
         severity = SEVERITY["inactive_lacked" if lacked else "inactive"]
-        yield _finding("inactive", job.id, "Inactive", sentence, severity=severity, job=job, since_seconds=idle_since)
+        yield finding("inactive", job.id, "Inactive", sentence, severity=severity, job=job, since_seconds=idle_since)
 
 
 def gpus_in_words(gpus: Sequence[str]) -> str:
@@ -403,7 +405,7 @@ def _orphans(jobs: Sequence[Job], gpus: Mapping[str, str], ledgers: Mapping[str,
         # A job that was started again and again may have left processes behind each time.
         subject = f"{left.job.id} {left.lost.pid or ''}".strip()
         since = left.lost.ended_seconds
-        yield _finding("orphan", subject, "Orphan", sentence, severity=severity, job=left.job, since_seconds=since)
+        yield finding("orphan", subject, "Orphan", sentence, severity=severity, job=left.job, since_seconds=since)
 
 
 def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
@@ -412,7 +414,7 @@ def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
         if silent:
             many = f" ({len(silent)} of {len(job.processes)} processes)" if len(job.processes) > 1 else ""
             sentence = f"No recent report from {called(job)}{many}: its allocated memory is unknown."
-            yield _finding("silent", job.id, "Silent", sentence, job=job)
+            yield finding("silent", job.id, "Silent", sentence, job=job)
 
 
 def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]:
@@ -433,7 +435,7 @@ def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]
         how = f"Start PyTorch jobs with PYTHONPATH={client_directory}"
     do = "does" if len(unreported) == 1 else "do"
     sentence = f"{len(unreported)} of {every} {do} not report{size}. {how}."
-    yield _finding("unreported", "", "Not reporting", sentence, severity="info")
+    yield finding("unreported", "", "Not reporting", sentence, severity="info")
 
 
 def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
@@ -451,7 +453,7 @@ def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
             f"{called(job)} starts on {gpus_in_words(gpus)}. Clears there wait until it has started: memory that is "
             "released meanwhile can end its start."
         )
-        yield _finding("starting", job.id, "Engine starts", sentence, job=job)
+        yield finding("starting", job.id, "Engine starts", sentence, job=job)
     for gpu, together in by_gpu.items():
         if len(together) > 1:
             first, *others = map(called, together.values())
@@ -459,22 +461,7 @@ def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
                 f"{first} and {', '.join(others)} start on GPU {gpu} at the same time. Each measures what the other "
                 "takes, so their caches get wrong sizes. Start them one after another."
             )
-            yield _finding("starting_together", gpu, "Engines start", sentence, gpu=gpu)
-
-
-def _unused_kv_caches(
-    snapshot: Snapshot, jobs: Iterable[Job], devices: Iterable[DeviceReading], enough_seconds: float
-) -> Iterator[Finding]:
-    memory = {device.uuid: device.memory for device in devices if device.memory is not None}
-    for job in jobs:
-        smaller = smaller_cache(job, snapshot, memory, enough_seconds)
-        if smaller is None:
-            continue
-        uuids = [uuid for uuid in job_uuids(job, snapshot.gpus) if uuid in smaller.uuids]
-        who = [job.owner()["user"], smaller.engine, gpus_in_words([snapshot.gpus[uuid] for uuid in uuids])]
-        sentence = f"{job.name} ({', '.join(filter(None, who))}): {smaller.sentence}"
-        gpu, uuid = snapshot.gpus[uuids[0]], uuids[0]
-        yield _finding("kv_cache", job.id, "Unused KV cache", sentence, job=job, gpu=gpu, uuid=uuid)
+            yield finding("starting_together", gpu, "Engines start", sentence, gpu=gpu)
 
 
 def _in_ledger(
@@ -490,14 +477,14 @@ def _in_ledger(
             f"{called(worst)} holds {human_bytes(size)} of fragmented cache on GPU {device.gpu}. "
             "A clear cannot free it."
         )
-        yield _finding("fragmented", device.uuid, "Fragmented", sentence, job=worst, **place)
+        yield finding("fragmented", device.uuid, "Fragmented", sentence, job=worst, **place)
     # Not if the memory of a process may be unattributed, or if the memory is the host's.
     known = "other_processes" in ledger.categories and not (device.memory is not None and device.memory.of_host)
     hidden = any(_used_is_unknown(part) for _, parts in jobs for part in parts)
     size = ledger.categories["unattributed"]
     if known and not hidden and size >= _UNATTRIBUTED * ledger.total_bytes:
         sentence = f"{human_bytes(size)} on GPU {device.gpu} is used by no process that the driver lists."
-        yield _finding("unattributed", device.uuid, "Unattributed", sentence, **place)
+        yield finding("unattributed", device.uuid, "Unattributed", sentence, **place)
 
 
 def _used_is_unknown(part: Part) -> bool:

@@ -13,7 +13,6 @@ from typing_extensions import TypedDict
 from gpumem_client.wire.procfs import nvml_interceptor
 from gpumem_client.wire.units import counted
 from gpumem_exporter.core.samples import NodeReading, Snapshot
-from gpumem_exporter.edge.listeners import SocketFile
 from gpumem_exporter.edge.replies import json_reply, json_response
 from gpumem_exporter.node.pid_namespaces import DriverPids
 from gpumem_exporter.node.poller import Poller, PollerStatus
@@ -63,11 +62,8 @@ class Health:
     source: str
     version: str
     driver_pids: DriverPids | None = None
-    socket_file: SocketFile | None = None
     checks: Mapping[str, Callable[[], Check]] = field(default_factory=dict)
-    """The checks of features."""
-    files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
-    """The errors of files that the exporter reads again, by check: `tokens`, `certificate`; empty texts are fine."""
+    """Of features and files, by name."""
 
     def document(self, snapshot: Snapshot) -> HealthDocument:
         """Return the state of the exporter. A restart may fix `failing`; `degraded` is a fault of the node."""
@@ -79,12 +75,6 @@ class Health:
             "reports": _reports_check(snapshot),
             **{name: state_of() for name, state_of in self.checks.items()},
         }
-        if self.socket_file is not None:
-            error = self.socket_file.error()
-            checks["socket"] = check("degraded", error) if error else check("ok", self.socket_file.path)
-        for name, error_of in self.files.items():
-            error = error_of()
-            checks[name] = check("degraded", error) if error else check("ok", "")
         up = bool(node and node.up)
         return {
             "status": max((each["status"] for each in checks.values()), key=_RANKS.index),
@@ -172,6 +162,11 @@ def _devices_check(node: NodeReading | None) -> Check:
 def _reports_check(snapshot: Snapshot) -> Check:
     silent = f", {len(snapshot.silent)} silent" if snapshot.silent else ""
     return check("ok", counted(len(snapshot.processes), "process reports", "processes report") + silent)
+
+
+def error_check(error: str, detail: str = "") -> Check:
+    """Return the state of a part by its error, which is empty if there is none."""
+    return check("degraded", error) if error else check("ok", detail)
 
 
 def check(status: Status, detail: str) -> Check:

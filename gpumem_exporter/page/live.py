@@ -14,8 +14,8 @@ from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.ledger import DeviceLedger, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import PartKey, Snapshot
 from gpumem_exporter.page.documents import Part, device_document, process_document
-from gpumem_exporter.page.engines import ENOUGH_SECONDS, component_sums, engine_document
-from gpumem_exporter.page.findings import Finding, Since, find
+from gpumem_exporter.page.engines import component_sums, engine_document
+from gpumem_exporter.page.findings import Finding, FindingsOf, Since, find
 from gpumem_exporter.page.growth import GrowingPart, Growth, growing_parts, growth
 from gpumem_exporter.page.jobs import Job, job_uuids, jobs_by_device, jobs_of, sums_of
 from gpumem_exporter.page.oom import NEAR_SECONDS, OF_DEVICE, DeviceUse, uses_of
@@ -41,14 +41,14 @@ class NodeView:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         minima_of: Callable[[PartKey], Sequence[tuple[float, int]]] = lambda _: (),
-        enough_seconds: float = ENOUGH_SECONDS,
     ) -> None:
         self._clock, self._wall_clock = clock, wall_clock
         self._since = Since(clock)
         self.minima_of = minima_of
         """Returns the smallest allocated bytes of a process on a device in each minute of the last hour, with the end
         of the minute in Unix seconds. Without a history, no growth is found."""
-        self._enough_seconds = enough_seconds
+        self.findings: Sequence[FindingsOf] = ()
+        """Of features."""
         # The growth of each process on each device, and when it was computed. Replaced, never changed.
         self._growths: Mapping[PartKey, tuple[float, Growth | None]] = {}
         # The use of each device, and when it was noticed. Replaced, never changed.
@@ -152,7 +152,7 @@ class NodeView:
             failed_checks=failed_checks,
             growing=growing,
             client_directory=client_directory,
-            enough_seconds=self._enough_seconds,
+            more=self.findings,
         )
         return self._since.lasting(found)
 

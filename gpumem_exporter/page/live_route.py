@@ -95,10 +95,6 @@ class LiveNode:
             self._recent[rights] = rendering
         return rendering
 
-    def notice(self, snapshot: Snapshot, health: HealthDocument) -> None:
-        """Note since when each finding lasts; called once a second, in any thread."""
-        self._view.notice(snapshot, _failed(health))
-
     def _render(self, viewer: Caller | None, details: str, now_unix: float) -> bytes:
         snapshot = self._snapshot()
         health = self._health(snapshot)
@@ -114,7 +110,7 @@ class LiveNode:
                 "version": reading.driver_version if reading is not None else "",
             },
             "status": health["status"],
-            "failed_checks": _failed(health),
+            "failed_checks": failed_checks(health),
         }
         document = self._view.document(snapshot, node, now_unix, viewer=viewer, details=details)
         return encoded(document, separators=(",", ":"))
@@ -155,5 +151,6 @@ def live_router(
     return router
 
 
-def _failed(health: HealthDocument) -> list[dict[str, Any]]:
+def failed_checks(health: HealthDocument) -> list[dict[str, Any]]:
+    """Return the checks of /health that are not ok, for findings."""
     return [{"part": name, **check} for name, check in health["checks"].items() if check["status"] != "ok"]

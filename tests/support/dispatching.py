@@ -23,8 +23,9 @@ EVERYBODY = Target(all=True)
 def build_dispatcher(
     store: Store, clock: Callable[[], float], finished: list[Action] | None = None, **changes: Any
 ) -> Dispatcher:
-    """Return a dispatcher without limits that appends the finished actions to a list."""
-    return Dispatcher(
+    """Return a dispatcher without limits that appends the finished actions to a list; `engines` finds its engines."""
+    engines = changes.pop("engines", None)
+    dispatcher = Dispatcher(
         store,
         **{
             "allowed": frozenset(DEFAULT_ACTIONS),
@@ -37,6 +38,8 @@ def build_dispatcher(
             **changes,
         },
     )
+    dispatcher.engines.finder = engines or dispatcher.engines.finder
+    return dispatcher
 
 
 class Bench:

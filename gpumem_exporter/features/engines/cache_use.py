@@ -47,12 +47,10 @@ class _Worker:
 class CacheUse:
     """Reads the use of the caches in a thread of its own. `complete` is called on the event loop.
 
-    Without `engines`, no use is known. `snapshot` is called in the thread.
+    `snapshot` is called in the thread.
     """
 
-    def __init__(
-        self, engines: Engines | None, snapshot: Callable[[], Snapshot], *, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, engines: Engines, snapshot: Callable[[], Snapshot], *, clock: Callable[[], float]) -> None:
         self._snapshot = snapshot
         self._clock = clock
         # By process and start time. Only the thread replaces it.
@@ -60,14 +58,11 @@ class CacheUse:
         # A report without the use of its cache has arrived. Most nodes have no such process, and the thread waits.
         self._wanted = threading.Event()
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-        if engines is not None:
-            self._thread = threading.Thread(target=self._run, args=(engines,), name="gpumem-cache-use", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(engines,), name="gpumem-cache-use", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
-        if self._thread is not None:
-            self._thread.start()
+        self._thread.start()
 
     def stop(self) -> None:
         """Let the thread end after its present request."""

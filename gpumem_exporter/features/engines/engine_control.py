@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gpumem_client.wire.procfs import parse_stat, split_cmdline
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.engines import EngineRefusedError, no_engine
+from gpumem_exporter.actions.engines import EngineRefusedError, Engines, no_engine
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.features.engines.engine_listeners import Listener, Listeners
 from gpumem_exporter.features.engines.vllm import Vllm
@@ -59,7 +59,7 @@ class _Program(NamedTuple):
         return ""
 
 
-class EngineControl:
+class EngineControl(Engines):
     """Finds the servers of vLLM in the proc file system of this machine. Thread-safe."""
 
     def __init__(self) -> None:

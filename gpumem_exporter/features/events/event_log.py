@@ -23,6 +23,7 @@ from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.features.events.event_storage import Storage
 from gpumem_exporter.node.failures import FailureLog
+from gpumem_exporter.page.health import Check, check
 
 T = TypeVar("T")
 
@@ -65,6 +66,18 @@ class EventLogStatus:
     def prompt(self) -> bool:
         """Whether a commit is expected soon."""
         return self.alive and not self.error and (self.busy_seconds is None or self.busy_seconds < _SLOW_SECONDS)
+
+
+def events_check(events: EventLogStatus) -> Check:
+    """Return whether events are stored."""
+    lost = f"; {events.waiting} waiting, {events.dropped} dropped" if events.waiting or events.dropped else ""
+    if events.error:
+        return check("degraded", events.error + lost)
+    if not events.alive:
+        return check("degraded", f"the event log has stopped{lost}")
+    if not events.prompt:
+        return check("degraded", f"{events.where} has not answered for {events.busy_seconds or 0:.0f} s{lost}")
+    return check("ok", f"stored in {events.where}{lost}")
 
 
 class _Waiting:

@@ -100,7 +100,7 @@ class Recorder(ProcessRecorder):
         wall_clock: Callable[[], float],
         job_of: Callable[[ReportingProcess], str],
     ) -> None:
-        self.log = log
+        self._log = log
         self._silent_reason = f"no report for {report_expiry_seconds:g} s"
         self._wall_clock = wall_clock
         self._processes = ProcessHistory(
@@ -134,15 +134,6 @@ class Recorder(ProcessRecorder):
         """Record that processes are removed from the store, each with the reason; unknown processes are ignored."""
         self._put(self._processes.remove(ended, self._wall_clock()))
 
-    def reported(self) -> set[str]:
-        """Return the subjects of the processes that have reported to this run of the exporter and have not ended."""
-        return {process_subject(session) for session in self._processes.sessions()}
-
-    def ended_unseen(self, started: Iterable[Event]) -> None:
-        """Record the ends of processes that ended while no exporter ran, by the events of their starts."""
-        reason = "the process exited while no exporter ran"
-        self._put(ended_unseen(event, reason, self._wall_clock()) for event in started)
-
     def running(self, job_id: str) -> list[Event]:
         """Return an event for each reporting process of a job, as if the process ended now."""
         return self._processes.running(job_id, self._wall_clock())
@@ -156,39 +147,39 @@ class Recorder(ProcessRecorder):
         dropped = sorted(self._processes.keys() - kept, key=lambda key: key[:2])  # an owner may be None
         self._put(self._processes.remove([(key, self._silent_reason) for key in dropped], self._wall_clock()))
 
+    async def restore_ends(
+        self, store: Store, host: Host, *, clock: Callable[[], float], silent_seconds: float
+    ) -> None:
+        """Record the ends of the processes that reported to an earlier run and ended while no exporter ran.
+
+        A process that the exporter cannot see has ended if it does not report for `silent_seconds`.
+        """
+        silent_at_seconds = clock() + silent_seconds
+
+        def has_ended(event: Event) -> bool:
+            host_pid = event.detail["host_pid"]
+            if host_pid is None:
+                return clock() >= silent_at_seconds
+            return not host.alive(host_pid, event.detail["start_time_ticks"])
+
+        started: list[Event] = []
+        while clock() < silent_at_seconds:
+            try:
+                started = await self._log.pages(_STARTS_WITHOUT_END)
+                break
+            except StorageError:
+                await asyncio.sleep(_RETRY_SECONDS)  # an earlier exporter may still use the storage
+        # An earlier version did not record the start time, without which a pid is no process.
+        started = [event for event in started if "start_time_ticks" in event.detail]
+        while started:
+            await asyncio.sleep(store.report_expiry_seconds)  # by then each process that runs has reported again
+            reported = {process_subject(session) for session in self._processes.sessions()}
+            started = [event for event in started if event.subject not in reported]
+            ended = [event for event in started if has_ended(event)][:_MAX_ENDS]
+            reason = "the process exited while no exporter ran"
+            self._put(ended_unseen(event, reason, self._wall_clock()) for event in ended)
+            started = [event for event in started if event not in ended]
+
     def _put(self, events: Iterable[Event]) -> None:
         for event in events:
-            self.log.put((event,))
-
-
-async def restore_ends(
-    recorder: Recorder, store: Store, host: Host, *, clock: Callable[[], float], silent_seconds: float
-) -> None:
-    """Record the ends of the processes that reported to an earlier run and ended while no exporter ran.
-
-    A process that the exporter cannot see has ended if it does not report for `silent_seconds`.
-    """
-    silent_at_seconds = clock() + silent_seconds
-
-    def has_ended(event: Event) -> bool:
-        host_pid = event.detail["host_pid"]
-        if host_pid is None:
-            return clock() >= silent_at_seconds
-        return not host.alive(host_pid, event.detail["start_time_ticks"])
-
-    started: list[Event] = []
-    while clock() < silent_at_seconds:
-        try:
-            started = await recorder.log.pages(_STARTS_WITHOUT_END)
-            break
-        except StorageError:
-            await asyncio.sleep(_RETRY_SECONDS)  # an earlier exporter may still use the storage
-    # An earlier version did not record the start time, without which a pid is no process.
-    started = [event for event in started if "start_time_ticks" in event.detail]
-    while started:
-        await asyncio.sleep(store.report_expiry_seconds)  # by then each process that runs has reported again
-        reported = recorder.reported()
-        started = [event for event in started if event.subject not in reported]
-        ended = [event for event in started if has_ended(event)][:_MAX_ENDS]
-        recorder.ended_unseen(ended)
-        started = [event for event in started if event not in ended]
+            self._log.put((event,))

@@ -17,13 +17,13 @@ from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.actions.action_routes import KnownFields, words
 from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.event import AUDIT_TYPES, EVENT_TYPES, Event, Page, Query
+from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.problems import ProblemError, problems
 from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.edge.request_guard import EVENTS_PATH, JOBS_PATH
 from gpumem_exporter.features.events.event_entries import Entry, fold
-from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.page.oom import explanation
 
@@ -178,7 +178,7 @@ class OneEventDocument(TypedDict):
 
 
 def events_router(
-    log: EventLog,
+    log: Journal,
     renderer: Renderer,
     *,
     profile_of: Callable[[Caller, Event], str | None] = lambda _, __: None,
@@ -367,6 +367,7 @@ class JobParameters(KnownFields):
 
 
 def jobs_router(
+    log: Journal,
     recorder: Recorder,
     renderer: Renderer,
     *,
@@ -406,7 +407,7 @@ def jobs_router(
         )
         async with reading:
             try:
-                processes, more = await _ended_processes(recorder.log, query)
+                processes, more = await _ended_processes(log, query)
             except StorageError as error:
                 raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
             processes += [
@@ -425,7 +426,7 @@ def jobs_router(
     return router
 
 
-async def _ended_processes(log: EventLog, query: Query) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
+async def _ended_processes(log: Journal, query: Query) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
     """Return the ended processes of a job with their owners, and whether there are more."""
     processes: list[tuple[str, dict[str, Any]]] = []
     for _ in range(_MAX_JOB_PAGES):

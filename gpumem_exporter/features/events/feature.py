@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 from gpumem_exporter.cli.program import LOOK, Listed
 from gpumem_exporter.features.feature import Feature, Node, Parts
-
-if TYPE_CHECKING:
-    from gpumem_exporter.features.events.event_log import EventLogStatus
-    from gpumem_exporter.page.health import Check
 
 STOP_SECONDS = 1.0
 """The time for storing the queued events at the exit."""
 
 
 def _build(node: Node) -> Parts:
-    from gpumem_exporter.features.events.event_log import EventLog
+    from gpumem_exporter.features.events.event_log import EventLog, events_check
     from gpumem_exporter.features.events.event_metrics import EventMetrics
-    from gpumem_exporter.features.events.event_recorder import Recorder, restore_ends
+    from gpumem_exporter.features.events.event_recorder import Recorder
     from gpumem_exporter.features.events.event_routes import events_router, jobs_router
     from gpumem_exporter.features.events.event_storage import Storage
     from gpumem_exporter.node.job_ids import job_of_process
@@ -53,28 +48,14 @@ def _build(node: Node) -> Parts:
     return Parts(
         routers=[
             events_router(log, node.renderer, profile_of=node.profile_of_error, hide_identities=hide_identities),
-            jobs_router(recorder, node.renderer, profiles_of=node.profiles_of, hide_identities=hide_identities),
+            jobs_router(log, recorder, node.renderer, profiles_of=node.profiles_of, hide_identities=hide_identities),
         ],
         checks={"events": lambda: events_check(log.status())},
         chores={"record_expired_reports": lambda: recorder.sweep(node.snapshot())},
-        tasks=[partial(restore_ends, recorder, node.store, node.host, clock=node.clock, silent_seconds=SILENT_SECONDS)],
+        tasks=[partial(recorder.restore_ends, node.store, node.host, clock=node.clock, silent_seconds=SILENT_SECONDS)],
         start=log.start,
         stop=partial(log.stop, STOP_SECONDS),
     )
-
-
-def events_check(events: EventLogStatus) -> Check:
-    """Return whether events are stored."""
-    from gpumem_exporter.page.health import check
-
-    lost = f"; {events.waiting} waiting, {events.dropped} dropped" if events.waiting or events.dropped else ""
-    if events.error:
-        return check("degraded", events.error + lost)
-    if not events.alive:
-        return check("degraded", f"the event log has stopped{lost}")
-    if not events.prompt:
-        return check("degraded", f"{events.where} has not answered for {events.busy_seconds or 0:.0f} s{lost}")
-    return check("ok", f"stored in {events.where}{lost}")
 
 
 FEATURE = Feature(
@@ -82,5 +63,5 @@ FEATURE = Feature(
     commands={
         "events": Listed(LOOK, "Show what happened on the node, oldest first.", "events_command"),
         "actions": Listed(LOOK, "Show the actions that were requested, and cancel them.", "action_log_command"),
-    }
+    },
 )

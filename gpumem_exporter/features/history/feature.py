@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from gpumem_exporter.features.feature import Feature, Node, Parts
 
-if TYPE_CHECKING:
-    from gpumem_exporter.settings import SettingsModel
-
 STOP_SECONDS = 2.0
 """The time for saving what is new at the exit; a whole history, after the clock was set, takes 1.5 s of CPU."""
-
-
-def _settings() -> type[SettingsModel]:
-    from gpumem_exporter.features.history.history_settings import HistorySettings
-
-    return HistorySettings
 
 
 def _build(node: Node) -> Parts:
@@ -46,4 +36,4 @@ def _build(node: Node) -> Parts:
     )
 
 
-FEATURE = Feature(build=_build, settings=_settings)
+FEATURE = Feature(build=_build, settings="HistorySettings")

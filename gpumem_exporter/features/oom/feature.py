@@ -19,7 +19,7 @@ def _build(node: Node) -> Parts:
         job_of=job_of_process,
         device_of=node.view.device_at_error,
     )
-    node.errors = recorder
+    node.errors, node.last_ooms = recorder, recorder.last.at
     return Parts(collectors=[OOM], tasks=[recorder.restore])
 
 

@@ -101,10 +101,6 @@ class OomRecorder(ErrorRecorder):
         subject = oom_subject(process.report.process.session, number)
         return any((event.subject, event.owner) == (subject, process.key.share) for event in page.events)
 
-    def last_at(self, now_seconds: float) -> tuple[LastOom, ...]:
-        """Return the errors of the last hour, the oldest first."""
-        return self.last.at(now_seconds)
-
     def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
         """Note that processes have ended, which the store still has."""
         for key, _ in ended:

@@ -9,13 +9,7 @@ from gpumem_exporter.features.feature import Feature, Node, Parts
 if TYPE_CHECKING:
     from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
     from gpumem_exporter.features.policy.policy_runner import PolicyRunner
-    from gpumem_exporter.settings import Settings, SettingsModel
-
-
-def _settings() -> type[SettingsModel]:
-    from gpumem_exporter.features.policy.policy_settings import PolicySettings
-
-    return PolicySettings
+    from gpumem_exporter.settings import Settings
 
 
 def _file(settings: Settings) -> str:
@@ -83,5 +77,5 @@ def _runner(node: Node, metrics: PolicyMetrics) -> PolicyRunner | None:
 
 
 FEATURE = Feature(
-    build=_build, settings=_settings, check_files=_check_file, reloads=lambda settings: bool(_file(settings))
+    build=_build, settings="PolicySettings", check_files=_check_file, reloads=lambda settings: bool(_file(settings))
 )

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gpumem_exporter.cli.program import EXPLAIN, Listed
 from gpumem_exporter.features.feature import Feature, Node, Parts
-
-if TYPE_CHECKING:
-    from gpumem_exporter.features.profiles.profile_intake import ScrapedProfiles
 
 
 def _build(node: Node) -> Parts:
@@ -16,7 +11,7 @@ def _build(node: Node) -> Parts:
 
     from gpumem_client.wire.protocol import PROFILES_PATH
     from gpumem_exporter.features.profiles.profile_document import MAX_BODY_BYTES
-    from gpumem_exporter.features.profiles.profile_intake import ProfileIntake
+    from gpumem_exporter.features.profiles.profile_intake import ProfileIntake, ScrapedProfiles
     from gpumem_exporter.features.profiles.profile_routes import ProfileAccess, ProfileRoutes, profiles_router
     from gpumem_exporter.features.profiles.profile_store import Profiles
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from gpumem_client.wire.protocol import EngineState
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import KvCachePeak, ReportingProcess, Snapshot
+from gpumem_exporter.features.engines.smaller_cache import ENOUGH_SECONDS, unused_kv_caches
 from gpumem_exporter.page.live import NodeView
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
@@ -52,6 +54,7 @@ def snapshot(*processes: ReportingProcess, peaks: dict[int, int] | None = None, 
 
 def document(shown: Snapshot, **changes: Any) -> Any:
     view = NodeView(clock=lambda: 100.0, wall_clock=lambda: 1e9, minima_of=lambda _: ())
+    view.findings = [partial(unused_kv_caches, enough_seconds=ENOUGH_SECONDS)]
     return view.document(shown, {"failed_checks": []}, 1e9, **changes)
 
 

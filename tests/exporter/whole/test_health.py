@@ -11,8 +11,7 @@ import trustme
 
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.edge.web_access import WebAccess
-from gpumem_exporter.features.events.event_log import EventLogStatus
-from gpumem_exporter.features.events.feature import events_check
+from gpumem_exporter.features.events.event_log import EventLogStatus, events_check
 from gpumem_exporter.node.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.page.health import Health, HealthDocument
 from gpumem_exporter.page.live_route import LiveNode

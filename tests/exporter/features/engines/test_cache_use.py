@@ -10,7 +10,7 @@ import pytest
 
 from gpumem_client.wire.protocol import DeviceSample, EngineState
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.engines import EngineRefusedError
+from gpumem_exporter.actions.engines import EngineRefusedError, Engines
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
@@ -61,7 +61,7 @@ class Node:
         self.sequence = 0
         self.engine = Engine()
         self.store = Store(report_expiry_seconds=1e6, reading_expiry_seconds=5.0, max_processes=10)
-        self.cache_use = CacheUse(None, lambda: self.store.snapshot(self.now), clock=lambda: self.now)
+        self.cache_use = CacheUse(Engines(), lambda: self.store.snapshot(self.now), clock=lambda: self.now)
 
     def send(
         self,
