@@ -43,6 +43,8 @@ def traces() -> dict[str, Trace]:
         ("An action", "submission"),
         ("A command", "command"),
         ("A result", "result"),
+        ("A profile", "profile"),
+        ("A finding", "finding"),
     ],
 )
 def test_a_request_runs_through_the_modules_in_the_order_of_the_page(
@@ -50,7 +52,7 @@ def test_a_request_runs_through_the_modules_in_the_order_of_the_page(
 ) -> None:
     section = PAGE.partition(f"\n### {title}\n")[2].partition("\n##")[0]
     rows = [row for row in STEP.findall(section) if not row[0].startswith(("gpumem_client/", "cli/"))]
-    known = set(traces["report"].calls) if kind in ("command", "result") else set()
+    known = set(traces["report"].calls) if kind in ("command", "result", "profile") else set()
     calls = [call for call in traces[kind].calls if call not in known]
     assert [module for module, _ in rows] == list(dict.fromkeys(call.module for call in calls))
     for module, name in rows:

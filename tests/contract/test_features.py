@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.features import NAMES
+from gpumem_exporter.commands import COMMANDS
+from gpumem_exporter.features import NAMES, features
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_python
 
@@ -34,12 +36,16 @@ thread.start()
 assert started.wait(60)
 url = "http://" + listeners.addresses[0]
 read = lambda path: urllib.request.urlopen(url + path, timeout=30).read().decode()
-assert "gpumem_exporter_build_info" in read("/metrics")
+metrics = read("/metrics")
+assert "gpumem_exporter_build_info" in metrics
+succeeded = [line.split()[-1] for line in metrics.splitlines() if line.startswith("gpumem_scrape_collector_success{{")]
+assert len(succeeded) > 3 and set(map(float, succeeded)) == {{1.0}}, metrics
 assert "<title>" in read("/")
 live = json.loads(read("/api/v1/live"))
 health = json.loads(read("/health"))
 paths = sorted(json.loads(read("/openapi.json"))["paths"])
-print(json.dumps({{"commands": sorted(COMMANDS), "paths": paths, "live": sorted(live), "status": health["status"]}}))
+assert {{"devices", "jobs", "findings"}} <= live.keys(), live
+print(json.dumps({{"commands": sorted(COMMANDS), "paths": paths, "status": health["status"]}}))
 """
 
 
@@ -62,4 +68,7 @@ def without(tmp_path: Path, name: str) -> Path:
 def test_the_exporter_starts_without_a_feature(name: str, tmp_path: Path) -> None:
     done = run_python(SERVED.format(copy=str(without(tmp_path, name))))
     assert done.returncode == 0, done.stderr
-    assert '"status": "ok"' in done.stdout or '"status": "degraded"' in done.stdout
+    shown = json.loads(done.stdout)
+    assert shown["status"] in ("ok", "degraded")
+    assert set(shown["commands"]) == COMMANDS.keys() - features()[name].commands.keys()
+    assert {"/api/v1/actions", "/api/v1/live", "/api/v1/processes"} <= set(shown["paths"])

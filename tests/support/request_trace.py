@@ -16,20 +16,22 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from gpumem_client.wire.http import Connection
-from gpumem_client.wire.protocol import REPORTS_PATH, CommandResult, DeviceResult, to_wire
+from gpumem_client.wire.protocol import PROFILES_PATH, REPORTS_PATH, CommandResult, DeviceResult, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.paths import REPOSITORY
+from tests.support.profile_documents import body, profile
 from tests.support.running_exporter import ACTIONS, running_exporter
 from tests.support.waiting import patient, wait_for
 
 POLLER = "gpumem-poller"
-THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files", "gpumem-second")
+SECOND = "gpumem-second"
+THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files", SECOND)
 CALLS_BESIDE = re.compile(r"housekeeping\.py:.*|edge/uvicorn_server\.py:(.*\.)?_end_late_connections")
 """What goes on beside requests: threads, and calls that the event loop makes by itself."""
 VALUES = (
@@ -150,7 +152,7 @@ def _call_of(code: CodeType) -> Call | None:
 
 def trace_requests() -> dict[str, Trace]:
     """Return the trace of one request of each kind, on a connection and an exporter that have answered some before."""
-    traces = {kind: Trace() for kind in ("report", "scrape", "submission", "command", "result")}
+    traces = {kind: Trace() for kind in ("report", "scrape", "submission", "command", "result", "profile")}
     trace = Trace()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -159,13 +161,14 @@ def trace_requests() -> dict[str, Trace]:
     ):
         client = Connection(f"unix://{folder}/socket", timeout_seconds=patient(30.0))
 
-        def request(kind: str, path: str, document: Any = None) -> Any:
-            method, body = ("GET", None) if document is None else ("POST", json.dumps(document).encode())
+        def request(kind: str, path: str, document: Any = None, **headers: str) -> Any:
+            content = document if isinstance(document, bytes | None) else json.dumps(document).encode()
+            method = "GET" if content is None else "POST"
             with trace.recording():
-                answer = client.request(method, path, body, {"Content-Type": "application/json"})
+                answer = client.request(method, path, content, {"Content-Type": "application/json", **headers})
                 trace.wait_until_quiet()  # the exporter also works after its reply
-            assert answer.status in (200, 202), answer
-            traces[kind].calls = trace.calls
+            assert answer.status in (200, 201, 202), answer
+            traces.setdefault(kind, Trace()).calls = trace.calls
             return answer.body
 
         # Housekeeping adds these series a second after the start, and the next scrape renders them from nothing.
@@ -182,22 +185,36 @@ def trace_requests() -> dict[str, Trace]:
             assert command["id"] == action_id
             result = CommandResult(action_id, "done", devices=(DeviceResult(UUIDS[0], 12, 5, freed_bytes=7),))
             request("result", REPORTS_PATH, _report(sequence + 1, results=(result,)))
+        for sequence in (20, 30):
+            submitted = {"action": "profile", "target": {"pid": PID}, "wait_seconds": 0}
+            action_id = json.loads(request("submission of a profile", ACTIONS, submitted))["id"]
+            request("command of a profile", REPORTS_PATH, _report(sequence, actions=("profile",)))
+            sent = body(report(PID).process, profile(action_id))
+            request("profile", PROFILES_PATH, sent, **{"Content-Encoding": "gzip"})
+            result = CommandResult(action_id, "done")
+            request("result of a profile", REPORTS_PATH, _report(sequence + 1, results=(result,)))
         client.close()
     traces["report"].threads_in_store = trace.threads_in_store
-    return {**traces, "reading": trace_reading()}
+    reading = trace_thread(POLLER, "node/poller.py:Poller._poll")
+    finding = trace_thread(SECOND, "runtime.py:Runtime._note_health")
+    # The thread notes whether it failed, and waits for the next second.
+    finding.calls = list(takewhile(lambda call: call.module != "node/failures.py", finding.calls))
+    return {**traces, "reading": reading, "finding": finding}
 
 
-def trace_reading() -> Trace:
-    """Return the trace of one reading of the driver."""
-    trace = Trace(POLLER)
-    with trace.installed(), running_exporter(), trace.recording():
-        starts = wait_for(lambda: found if len(found := _polls(trace.calls)) > 1 else None, "two polls")
-    trace.calls = trace.calls[starts[0] : starts[1]]
+def trace_thread(name: str, first: str) -> Trace:
+    """Return the trace of one round of a thread, from one call of the function `first` to the next."""
+    trace = Trace(name)
+
+    def starts() -> list[int] | None:
+        found = [place for place, call in enumerate(trace.calls) if str(call) == first]
+        return found if len(found) > 2 else None
+
+    with trace.installed(), running_exporter() as exporter, trace.recording():
+        exporter.report(report(PID, devices=(sample(UUIDS[0], allocated=10 * MIB),)))
+        _, start, end = wait_for(starts, f"three rounds of {name}")[:3]
+    trace.calls = trace.calls[start:end]
     return trace
-
-
-def _polls(calls: list[Call]) -> list[int]:
-    return [place for place, call in enumerate(calls) if str(call) == "node/poller.py:Poller._poll"]
 
 
 def _report(number: int, **changes: Any) -> dict[str, Any]:
