@@ -91,6 +91,7 @@ class Node:
     journal: Journal = field(default_factory=Journal)
     processes: ProcessRecorder = field(default_factory=ProcessRecorder)
     errors: ErrorRecorder = field(default_factory=ErrorRecorder)
+    """Without a feature that replaces them, these three record nothing."""
     profile_of_error: Callable[[Caller, Event], str | None] = lambda _, __: None
     """Returns the id of the profile of an out-of-memory error, if the caller sees it."""
     profiles_of: Callable[[Caller, str], Sequence[Mapping[str, Any]]] = lambda _, __: ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, SilentReporter
@@ -22,67 +23,61 @@ Nothing else shows the end of such a process: the reporter runs in another PID n
 _EXIT_CHECK_DELAYS_SECONDS = (0.0, 0.05, 0.2, 0.5)
 
 
+@dataclass(eq=False)
 class Presence:
     """Removes reporters whose processes have ended. Used on the event loop only.
 
-    A process is not checked within two report intervals after its last report. `on_ended` receives the key of each
-    process before it is removed, and the reason.
+    A process is not checked within two report intervals after its last report.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        dispatcher: Dispatcher,
-        host: Host,
-        *,
-        clock: Callable[[], float],
-        report_interval_seconds: float,
-        on_ended: Callable[[Sequence[tuple[ProcessKey, str]]], None] = lambda _: None,
-    ) -> None:
-        self._store = store
-        self._dispatcher = dispatcher
-        self._host = host
-        self._clock = clock
-        self._on_ended = on_ended
-        self._quiet_seconds = 2 * report_interval_seconds
-        # The host pid and the program (None if it is unknown) of each process at the first report of a session.
-        self._programs: dict[ProcessKey, tuple[int, int | None]] = {}
-        self._watches: set[asyncio.Task[None]] = set()
-        # The time of the last report of reporters without a known host pid whose connection broke after it.
-        self._disconnected: dict[ProcessKey, float] = {}
+    store: Store
+    dispatcher: Dispatcher
+    host: Host
+    _: KW_ONLY
+    clock: Callable[[], float]
+    report_interval_seconds: float
+    on_ended: Callable[[Sequence[tuple[ProcessKey, str]]], None] = lambda _: None
+    """Receives the key of each process before it is removed, and the reason."""
+    _programs: dict[ProcessKey, tuple[int, int | None]] = field(default_factory=dict)
+    """The host pid and the program (None if it is unknown) of each process at the first report of a session."""
+    _watches: set[asyncio.Task[None]] = field(default_factory=set)
+    _disconnected: dict[ProcessKey, float] = field(default_factory=dict)
+    """The last report's time of reporters without a known host pid whose connection broke after it."""
 
     def started(self, process: ReportingProcess) -> None:
         """Note the program of a process at the first report of a session."""
         self._programs.pop(process.key, None)
         if process.host_pid is not None:
-            while len(self._programs) > 2 * self._store.max_processes:
+            while len(self._programs) > 2 * self.store.max_processes:
                 del self._programs[next(iter(self._programs))]
-            self._programs[process.key] = process.host_pid, self._host.program(process.host_pid)
+            self._programs[process.key] = process.host_pid, self.host.program(process.host_pid)
 
     def forget(self, *ended: tuple[ProcessKey, str]) -> None:
         """Remove processes that have ended, each for a reason."""
-        self._on_ended(ended)
+        self.on_ended(ended)
         for key, reason in ended:
             _log.debug("a process is removed: pid %d of uid %s: %s", key.pid, key.owner_uid, reason)
-            self._store.forget(key)
-            self._dispatcher.process_gone(key, reason)
+            self.store.forget(key)
+            self.dispatcher.process_gone(key, reason)
             self._programs.pop(key, None)
 
     def replaced(self, before: ReportingProcess, now: ReportingProcess) -> None:
         """End the actions of a reporter that another one has replaced, so that they do not reach the new one."""
         if before.start_time_ticks != now.start_time_ticks:
             reason = "the process exited, and its pid was reused"
-            self._on_ended([(before.key, reason)])
+            self.on_ended([(before.key, reason)])
         else:
             reason = "another reporter represents the process: it runs another program, or its reporter was restarted"
-        self._dispatcher.process_gone(before.key, reason)
+        self.dispatcher.process_gone(before.key, reason)
 
     def sweep(self) -> None:
         """Remove the quiet processes that exited or run another program; called once a second."""
-        now = self._clock()
-        snapshot = self._store.snapshot(now)
+        now = self.clock()
+        snapshot = self.store.snapshot(now)
         quiet: list[ReportingProcess | SilentReporter] = [
-            process for process in snapshot.processes if now - process.received_seconds > self._quiet_seconds
+            process
+            for process in snapshot.processes
+            if now - process.received_seconds > 2 * self.report_interval_seconds
         ]
         silent = {reporter.key for reporter in snapshot.silent}
         ended = [
@@ -122,7 +117,7 @@ class Presence:
     async def _watch(self, process: ReportingProcess) -> None:
         for seconds in _EXIT_CHECK_DELAYS_SECONDS:
             await asyncio.sleep(seconds)
-            known = self._store.find(process.key)
+            known = self.store.find(process.key)
             # Compared by time: the stored process has no results and errors, so its report is another object.
             if known is None or known.received_seconds > process.received_seconds:
                 return
@@ -136,9 +131,9 @@ class Presence:
         host_pid = reporter.host_pid
         if host_pid is None:
             return ""
-        if not self._host.alive(host_pid, reporter.start_time_ticks):
+        if not self.host.alive(host_pid, reporter.start_time_ticks):
             return "the process exited"
         known_pid, known = self._programs.get(reporter.key, (None, None))
-        if known is None or known_pid != host_pid or self._host.program(host_pid) in (None, known):
+        if known is None or known_pid != host_pid or self.host.program(host_pid) in (None, known):
             return ""
         return "the process runs another program (exec)"

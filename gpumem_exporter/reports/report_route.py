@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
 from starlette.types import Receive, Scope, Send
@@ -56,48 +56,33 @@ _MAX_NAMED = 16
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class ReportsRoute:
-    """Takes reports: the only place that connects the parts that a report changes. Used on the event loop only.
+    """Takes reports: the only place that connects the parts that a report changes. Used on the event loop only."""
 
-    `complete` adds to the report of an engine what only the engine's server knows.
-    """
+    store: Store
+    senders: ReportSenders
+    complete: Callable[[Report, ProcessKey], Report]
+    """Adds to the report of an engine what only the engine's server knows."""
+    presence: Presence
+    processes: ProcessRecorder
+    errors: ErrorRecorder
+    journal: Journal
+    dispatcher: Dispatcher
+    held_requests: HeldRequests
+    instruments: Instruments
+    _: KW_ONLY
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    report_interval_seconds: float
+    _reader: ReportReader = field(default_factory=ReportReader)
+    _turns: Turns = field(default_factory=lambda: Turns(2))
+    _named: dict[tuple[str, str], dict[ProcessKey, float]] = field(default_factory=dict)
+    """When the log has named each process, by outcome and `ProcessKey.share`."""
 
-    def __init__(
-        self,
-        store: Store,
-        senders: ReportSenders,
-        complete: Callable[[Report, ProcessKey], Report],
-        presence: Presence,
-        processes: ProcessRecorder,
-        errors: ErrorRecorder,
-        journal: Journal,
-        dispatcher: Dispatcher,
-        held_requests: HeldRequests,
-        instruments: Instruments,
-        *,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-        report_interval_seconds: float,
-    ) -> None:
-        self._reports = store
-        self._senders = senders
-        self._complete = complete
-        self._presence = presence
-        self._processes = processes
-        self._errors = errors
-        self._journal = journal
-        self._dispatcher = dispatcher
-        self._held_requests = held_requests
-        self._instruments = instruments
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._report_interval_seconds = report_interval_seconds
-        self._reader = ReportReader()
-        self._turns = Turns(2)
-        # The reply to most reports.
+    def __post_init__(self) -> None:
+        """Encode the reply to most reports."""
         self._nothing_to_do = self._encoded((), ())
-        # When the log has named each process, by outcome and `ProcessKey.share`.
-        self._named: dict[tuple[str, str], dict[ProcessKey, float]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a report, unless the client has closed the connection. The guard has admitted the sender."""
@@ -126,35 +111,35 @@ class ReportsRoute:
             long = len(body) > INLINE_BYTES
             report = await self._read_in_turn(body, scope) if long else self._reader.read(body)
             short = within_limits = shortened(report)
-            reported = await self._senders.identify(report.process, Exchange.of(scope).peer)
+            reported = await self.senders.identify(report.process, Exchange.of(scope).peer)
             if reported.slurm_job_id not in (None, short.process.slurm_job_id):
                 short = replace(short, process=replace(short.process, slurm_job_id=reported.slurm_job_id))
             key = ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
-            before = self._reports.find(key)
+            before = self.store.find(key)
             if before is None and reported.host_pid is None:
                 # A process that exited before this was read is not in /proc, so it would count as another process.
-                late = self._processes.late_process(report.process.session, reported.owner_uid)
+                late = self.processes.late_process(report.process.session, reported.owner_uid)
                 if late is not None and late.host_pid is not None and _is_same(late.report.process, report.process):
                     return await self._take_late(replace(late, report=short))
-            process = self._reports.put_report(
-                short if short.engine is None else self._complete(short, key),
+            process = self.store.put_report(
+                short if short.engine is None else self.complete(short, key),
                 host_pid=reported.host_pid,
                 owner_uid=reported.owner_uid,
                 place=reported.place,
-                now_seconds=self._clock(),
-                now_unix_seconds=self._wall_clock(),
+                now_seconds=self.clock(),
+                now_unix_seconds=self.wall_clock(),
             )
-            displaced = self._reports.take_displaced()
+            displaced = self.store.take_displaced()
         except (ProblemError, ForeignProcessError, ReporterSupersededError, UnknownDeviceError) as error:
             raise self._refusal(error) from None
         except TooManyProcessesError as error:
-            self._instruments.count_dropped()
-            self._instruments.count_report("dropped")
+            self.instruments.count_dropped()
+            self.instruments.count_report("dropped")
             self._name("dropped", key, report, str(error))
-            retry_after = str(max(1, round(self._reports.report_expiry_seconds)))
+            retry_after = str(max(1, round(self.store.report_expiry_seconds)))
             raise ProblemError(503, str(error), {"Retry-After": retry_after}) from None
         for lost in displaced:
-            self._presence.forget((lost, "another process took its place: see --report.max-processes"))
+            self.presence.forget((lost, "another process took its place: see --report.max-processes"))
         if within_limits is not report:
             self._name("shortened", key, short, _LIMITS)
         if process is before:  # the same or a later report has arrived before; only the results may be new
@@ -162,38 +147,38 @@ class ReportsRoute:
         elif before is None or before.report.process.session != short.process.session:
             self._start_session(before, process, short)
         elif before.host_pid != process.host_pid:
-            self._presence.started(process)
-        self._instruments.count_report("accepted" if within_limits is report else "shortened")
+            self.presence.started(process)
+        self.instruments.count_report("accepted" if within_limits is report else "shortened")
 
-        self._processes.take_report(process)
-        committed = self._errors.take_report(process) if process.report.ooms else None
-        self._dispatcher.take_results(process)
+        self.processes.take_report(process)
+        committed = self.errors.take_report(process) if process.report.ooms else None
+        self.dispatcher.take_results(process)
         if process.report.final:
-            self._presence.forget((process.key, "its reporter stopped"))
+            self.presence.forget((process.key, "its reporter stopped"))
         # The reporter drops its errors after the reply.
         if committed is not None:
-            await self._journal.wait_until_kept(committed)
+            await self.journal.wait_until_kept(committed)
         if process.report.final:
             return self._nothing_to_do
 
-        commands, cancelled = self._dispatcher.commands(process), self._dispatcher.cancelled(process)
-        hold_seconds = min(process.report.hold_seconds, self._report_interval_seconds)
+        commands, cancelled = self.dispatcher.commands(process), self.dispatcher.cancelled(process)
+        hold_seconds = min(process.report.hold_seconds, self.report_interval_seconds)
         if not commands and not cancelled and hold_seconds > 0:
             # A process has one connection: an earlier request that is still held has no client any more.
-            self._held_requests.wake(process.key)
-            held = await self._held_requests.hold(process.key, hold_seconds, receive)
+            self.held_requests.wake(process.key)
+            held = await self.held_requests.hold(process.key, hold_seconds, receive)
             if held is Held.GONE:
-                self._presence.connection_lost(process)
+                self.presence.connection_lost(process)
                 return None
-            commands, cancelled = self._dispatcher.commands(process), self._dispatcher.cancelled(process)
+            commands, cancelled = self.dispatcher.commands(process), self.dispatcher.cancelled(process)
         return self._encoded(commands, cancelled) if commands or cancelled else self._nothing_to_do
 
     async def _take_late(self, process: ReportingProcess) -> bytes:
         """Take the last report of a process that has exited."""
-        self._instruments.count_report("accepted")
-        committed = self._errors.take_report(process)
+        self.instruments.count_report("accepted")
+        committed = self.errors.take_report(process)
         if committed is not None:
-            await self._journal.wait_until_kept(committed)
+            await self.journal.wait_until_kept(committed)
         return self._nothing_to_do
 
     async def _read_in_turn(self, body: bytes, scope: Scope) -> Report:
@@ -207,8 +192,8 @@ class ReportsRoute:
     def _start_session(self, before: ReportingProcess | None, process: ReportingProcess, sent: Report) -> None:
         """Take the first report of a reporter; `sent` may have devices that the driver does not have."""
         if before is not None:
-            self._presence.replaced(before, process)
-        self._presence.started(process)
+            self.presence.replaced(before, process)
+        self.presence.started(process)
         identity = sent.process
         fields = {"pid": identity.pid, "uid": process.owner_uid, "workload": identity.workload}
         _log.debug("a process reports", extra={"fields": fields})
@@ -228,12 +213,12 @@ class ReportsRoute:
             outcome, problem = "superseded", ProblemError(409, str(error))
         else:
             outcome, problem = "unknown_device", ProblemError.invalid([FieldError("devices.0.uuid", str(error))])
-        self._instruments.count_report(outcome)
+        self.instruments.count_report(outcome)
         return problem
 
     def _name(self, outcome: str, process: ProcessKey, report: Report, why: str) -> None:
         """Log a report that is not stored as sent, unless its process was named for that in the last hour."""
-        now = self._clock()
+        now = self.clock()
         named = self._named.setdefault((outcome, process.share), {})
         for earlier in [key for key, seconds in named.items() if now - seconds >= _NAMED_SECONDS]:
             del named[earlier]
@@ -244,7 +229,7 @@ class ReportsRoute:
         _log.warning("report not stored as sent", extra={"fields": {**fields, "workload": report.process.workload}})
 
     def _encoded(self, commands: tuple[Command, ...], cancelled: tuple[str, ...]) -> bytes:
-        return json.dumps(to_wire(Reply(commands, cancelled, self._report_interval_seconds))).encode()
+        return json.dumps(to_wire(Reply(commands, cancelled, self.report_interval_seconds))).encode()
 
 
 def _is_same(one: ProcessIdentity, other: ProcessIdentity) -> bool:

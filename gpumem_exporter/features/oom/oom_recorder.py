@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from gpumem_client.wire.errors import StorageError
@@ -26,36 +26,26 @@ _RETRY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class OomRecorder(ErrorRecorder):
-    """Records the out-of-memory errors of reports. Used on the event loop only; no method waits for the disk.
+    """Records the out-of-memory errors of reports. Used on the event loop only; no method waits for the disk."""
 
-    `gpu_of` returns the NVML index of a device, `job_of` the id of a process' job, and `device_of` who uses a device
-    beside a process.
-    """
-
-    def __init__(
-        self,
-        journal: Journal,
-        store: Store,
-        *,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-        gpu_of: Callable[[str], str | None],
-        job_of: Callable[[ReportingProcess], str],
-        device_of: Callable[[str, str], Mapping[str, Any] | None] = lambda _, __: None,
-    ) -> None:
-        self.last = LastOoms()
-        """The last errors, for snapshots."""
-        self._journal = journal
-        self._store = store
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._gpu_of = gpu_of
-        self._job_of = job_of
-        self._device_of = device_of
-        self._known = OomDeduplicator()
-        # By session, the errors that are not committed; a report that repeats them must not be acknowledged before.
-        self._uncommitted: dict[str, Future[bool]] = {}
+    journal: Journal
+    store: Store
+    _: KW_ONLY
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    gpu_of: Callable[[str], str | None]
+    """Returns the NVML index of a device."""
+    job_of: Callable[[ReportingProcess], str]
+    """Returns the id of a process' job."""
+    device_of: Callable[[str, str], Mapping[str, Any] | None] = lambda _, __: None
+    """Returns who uses a device beside a process."""
+    last: LastOoms = field(default_factory=LastOoms)
+    """The last errors, for snapshots."""
+    _known: OomDeduplicator = field(default_factory=OomDeduplicator)
+    _uncommitted: dict[str, Future[bool]] = field(default_factory=dict)
+    """By session, the errors that are not committed; a report that repeats them must not be acknowledged before."""
 
     def take_report(self, process: ReportingProcess) -> Future[bool] | None:
         """Record the errors of an accepted report, or of the report of a process that has exited.
@@ -66,22 +56,22 @@ class OomRecorder(ErrorRecorder):
             return None
         session = process.report.process.session
         self._uncommitted = {session: future for session, future in self._uncommitted.items() if not future.done()}
-        now = self._wall_clock()
-        events = self._known.new_events(process, self._gpu_of, now)
+        now = self.wall_clock()
+        events = self._known.new_events(process, self.gpu_of, now)
         if events:
             # Before `put`, so that a client that reads the event finds its series.
-            self.last.put(last_ooms(events, self._clock(), now))
+            self.last.put(last_ooms(events, self.clock(), now))
             stored = self._known.within_limit(process.key, events, now)
-            self._journal.count_left_out(len(events) - len(stored))
+            self.journal.count_left_out(len(events) - len(stored))
             if stored:
-                job = self._job_of(process)
+                job = self.job_of(process)
                 complete = [replace(event, job=job, detail=self._with_device(event, now)) for event in stored]
-                self._uncommitted[session] = self._journal.put(complete)
+                self._uncommitted[session] = self.journal.put(complete)
         return self._uncommitted.get(session)
 
     def _with_device(self, event: Event, now_unix_seconds: float) -> Mapping[str, Any]:
         """Return the detail of an error with its device; without the other jobs there if they may have changed."""
-        device = self._device_of(event.uuid, str(event.pid)) if event.uuid is not None else None
+        device = self.device_of(event.uuid, str(event.pid)) if event.uuid is not None else None
         if device is not None and now_unix_seconds - event.time_unix_seconds >= _NEAR_SECONDS:
             device = {"total_bytes": device["total_bytes"]}
         return {**event.detail, "device": device}
@@ -95,7 +85,7 @@ class OomRecorder(ErrorRecorder):
         if self.has_error(process, number):
             return True
         try:
-            page = await self._journal.page(Query(types=("oom",), pid=process.name, limit=_MAX_ERRORS))
+            page = await self.journal.page(Query(types=("oom",), pid=process.name, limit=_MAX_ERRORS))
         except StorageError:
             return False
         subject = oom_subject(process.report.process.session, number)
@@ -104,26 +94,26 @@ class OomRecorder(ErrorRecorder):
     def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
         """Note that processes have ended, which the store still has."""
         for key, _ in ended:
-            process = self._store.find(key)
+            process = self.store.find(key)
             if process is not None:
                 self.last.process_ended(process.report.process.session, process.received_seconds)
 
     async def restore(self) -> None:
         """Restore the errors of the last hour that an earlier run stored, and note which ended a process."""
         # An earlier exporter may still use the storage: until no stored error would be shown any more, this retries.
-        end_seconds = self._clock() + SHOWN_SECONDS
-        while self._clock() < end_seconds:
+        end_seconds = self.clock() + SHOWN_SECONDS
+        while self.clock() < end_seconds:
             try:
-                since_unix_seconds = self._wall_clock() - SHOWN_SECONDS
+                since_unix_seconds = self.wall_clock() - SHOWN_SECONDS
                 query = Query(
                     since_unix_seconds=since_unix_seconds, types=("oom",), newest_of_each=True, limit=MAX_SHOWN
                 )
-                ooms = last_ooms(await self._journal.pages(query), self._clock(), self._wall_clock())
+                ooms = last_ooms(await self.journal.pages(query), self.clock(), self.wall_clock())
                 self.last.restore(ooms)
                 without_end = [oom for oom in ooms if not await self._has_stored_end(oom)]
                 # By then each process that runs has reported again.
-                await asyncio.sleep(self._store.report_expiry_seconds)
-                snapshot = self._store.snapshot(self._clock())
+                await asyncio.sleep(self.store.report_expiry_seconds)
+                snapshot = self.store.snapshot(self.clock())
                 for oom in without_end:
                     if _has_ended(oom, snapshot):
                         self.last.process_ended(oom.session, oom.happened_seconds)
@@ -138,7 +128,7 @@ class OomRecorder(ErrorRecorder):
     async def _has_stored_end(self, oom: LastOom) -> bool:
         """Return whether the end of an error's process is stored, and note it."""
         query = Query(types=("process_ended",), subject=process_subject(oom.session))
-        for event in (await self._journal.page(query)).events:
+        for event in (await self.journal.page(query)).events:
             last: float | None = event.detail["last_report_unix_seconds"]
             passed_seconds = 0.0 if last is None else last - oom.happened_unix_seconds
             self.last.process_ended(oom.session, oom.happened_seconds + passed_seconds)

@@ -14,7 +14,7 @@ from gpumem_exporter.edge.web_access import WebAccess
 from gpumem_exporter.features.events.event_log import EventLogStatus, events_check
 from gpumem_exporter.node.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.page.health import Health, HealthDocument
-from gpumem_exporter.page.live_route import LiveNode
+from gpumem_exporter.page.live import NodeView
 from tests.support.builders import UUIDS, Clock, device, node, reporting
 from tests.support.running_exporter import running_exporter
 from tests.support.waiting import wait_until_equal
@@ -105,7 +105,7 @@ def test_an_invalid_token_file_is_degraded_until_it_is_fixed(tmp_path: Path, mon
         clock.now += 4.0  # a finding that is absent for longer starts again
         (finding,) = [each for each in exporter.document("/api/v1/live")["findings"] if "tokens" in str(each)]
         assert finding["since_unix_seconds"] == 1000.0, "it was noticed before anybody looked"
-        monkeypatch.delattr(LiveNode, "notice")  # the metric does not depend on the findings
+        monkeypatch.delattr(NodeView, "notice")  # the metric does not depend on the findings
         path.chmod(0o600)
         wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 1, "the metric")
 
