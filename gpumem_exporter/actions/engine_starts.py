@@ -28,7 +28,7 @@ _DISTURBING = frozenset({"empty_cache", "terminate", "release_memory", "resume_m
 _MAX_NAMED = 4
 
 
-def starts_on(
+def _starts_on(
     request: ActionRequest, caller: Caller, uuids: Iterable[str], snapshot: Snapshot, ended: Iterable[int | None]
 ) -> tuple[StartingEngine, ...]:
     """Return the engines that start on these devices and whose start this action must not spoil.
@@ -60,11 +60,24 @@ def starts_for(
     """Return the engines that an action waits for on one of its processes; `outside` are all that it terminates."""
     if isinstance(one, OutsideTarget):
         uuids, ended = [uuid for uuid, _ in one.used_bytes], [target.host_pid for target in outside]
-        return starts_on(request, caller, uuids, snapshot, ended)
-    return starts_on(request, caller, devices_of(one.process, snapshot), snapshot, [one.process.host_pid])
+        return _starts_on(request, caller, uuids, snapshot, ended)
+    return _starts_on(request, caller, _devices_of(one.process, snapshot), snapshot, [one.process.host_pid])
 
 
-def devices_of(process: ReportingProcess, snapshot: Snapshot) -> set[str]:
+def describe_starts(
+    request: ActionRequest,
+    caller: Caller,
+    processes: Sequence[ReportingProcess],
+    ended: Iterable[int | None],
+    snapshot: Snapshot,
+) -> str:
+    """Name the engines whose start an action on these processes would spoil; empty if there is none."""
+    uuids = {uuid for process in processes for uuid in _devices_of(process, snapshot)} if snapshot.starting else ()
+    starting = _starts_on(request, caller, uuids, snapshot, ended)
+    return _describe(_waits(starting, snapshot)) if starting else ""
+
+
+def _devices_of(process: ReportingProcess, snapshot: Snapshot) -> set[str]:
     """Return the devices that a process reports, and the devices on which the driver lists it."""
     listed = {
         device.uuid
@@ -75,7 +88,7 @@ def devices_of(process: ReportingProcess, snapshot: Snapshot) -> set[str]:
     return listed | {sample.uuid for sample in process.report.devices}
 
 
-def waits(
+def _waits(
     engines: Iterable[StartingEngine],
     snapshot: Snapshot,
     *,
@@ -103,7 +116,7 @@ def waits(
     return tuple(found.values())
 
 
-def describe(waiting: Sequence[EngineWait]) -> str:
+def _describe(waiting: Sequence[EngineWait]) -> str:
     """Name the engines: `the engine in pid 4711 (VLLM::EngineCore) starts on GPU 0`."""
     named = [
         f"the engine in pid {each.pid}{f' ({each.title})' if each.title else ''} starts on GPU {each.gpu or each.uuid}"
@@ -134,23 +147,23 @@ class EngineStarts:
     def seen_by(self, caller: Caller, starting: Sequence[StartingEngine], snapshot: Snapshot) -> tuple[EngineWait, ...]:
         """Return engines as the caller of an action sees them."""
         viewer = caller if self.hide_identities else None
-        return waits(starting, snapshot, unix_offset_seconds=self.unix_offset_seconds(), viewer=viewer)
+        return _waits(starting, snapshot, unix_offset_seconds=self.unix_offset_seconds(), viewer=viewer)
 
     def admit(self, request: ActionRequest, caller: Caller, selection: Selection) -> tuple[StartingEngine, ...]:
         """Return the engines that an action waits for.
 
-        Raises ActionForbiddenError if `force` is not sufficient: engines of other users, as of `starts_on`, start.
+        Raises ActionForbiddenError if `force` is not sufficient: engines of other users, as of `_starts_on`, start.
         """
         snapshot = selection.snapshot
         targets, commanded = selection.outside_targets(request.action), selection.commanded(request.action)
         devices = {uuid for target in targets for uuid, _ in target.used_bytes}
-        devices.update(uuid for selected in commanded for uuid in devices_of(selected.process, snapshot))
+        devices.update(uuid for selected in commanded for uuid in _devices_of(selected.process, snapshot))
         ended = [*(target.host_pid for target in targets), *(selected.process.host_pid for selected in commanded)]
-        starting = starts_on(request, caller, devices, snapshot, ended)
+        starting = _starts_on(request, caller, devices, snapshot, ended)
         if request.force and starting:
             waiting = self.seen_by(caller, starting, snapshot)
             raise ActionForbiddenError(
-                f"{describe(waiting)}, and memory that is released meanwhile can end its start. For the engine of "
+                f"{_describe(waiting)}, and memory that is released meanwhile can end its start. For the engine of "
                 f"another user, {request.action} with force needs {caller.missing_rights}. Without force, the action "
                 "waits until the engine has started"
             )
@@ -161,7 +174,7 @@ class EngineStarts:
         waiting = self.seen_by(running.caller, starting, snapshot)
         latest = time.gmtime(max((each.until_unix_seconds for each in waiting), default=0.0))
         reason = (
-            f"{describe(waiting)}, and memory that is released meanwhile can end its start. It counts as started at "
+            f"{_describe(waiting)}, and memory that is released meanwhile can end its start. It counts as started at "
             f"{time.strftime('%H:%M:%S UTC', latest)} at the latest; use a longer --deadline to wait for it, or --force"
         )
         return CommandResult(running.action.id, "refused", reason, ReasonCode.ENGINE_STARTING)

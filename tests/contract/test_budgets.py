@@ -16,7 +16,7 @@ EXPORTER = REPOSITORY / "gpumem_exporter"
 FEATURES = EXPORTER / "features"
 BUDGETS = {
     "gpumem_exporter": 2_087,
-    "gpumem_exporter/actions": 4_838,
+    "gpumem_exporter/actions": 4_851,
     "gpumem_exporter/cli": 4_561,
     "gpumem_exporter/core": 2_454,
     "gpumem_exporter/demo": 1_442,

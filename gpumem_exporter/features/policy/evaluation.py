@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.declarations import ActionRequest, Target
-from gpumem_exporter.actions.engine_starts import devices_of, starts_on
+from gpumem_exporter.actions.engine_starts import describe_starts
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.timing import acts_on_jobs, steps_with_ranks
@@ -262,10 +262,8 @@ def _obstacle(
     """Return why a rule cannot act on processes now, as one of `RESULTS`; empty if it can."""
     if not busy.isdisjoint(process.key for process in processes):
         return "busy"
-    if snapshot.starting:
-        uuids = {uuid for process in processes for uuid in devices_of(process, snapshot)}
-        if starts_on(rule.request, Caller.policy(rule.name), uuids, snapshot, [seen.process.host_pid]):
-            return "held_back"
+    if describe_starts(rule.request, Caller.policy(rule.name), processes, [seen.process.host_pid], snapshot):
+        return "held_back"
     # The name of a process that has exited may be that of another one.
     named = dict(snapshot.names.reporting).get(seen.process.name)
     return "" if named is not None and named.key == seen.process.key else "unmet"
