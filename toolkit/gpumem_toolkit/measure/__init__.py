@@ -1,4 +1,4 @@
 """Phases, components, milestones and summaries of the memory of a training script.
 
-Other folders import: `tensor_bytes`.
+Other folders import: `named_holders`, `tensor_bytes`.
 """

@@ -1,0 +1,83 @@
+"""The examples of docs/trainers.md with the real libraries, and the magics in a real kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.emulation.node import EmulatedNode
+from tests.support.library_programs import PROGRAMS, PYTHON
+from tests.support.waiting import patient
+
+CELLS = [
+    "%load_ext gpumem_toolkit.notebook\nimport torch\nempty = torch.empty(0, device='cuda')",
+    "%%gpumem\nweights = torch.empty(64 << 20, dtype=torch.uint8, device='cuda')\ntorch.nn.Linear(2048, 2048, device='cuda')",
+    "%%gpumem\n1 / 0",
+    "def step():\n    kept = torch.empty(96 << 20, dtype=torch.uint8, device='cuda')\n"
+    "    return torch.empty(1 << 40, dtype=torch.uint8, device='cuda')\nstep()",
+    "%gpumem clear",
+    "%gpumem",
+    "print(torch.cuda.memory_allocated() >> 20)",
+]
+
+
+def run(node: EmulatedNode, program: str, *arguments: str, given: str = "") -> list[Any]:
+    done = subprocess.run(
+        [PYTHON, str(PROGRAMS / program), *arguments],
+        env={**node.environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=patient(240),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+VALUES = {"gpumem/alloc_retries", "gpumem/allocated_peak_bytes", "gpumem/non_torch_bytes", "gpumem/reserved_bytes"}
+
+
+def test_the_callback_of_transformers_measures_logs_and_explains(node: EmulatedNode) -> None:
+    (found,) = run(node, "page_examples.py", "transformers")[-1:]
+    assert set(found["logged"]) >= VALUES
+    assert found["phases"] == ["save", "train"]
+    assert [note.partition(" ")[0] for note in found["notes"]] == ["gpumem:"]
+    assert "out of memory in forward of phase train" in found["notes"][0]
+    assert "Tried to allocate 1024.00 GiB" in found["arguments"][0]
+    assert found["left"] == []
+
+
+@pytest.mark.parametrize("section", ["accelerate", "Lightning", "Batch size"])
+def test_other_examples_run(section: str, node: EmulatedNode) -> None:
+    if section == "Lightning" and importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed: the dependency group loops has it")
+    (found,) = run(node, "page_examples.py", section)[-1:]
+    if section == "Batch size":
+        assert 1 < found["found"] <= 4
+    elif section == "accelerate":
+        assert set(found["logged"]) == VALUES
+    else:
+        assert found["phases"] == ["save", "train"]
+
+
+def test_a_notebook_shows_the_cost_of_a_cell_and_clears_what_only_its_history_holds(node: EmulatedNode) -> None:
+    loaded, cost, failed, oom, cleared, shown, rest = run(node, "magics.py", given=json.dumps(CELLS))
+    assert [each["status"] for each in (loaded, cost, cleared, shown, rest)] == ["ok"] * 5
+    assert "peak 80.0 MiB" in cost["shown"]
+    assert {line.split()[0]: line.split()[1] for line in cost["shown"].splitlines() if line.endswith(" MiB")} == {
+        "cell:": "cuda:0",
+        "weights": "+64.0",
+        "Out[2]": "+16.0",
+    }
+    assert "Linear(in_features=2048" in cost["shown"]
+    assert (failed["status"], failed["error"]) == ("error", "ZeroDivisionError")
+    assert (oom["status"], oom["error"]) == ("error", "OutOfMemoryError")
+    assert "gpumem: out of memory" in oom["shown"]
+    assert {"error: step.kept", "weights", "Out[2]"} <= {line[:24].strip() for line in oom["shown"].splitlines()}
+    assert "Out[" not in shown["shown"]
+    assert rest["shown"].split() == ["64"]
