@@ -24,7 +24,6 @@ import transformers
 import trl
 from torch import Tensor, nn
 
-import gpumem_client
 from gpumem_client.phases.observed import process_observed
 from gpumem_toolkit.integrations import accelerate as for_accelerate
 from gpumem_toolkit.integrations import lightning as for_lightning
@@ -68,7 +67,7 @@ def run(name: str, pairs: int) -> dict[str, Any]:
     train, timed = JOBS[name]
     torch.empty(MIB, dtype=torch.uint8, device="cuda")  # initializes CUDA, as a training on a GPU does
     without, with_ = train(False), train(True)
-    wrong = [] if without.losses == with_.losses and without.losses or without.error else ["losses"]
+    wrong = [] if (without.losses == with_.losses and without.losses) or without.error else ["losses"]
     wrong += [] if without.error == with_.error else [f"{with_.error} instead of {without.error}"]
     wrong += [f"no {each}" for each in (set() if with_.error else _VALUES - with_.logged)]
     wrong += ["no explanation"] if with_.error and "gpumem: out of memory" not in with_.text else []
@@ -250,7 +249,7 @@ class _Module(lightning.LightningModule):
 class _Rows(lightning.pytorch.loggers.CSVLogger):
     names: set[str]
 
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:  # noqa: ARG002 - as in its class
         self.names = getattr(self, "names", set()) | set(metrics)
 
 
@@ -306,7 +305,7 @@ class _Recorded(accelerate.tracking.GeneralTracker):
     def tracker(self) -> Any:
         return self
 
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:  # noqa: ARG002 - as in its class
         self.names |= set(values)
 
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.trainers [--json] [--quick] [--only JOB ...]
 
-Needs the dependency groups `loops` and `trainers`. The CPU computes the losses, and a small tensor on an emulated device of
-8 GiB makes the callback measure. Losses and exceptions must be the same, and the steps, in pairs that alternate, take
-at most 1.05 times as long. The step time is CPU time of the process, which other programs do not change.
+Needs the dependency groups `loops` and `trainers`. The CPU computes the losses, and a small tensor on an emulated
+device of 8 GiB makes the callback measure. Losses and exceptions must be the same, and the steps, in pairs that
+alternate, take at most 1.05 times as long. The step time is CPU time of the process, which other programs do not
+change.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import statistics
 import sys
 from functools import partial
-from typing import Any
 
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.forked import forked, on_a_node, results_to

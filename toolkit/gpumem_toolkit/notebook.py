@@ -44,7 +44,7 @@ class GpuMemMagics(Magics):
         return None
 
     def _measure(self, cell: str) -> Any:
-        """Run a cell as the shell does, and show its cost. Returns the value of its last line, for the shell to show."""
+        """Run a cell as the shell does, and show its cost. Returns the value of its last line."""
         shell, used, result = self.shell, list[MemoryUse](), None
         source = shell.transform_cell(cell)
         tree = shell.transform_ast(shell.compile.ast_parse(source))

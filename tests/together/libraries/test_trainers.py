@@ -15,7 +15,8 @@ from tests.support.waiting import patient
 
 CELLS = [
     "%load_ext gpumem_toolkit.notebook\nimport torch\nempty = torch.empty(0, device='cuda')",
-    "%%gpumem\nweights = torch.empty(64 << 20, dtype=torch.uint8, device='cuda')\ntorch.nn.Linear(2048, 2048, device='cuda')",
+    "%%gpumem\nweights = torch.empty(64 << 20, dtype=torch.uint8, device='cuda')\n"
+    "torch.nn.Linear(2048, 2048, device='cuda')",
     "%%gpumem\n1 / 0",
     "def step():\n    kept = torch.empty(96 << 20, dtype=torch.uint8, device='cuda')\n"
     "    return torch.empty(1 << 40, dtype=torch.uint8, device='cuda')\nstep()",

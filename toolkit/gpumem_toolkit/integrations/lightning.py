@@ -81,9 +81,9 @@ class GpuMemCallback(_pytorch.Callback):
         self._watch.step_ends()
         # As `DeviceStatsMonitor` counts, so that the values are in the rows of the trainer's own metrics.
         steps = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step - 1)
-        if trainer.loggers and (steps + 1) % trainer.log_every_n_steps == 0:
+        if trainer.is_global_zero and trainer.loggers and (steps + 1) % trainer.log_every_n_steps == 0:
             values = self._watch.values()
-            for logger in trainer.loggers:
+            for logger in trainer.loggers if values else ():
                 logger.log_metrics(values, step=steps)
 
     @safely

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import transformers
@@ -104,15 +106,9 @@ class GpuMemCallback(transformers.TrainerCallback):
 
 def _calling_trainer() -> Any | None:
     """Return the trainer that calls the callback. Transformers hands callbacks its state, model and optimizer only."""
-    frame = sys._getframe(1)
-    for _ in range(_CALLERS_MAX):
-        caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
-        if isinstance(caller, transformers.Trainer):
-            return caller
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return None
+    callers = islice(traceback.walk_stack(sys._getframe(1)), _CALLERS_MAX)
+    found = (frame.f_locals.get("self") for frame, _ in callers)
+    return next((each for each in found if isinstance(each, transformers.Trainer)), None)
 
 
 def _within(context: Callable[[], contextlib.AbstractContextManager[None]], method: Callable[..., Any]) -> Any:
