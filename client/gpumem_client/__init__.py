@@ -10,7 +10,7 @@ initializes no CUDA, resets no statistic, and raises nothing into the user's cod
 
 All other functions work without `start` and without an exporter. Each is imported on its first use.
 
-Other folders import: `guest_safety`, `release`, `run`, `torch_access`, `uninterrupted`.
+Other folders import: `driver_memory`, `guest_safety`, `release`, `run`, `torch_access`, `uninterrupted`.
 """
 
 from __future__ import annotations

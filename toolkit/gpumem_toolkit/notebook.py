@@ -55,7 +55,7 @@ class GpuMemMagics(Magics):
             exec(shell.compile(tree, file, "exec"), shell.user_ns)  # noqa: S102 - the user's cell
             if last is not None:
                 result = eval(shell.compile(last, file, "eval"), shell.user_ns)  # noqa: S307
-        after = holders_among([*_names(shell), (f"Out[{shell.execution_count}]", result)])
+        after = holders_among([*_names(shell), (f"Out[{shell.displayhook.prompt_count}]", result)])
         display(*used, after.since(before))
         return result
 

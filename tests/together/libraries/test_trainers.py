@@ -29,7 +29,7 @@ CELLS = [
 def run(node: EmulatedNode, program: str, *arguments: str, given: str = "") -> list[Any]:
     done = subprocess.run(
         [PYTHON, str(PROGRAMS / program), *arguments],
-        env={**node.environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**node.environment(), "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         input=given,
         capture_output=True,
         text=True,

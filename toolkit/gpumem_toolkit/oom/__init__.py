@@ -1,4 +1,4 @@
 """Observes and explains out-of-memory errors, and derives advice.
 
-Other folders import: `guard`.
+Other folders import: `diagnosis`, `guard`.
 """
