@@ -37,7 +37,7 @@ def run(node: EmulatedNode, program: str, *arguments: str, given: str = "") -> l
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 VALUES = {"gpumem/alloc_retries", "gpumem/allocated_peak_bytes", "gpumem/non_torch_bytes", "gpumem/reserved_bytes"}
