@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -90,6 +91,7 @@ class Failing(torch.nn.Module):
 
 def main(section: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # Lightning writes its logs and checkpoints there
         names = {"toolkit": toolkit, **prepared(section, folder)}
         text = PAGE.read_text().partition(f"\n## {section}")[2].partition("\n## ")[0]
         for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
