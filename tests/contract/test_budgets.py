@@ -35,7 +35,7 @@ BUDGETS = {
     "gpumem_exporter/features/profiles": 2_594,
     "gpumem_exporter/features/webhook": 595,
     "client/gpumem_client": 13_020,
-    "toolkit/gpumem_toolkit": 9_167,
+    "toolkit/gpumem_toolkit": 9_169,
     "tests": 57_810,
 }
 """Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only."""

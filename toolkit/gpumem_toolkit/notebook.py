@@ -30,6 +30,8 @@ from gpumem_toolkit.oom.guard import clear_frames, oom_guard
 class GpuMemMagics(Magics):
     """The magics of one shell."""
 
+    shell: Any
+
     @line_cell_magic
     def gpumem(self, line: str, cell: str | None = None) -> Any:
         """Show the GPU memory (`%gpumem`), what a cell takes (`%%gpumem`), or release the history (`%gpumem clear`)."""
