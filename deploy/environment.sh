@@ -67,11 +67,26 @@ install_project() {
         :
     elif "$python" -m pip --version >/dev/null 2>&1; then
         [ $# -eq 0 ] || "$python" -m pip install --quiet --upgrade 'pip>=25.1' || fail "pip cannot be updated"
-        "$python" -m pip install --quiet "$@" $packages || fail "the installation failed; see the lines above"
+        pip_install "$@" $packages || fail "the installation failed; see the lines above"
     else
         fail "neither uv nor pip could install into $venv; see the lines above"
     fi
     printf '%s\n' "$wanted" >"$stamp"
+}
+
+# pip_install ARGUMENT...: installs into the environment and names each package that pip fetches: that takes minutes on a
+# slow connection.
+pip_install() {
+    failed=$venv/.pip-failed
+    rm -f "$failed"
+    { "$python" -m pip install --disable-pip-version-check --progress-bar off "$@" || : >"$failed"; } |
+        while read -r word rest; do
+            case "$word $rest" in
+            Collecting*) say "    fetching ${rest%%[!A-Za-z0-9._-]*}" ;;
+            "Installing collected"*) say "    installing all of them" ;;
+            esac
+        done
+    [ ! -e "$failed" ]
 }
 
 # find_uv: sets $uv to the uv of the environment, installed there if necessary, otherwise to the system's.

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs the exporter into a virtual environment in this folder and runs it: on this machine's GPUs if the driver
-# answers, otherwise on simulated ones. Arguments are passed to `gpumem-exporter serve`.
+# answers, otherwise on simulated ones. It listens on 127.0.0.1:9844 only. Arguments are passed to
+# `gpumem-exporter serve`: `sh deploy/quickstart.sh --web.listen-address :9844` listens on all addresses.
 set -eu
 cd "$(dirname "$0")/.."
 . deploy/environment.sh
@@ -16,8 +17,9 @@ else
     say "no NVIDIA driver answers: a demo on simulated devices"
     set -- --demo "$@"
 fi
-say "open http://127.0.0.1:9844/ (or the address that you set), or run in a second terminal in this folder:"
-say "    curl -s http://127.0.0.1:9844/metrics"
-say "    $venv/bin/gpumem-exporter info"
-say "    $venv/bin/gpumem-exporter clear --all"
+# The machine alone reaches the page, unless an argument or the variable says otherwise.
+export GPUMEM_WEB_LISTEN_ADDRESS="${GPUMEM_WEB_LISTEN_ADDRESS:-127.0.0.1:9844}"
+say "open http://$GPUMEM_WEB_LISTEN_ADDRESS/ (or the address of your argument), or run in a second terminal in this folder:"
+say "    $venv/bin/gpumem-exporter top"
+say "    $venv/bin/gpumem-exporter clear --all --dry-run"
 exec "$venv/bin/gpumem-exporter" serve "$@"

@@ -165,6 +165,9 @@ def build_server(
     def started() -> None:
         names = ",".join(listeners.names(tls=web is not None and web.tls() is not None))
         _log.info("listening", extra={"fields": {"addresses": names, "version": app.version}})
+        if listeners.on_all_addresses:
+            fields = {"loopback_only": "--web.listen-address 127.0.0.1:9844"}
+            _log.info("every address listens: other machines can read the page", extra={"fields": fields})
         on_started()
 
     return LimitedServer(
