@@ -17,6 +17,7 @@ from gpumem_exporter.page.documents import Part, device_document, process_docume
 from gpumem_exporter.page.engines import component_sums, engine_document
 from gpumem_exporter.page.findings import Finding, FindingsOf, Since, find
 from gpumem_exporter.page.growth import GrowingPart, Growth, growing_parts, growth
+from gpumem_exporter.page.hues import Hues
 from gpumem_exporter.page.jobs import Job, job_uuids, jobs_by_device, jobs_of, sums_of
 from gpumem_exporter.page.oom import NEAR_SECONDS, OF_DEVICE, DeviceUse, uses_of
 from gpumem_exporter.page.words import WORDS
@@ -44,6 +45,7 @@ class NodeView:
     ) -> None:
         self._clock, self._wall_clock = clock, wall_clock
         self._since = Since(clock)
+        self._hues = Hues()
         self.minima_of = minima_of
         """Returns the smallest allocated bytes of a process on a device in each minute of the last hour, with the end
         of the minute in Unix seconds. Without a history, no growth is found."""
@@ -91,6 +93,7 @@ class NodeView:
         growing = self._growing(snapshot, jobs)
         reading = snapshot.node
         by_device = jobs_by_device(jobs)
+        hues = self._hues.of(job.id for job in (*jobs_of(snapshot), *jobs))
         listed = reading is not None and all(device.processes is not None for device in reading.devices)
         devices = [
             {
@@ -110,7 +113,14 @@ class NodeView:
             },
             "devices": devices,
             "jobs": [
-                _job(job, snapshot, now_unix_seconds, growing.get(job.id, ()), whole=details in (ALL_DETAILS, job.id))
+                _job(
+                    job,
+                    snapshot,
+                    now_unix_seconds,
+                    growing.get(job.id, ()),
+                    hue=hues[job.id],
+                    whole=details in (ALL_DETAILS, job.id),
+                )
                 for job in jobs
             ],
             "findings": [_finding(finding, snapshot, now_unix_seconds) for finding in findings],
@@ -209,6 +219,7 @@ def _job(
     now_unix_seconds: float,
     growing: Sequence[GrowingPart],
     *,
+    hue: int,
     whole: bool,
 ) -> Document:
     uuids = job_uuids(job, snapshot.gpus)
@@ -219,6 +230,7 @@ def _job(
     return {
         "id": job.id,
         "name": job.name,
+        "hue": hue,
         "workload": job.workload,
         "command": job.command,
         **job.owner(),

@@ -14,8 +14,8 @@ Row = Mapping[str, Any]
 Key = tuple[str, ...]
 """The identity of a row: the node, the job or device, the process, and its device."""
 
-# Light, for black names on them; none is the red or the yellow of a severity.
-_COLORS = tuple(f"color({number})" for number in (75, 114, 176, 215, 80, 149, 147, 180, 211, 43, 140, 110))
+# By hue, like the page's dark colors. Light, for black names on them; none is the red or the yellow of a severity.
+_COLORS = tuple(f"color({number})" for number in (75, 215, 79, 140, 211, 179, 80, 137, 105, 149, 176, 109))
 _IDENTITY = ("name", "owner", "user", "command", "k8s_namespace", "k8s_pod", "slurm_job_id", "ray_job_id", "state")
 _OF_PROCESS = ("pid", "user", "command", "k8s_namespace", "k8s_pod", "state")
 
@@ -43,14 +43,13 @@ def matches(text: str, words: str) -> bool:
 
 
 def rows_of(
-    nodes: Sequence[Node], words: str = "", colors: dict[Key, str] | None = None, warnings: Sequence[str] = ()
+    nodes: Sequence[Node], words: str = "", warnings: Sequence[str] = ()
 ) -> tuple[list[Row], list[Row], list[Row]]:
     """Return the rows of findings, devices and jobs that have every one of some words, or whose job has them.
 
     Below each job are its processes on each device, with `level` 1. Nodes that do not answer and `warnings` are
-    findings. `colors` keeps the color of each job between two calls.
+    findings.
     """
-    colors = {} if colors is None else colors
     findings = [_own_finding(node, "critical", "No answer", node.error) for node in nodes if node.error]
     findings += [_own_finding(Node(None), "warning", "Fleet", text) for text in warnings]
     devices: list[Row] = []
@@ -58,7 +57,7 @@ def rows_of(
     for node in nodes:
         if node.live is None:
             continue
-        rows = {job["id"]: _job(node, job, colors) for job in node.live["jobs"]}
+        rows = {job["id"]: _job(node, job) for job in node.live["jobs"]}
         texts = {name: " ".join(row["text"] for row in of_job) for name, of_job in rows.items()}
         jobs += [row for name, of_job in rows.items() if matches(texts[name], words) for row in of_job]
         for device in node.live["devices"]:
@@ -107,7 +106,7 @@ def as_of(live: Row) -> str:
     return clock(live["time"]["unix_seconds"], form="%H:%M:%S")
 
 
-def _job(node: Node, job: Row, colors: dict[Key, str]) -> list[Row]:
+def _job(node: Node, job: Row) -> list[Row]:
     """Return the row of a job, and one for each of its processes on each device, by rank and pid."""
     key = (node.name, job["id"])
     common = {**_common(node), "job": job}
@@ -117,7 +116,7 @@ def _job(node: Node, job: Row, colors: dict[Key, str]) -> list[Row]:
         "level": 0,
         "fold": "▸",
         "title": job["name"],
-        "color": colors.setdefault(key, _COLORS[len(colors) % len(_COLORS)]),
+        "color": _COLORS[(job.get("hue") or 0) % len(_COLORS)],  # older exporters assign none
         "text": _text(
             node.name, *(job[name] for name in _IDENTITY), (job.get("engine") or {}).get("label"), *gpus, *job["uuids"]
         ),

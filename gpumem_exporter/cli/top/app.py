@@ -30,7 +30,7 @@ from gpumem_exporter.cli.program import INTERRUPTED, one_line
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
 from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
-from gpumem_exporter.cli.render.rows import BY_GPU, Key, Row, View, called, rows_of
+from gpumem_exporter.cli.render.rows import BY_GPU, Row, View, called, rows_of
 from gpumem_exporter.cli.render.terminal import open_console, plain, table
 from gpumem_exporter.cli.top.detail import DetailScreen, DeviceScreen, JobScreen
 from gpumem_exporter.cli.top.source import NodeSource, in_daemon_thread
@@ -135,7 +135,6 @@ class Top(App[None]):
         self._failure = ""
         self.filter = view.text
         self._open_api = open_api
-        self._colors: dict[Key, str] = {}
         self._header = Static(id="header")
         self._findings = RowTable(FINDINGS, id="findings")
         self._devices = RowTable(DEVICES, BY_GPU, id="devices")
@@ -221,7 +220,7 @@ class Top(App[None]):
         nodes, width = self.nodes, self.size.width - _SCROLLBAR_WIDTH
         words = words_of(nodes)
         self._header.update(heading(nodes))
-        findings, devices, jobs = rows_of(nodes, self.filter, self._colors, self._source.warnings)
+        findings, devices, jobs = rows_of(nodes, self.filter, self._source.warnings)
         # The slot keeps its height, so that nothing below moves when a finding comes or goes.
         self._findings.styles.height = 6 if self.size.height >= _TALL else 4
         self._findings.show(findings, words, width)

@@ -17,7 +17,6 @@ const OF_JOB = ["allocated", "reclaimable", "fragmented", "non_torch"];
 const CLASSES = { allocated: "torch_allocated", reclaimable: "torch_reclaimable", fragmented: "torch_fragmented", non_torch: "non_torch" };
 const STATES = { used: "torch_allocated", evictable: "torch_reclaimable", free: "free" }; // of a key-value cache
 const COLORS = { weights: 0, parameters: 0, kv_cache: 1, optimizer_state: 1, cuda_graphs: 2, gradients: 2, runtime: 3, other: 5 }; // and the order
-const MAX_STEPS = 1200;
 
 class Detail {
   build() {
@@ -42,7 +41,6 @@ class Detail {
     this.filter = typeFilter();
     this.events = h("ol", { class: "events" });
     this.list = new EventList(this.events);
-    this.steps = new Map(); // the ends of the steps that this page has seen, by step
     $("detail").append(
       h("div", { class: "head" }, this.back, this.title, this.owner, this.keeps, this.engine, this.clear),
       this.facts,
@@ -65,7 +63,6 @@ class Detail {
     const id = `${target.kind} ${target.id}`;
     if (this.shown !== id) {
       this.shown = id;
-      this.steps.clear();
       this.title.focus({ preventScroll: true });
     }
     this.job = target.job ?? null;
@@ -85,7 +82,7 @@ class Detail {
       query: subject,
       label: this.title.textContent,
       top: target.device?.memory?.total_bytes ?? null,
-      marks: [...happened.events.map(markOf), ...this.stepMarks()].filter(Boolean),
+      marks: happened.events.map(markOf).filter(Boolean),
       around: this.oom.unixSeconds,
       words: view.words,
       now: view.now,
@@ -106,7 +103,6 @@ class Detail {
     setHidden(this.users, true);
     if (!known) return;
     setHidden(this.memory, OF_JOB.every((name) => job[`${name}_bytes`] === null));
-    this.noteStep(job);
     const { engine } = job;
     facts(this.facts, [
       [words.state, engine?.idle_seconds >= 60 ? `${job.state} for ${duration(engine.idle_seconds)}` : job.state],
@@ -157,6 +153,7 @@ class Detail {
     setText(this.keeps, device?.up === false ? `The device does not answer: ${safe(device.error)}. Its last values are not shown.` : "");
     for (const element of [this.facts, this.memory, this.users]) setHidden(element, !known);
     setHidden(this.processes.element, true);
+    for (const named of this.named) named.update([]);
     if (!known) return;
     const { memory, ledger } = device;
     facts(this.facts, [
@@ -177,16 +174,6 @@ class Detail {
     const there = device.jobs.map((part) => ({ ...part, of: byId.get(part.job) })).filter(({ of }) => of);
     arrange(this.jobs, this.jobViews.update(there, ({ job }) => job).map(({ element }) => element));
   }
-
-  noteStep({ step, last_step_unix_seconds: at }) {
-    if (step === null || at === null || this.steps.has(step)) return;
-    this.steps.set(step, at);
-    if (this.steps.size > MAX_STEPS) this.steps.delete(this.steps.keys().next().value);
-  }
-
-  stepMarks() {
-    return [...this.steps].map(([step, at]) => ({ unix_seconds: at, kind: "step", text: `end of step ${integer(step)}` }));
-  }
 }
 
 /** A bar of sizes by name, and their amounts; hidden without sizes. */
@@ -195,7 +182,7 @@ class NamedParts {
     this.title = h("h4", {}, title);
     this.bar = new Bar();
     this.parts = h("dl", { class: "parts" });
-    this.element = h("div", { class: "named" }, this.title, this.bar.element, this.parts);
+    this.element = h("div", { class: "named", hidden: "" }, this.title, this.bar.element, this.parts);
   }
 
   update(entries) {

@@ -1,7 +1,7 @@
 // A strip for each device: the memory of its jobs, each in the job's color, with its idle cache hatched.
 
 import { $, arrange, h, setAttribute, setHidden, setText, Views } from "./dom.js";
-import { bytes, gpuName, safe } from "./format.js";
+import { bytes, gpuName, percent, safe } from "./format.js";
 import { hueOf } from "./hues.js";
 import { deviceHref } from "./route.js";
 
@@ -61,8 +61,9 @@ class Device {
     this.name = h("span", { class: "name" });
     this.bar = new Bar();
     this.free = h("span", { class: "number" });
+    this.total = h("span", { class: "total faint" });
     this.more = h("span", { class: "more faint" });
-    this.link = h("a", {}, this.name, this.bar.element, this.free, this.more);
+    this.link = h("a", {}, this.name, this.bar.element, this.free, this.total, this.more);
     this.element = h("li", {}, this.link);
   }
 
@@ -73,11 +74,11 @@ class Device {
     setAttribute(this.element, "data-up", up);
     this.bar.update(stripOf(device, view.jobName, view.words));
     const shown = memory !== null;
-    setText(this.free, shown ? `${bytes(memory.free_bytes)} free` : up ? "memory unknown" : "does not answer");
-    const allocatable = device.allocatable_bytes;
-    setText(this.more, shown && allocatable !== null && allocatable !== undefined ? `${bytes(allocatable)} allocatable` : "");
+    setText(this.free, shown ? bytes(memory.free_bytes) : "");
+    setText(this.total, shown ? `free of ${bytes(memory.total_bytes)}` : up ? "memory unknown" : "does not answer");
+    setText(this.more, (device.utilization_ratio ?? null) === null ? "" : `${percent(device.utilization_ratio)} busy`);
     const used = shown ? `${bytes(memory.used_bytes)} of ${bytes(memory.total_bytes)} used` : safe(error);
-    setAttribute(this.link, "aria-label", `${gpuName(device)}: ${used}, ${this.free.textContent}`);
+    setAttribute(this.link, "aria-label", `${gpuName(device)}: ${used}, ${this.free.textContent} ${this.total.textContent}`);
     setAttribute(this.link, "title", `${safe(device.name)}${error ? `: ${safe(error)}` : ""}`);
   }
 }
@@ -89,6 +90,7 @@ export function showDevices({ devices, jobs, node, words }) {
   const names = new Map(jobs.map(({ id, name }) => [id, safe(name)]));
   view = { words, jobName: (id) => names.get(id) ?? id };
   arrange($("devices"), views.update(devices, ({ uuid }) => uuid).map(({ element }) => element));
+  setHidden($("devices"), devices.length === 0);
   const none = $("no-devices");
   setHidden(none, devices.length > 0);
   if (devices.length > 0) return;

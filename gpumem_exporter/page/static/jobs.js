@@ -41,8 +41,7 @@ class JobRow {
     this.link = h("a", { class: "name" });
     this.owner = h("span", { class: "owner faint" });
     this.name = h("th", { role: "rowheader", scope: "row", "data-column": "job" }, h("div", {}, this.link, this.owner, this.fold));
-    this.size = h("span", { class: "size" });
-    this.clear = clearButton(() => this.job, "Clear", this.size, "…");
+    this.clear = clearButton(() => this.job, "Clear…");
     const { job: _, ...cells } = this.cells;
     this.row = h("tr", { role: "row", class: "job" }, this.name, ...Object.values(cells), h("td", { role: "cell", "data-column": "clear" }, this.clear));
     this.element = h("tbody", { role: "rowgroup" }, this.row);
@@ -78,7 +77,7 @@ class JobRow {
     setAttribute(state, "title", job.state === "sleeping" ? latest.words.unmapped?.help : null);
     setAttribute(state, "data-state", job.state);
     for (const key of SIZES) setText(this.cells[key], sumOf(job, key));
-    setText(growth, job.growth_bytes_per_hour === null ? UNKNOWN : `+${bytes(job.growth_bytes_per_hour)}/h`);
+    setText(growth, job.growth_bytes_per_hour === null ? "" : `+${bytes(job.growth_bytes_per_hour)}/h`);
     setAttribute(growth, "data-fails", job.full_in_seconds !== null);
     setAttribute(growth, "title", job.full_in_seconds === null ? null : failsIn(job.full_in_seconds));
     setText(since, timeOrDash(job.since_unix_seconds));
@@ -86,7 +85,6 @@ class JobRow {
     setAttribute(this.fold, "aria-label", `${safe(job.name)}: ${this.fold.textContent}`);
     setHidden(this.fold, job.process_count < 2 && !this.open);
     setHidden(this.clear, job.clear === null);
-    setText(this.size, job.clear === null ? "" : ` ${bytes(job.clear.stays_free_bytes)}`);
     setAttribute(this.clear, "aria-label", `Clear ${safe(job.name)}…`);
     this.showRanks();
   }

@@ -7,7 +7,7 @@ import { $, setHidden, setText } from "./dom.js";
 import { happened, showNodeEvents } from "./events.js";
 import { showFindings } from "./findings.js";
 import { bytes, count, percent, timeOfDay } from "./format.js";
-import { assignHues } from "./hues.js";
+import { takeHues } from "./hues.js";
 import { showJobs } from "./jobs.js";
 import { deviceHref, go, jobHref, onRoute, param } from "./route.js";
 
@@ -65,7 +65,7 @@ function refresh() {
   const view = { ...state, now, happened };
   const { node } = state;
   const target = selected();
-  assignHues(state.jobs);
+  takeHues(state.jobs);
   showHeader(node, now, target);
   showFindings(view);
   setHidden($("node"), target !== null);

@@ -12,12 +12,14 @@ const MARK_PIXELS = 7; // from the pointer
 const MIN_SECONDS = 10;
 const BEFORE_SECONDS = 300; // around an event
 const AFTER_SECONDS = 60;
+// The line of the used memory has all others below it: tensors, on them the idle cache, on it all that is neither.
 const SERIES = [
   ["used", "--chart-used"],
+  ["idle_cache", "--chart-idle"],
   ["allocated", "--chart-allocated"],
   ["in_use_peak", "--chart-peak"],
-  ["idle_cache", "--chart-idle"],
 ];
+const [USED, IDLE, ALLOCATED] = [1, 2, 3]; // their places in the chart
 const PEAK_LABEL = "Peak allocated";
 
 export class Timeline {
@@ -113,16 +115,17 @@ export class Timeline {
     const [line] = series;
     const columns = SERIES.map(([name]) => line?.[name]?.max ?? times.map(() => null));
     const minima = line?.used?.min ?? columns[0];
+    const data = [times, ...stacked(columns), minima];
     const empty = columns.every((column) => column.every((value) => value === null));
-    setText(this.note, empty ? "No history of this time." : `${stepInWords(step)} Drag to zoom, double-click to reset. Marks: out of memory, actions, steps.`);
+    setText(this.note, empty ? "No history of this time." : `${stepInWords(step)} Drag to zoom, double-click to reset. Marks: out of memory, actions.`);
     const scheme = matchMedia("(prefers-color-scheme: dark)").matches;
     if (!this.chart || this.scheme !== scheme || this.charted !== this.query) {
       this.chart?.destroy();
       this.scheme = scheme;
       this.charted = this.query;
-      this.chart = new uPlot(this.options(), [times, ...columns, minima], this.plot);
+      this.chart = new uPlot(this.options(), data, this.plot);
     } else {
-      this.chart.setData([times, ...columns, minima]);
+      this.chart.setData(data);
     }
     this.showValues();
   }
@@ -135,7 +138,7 @@ export class Timeline {
       stroke: color(variable),
       width: name === "in_use_peak" ? 1 : 1.5,
       dash: name === "in_use_peak" ? [4, 3] : undefined,
-      fill: name === "allocated" || name === "idle_cache" ? `${color(variable)}30` : undefined,
+      fill: name === "allocated" ? `${color(variable)}60` : undefined,
       points: { show: false },
     });
     return {
@@ -153,7 +156,11 @@ export class Timeline {
         { ...axis, size: 72, incrs: Array.from({ length: 30 }, (_, power) => 2 ** (power + 16)), values: (_, splits) => splits.map((value) => bytes(value)) },
       ],
       series: [{}, ...SERIES.map(line), { stroke: "transparent", points: { show: false } }],
-      bands: [{ series: [1, SERIES.length + 1], fill: `${color("--chart-used")}40` }],
+      bands: [
+        { series: [USED, SERIES.length + 1], fill: `${color("--chart-used")}40` },
+        { series: [USED, IDLE], fill: `${color("--chart-rest")}50` },
+        { series: [IDLE, ALLOCATED], fill: `${color("--chart-idle")}60` },
+      ],
       hooks: {
         setCursor: [() => this.showValues()],
         setSelect: [({ select, posToVal }) => this.select(select, posToVal)],
@@ -177,12 +184,11 @@ export class Timeline {
       const style = getComputedStyle(this.element).getPropertyValue(`--mark-${kind}`).trim();
       ctx.strokeStyle = ctx.fillStyle = style;
       ctx.lineWidth = devicePixelRatio;
-      const top = kind === "step" ? bbox.top + bbox.height - 5 * devicePixelRatio : bbox.top;
       ctx.beginPath();
-      ctx.moveTo(x, top);
+      ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
-      if (kind !== "step") ctx.fillRect(x - 3 * devicePixelRatio, bbox.top, 6 * devicePixelRatio, 6 * devicePixelRatio);
+      ctx.fillRect(x - 3 * devicePixelRatio, bbox.top, 6 * devicePixelRatio, 6 * devicePixelRatio);
     }
     ctx.restore();
   }
@@ -191,7 +197,7 @@ export class Timeline {
   showValues() {
     const { chart } = this;
     if (!chart) return;
-    const [times, ...columns] = chart.data;
+    const [times] = chart.data;
     const last = times.length - 1;
     const event = this.around && times[0] <= this.around && this.around <= times[last] ? times.findIndex((each) => each >= this.around) : last;
     const index = chart.cursor.idx ?? event;
@@ -199,13 +205,13 @@ export class Timeline {
     setText(this.moment, time === undefined ? "" : dayAndTime(time));
     for (const [i, [name]] of SERIES.entries()) {
       const least = this.document.series[0]?.[name]?.min?.[index] ?? null;
-      const most = columns[i]?.[index];
+      const most = this.document.series[0]?.[name]?.max?.[index] ?? null;
       setText(this.values[i], `${this.words[name]?.label ?? PEAK_LABEL} ${least !== null && least !== most ? `${bytes(least)}–` : ""}${bytes(most)}`);
     }
     const { left } = chart.cursor;
     const near = (mark) => Math.abs(chart.valToPos(mark.unix_seconds, "x") - left);
     const marks = left >= 0 ? (this.marks ?? []).filter((mark) => near(mark) <= MARK_PIXELS) : [];
-    const nearest = marks.sort((a, b) => (a.kind === "step") - (b.kind === "step") || near(a) - near(b))[0];
+    const nearest = marks.sort((a, b) => near(a) - near(b))[0];
     setText(this.mark, nearest ? `${timeOfDay(nearest.unix_seconds)} ${safe(nearest.text)}` : "");
     setAttribute(this.mark, "data-kind", nearest?.kind);
   }
@@ -217,4 +223,11 @@ export class Timeline {
 
 function stepInWords(seconds) {
   return seconds < 60 ? (seconds === 1 ? "A point is a second." : `A point is ${seconds} seconds.`) : `A point is ${seconds / 60} min, with minimum and maximum.`;
+}
+
+/** Return the columns with the idle cache on top of the allocated memory, both within what is used. */
+function stacked([used, idle, allocated, peak]) {
+  const within = (value, i) => (used[i] === null ? value : Math.min(value, used[i]));
+  const tensors = allocated.map((value, i) => (value === null ? null : within(value, i)));
+  return [used, tensors.map((value, i) => (value === null ? null : within(value + (idle[i] ?? 0), i))), tensors, peak];
 }

@@ -68,6 +68,27 @@ def test_on_a_phone_no_job_is_further_than_one_screen(still: StillDemo, open_pag
         assert live.page.evaluate(SMALL) == []
 
 
+def test_a_job_has_the_color_that_the_exporter_assigns_on_every_screen_and_after_a_reload(
+    still: StillDemo, open_page: OpenPage
+) -> None:
+    shown = (
+        "[...document.querySelectorAll('#jobs a.name')].map((link) => `${link.textContent} ${link.dataset.hue}`).sort()"
+    )
+    live = open_page(still)
+    colors = []
+    for _ in range(3):
+        live.goto()
+        live.until("document.querySelectorAll('#jobs .job').length >= 10")
+        colors.append(live.page.evaluate(shown))
+    assert colors[0] == colors[1] == colors[2]
+    jobs = live.page.evaluate("fetch('api/v1/live').then((reply) => reply.json())")["jobs"]
+    assert colors[0] == sorted(f"{job['name']} {job['hue']}" for job in jobs)
+    live.page.locator("#jobs a.name").first.click()
+    title = "document.querySelector('#detail-title')"
+    live.until(f"{title}?.dataset.hue")
+    assert live.page.evaluate(f"`${{{title}.textContent}} ${{{title}.dataset.hue}}`") in colors[0]
+
+
 def test_everything_is_reached_with_the_keyboard(still: StillDemo, open_page: OpenPage) -> None:
     live = open_page(still, viewport={"width": 1440, "height": 900})
     press, shown = live.page.keyboard.press, "#jobs tbody:not([hidden])"
