@@ -13,7 +13,7 @@ from gpumem_toolkit.integrations.training_watch import TrainingWatch, safely
 
 # Both packages may be installed, and their classes differ. Whoever uses one has imported it.
 _loaded = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
-_pytorch = importlib.import_module("lightning.pytorch" if "lightning.pytorch" in sys.modules else _loaded)
+_pytorch: Any = importlib.import_module("lightning.pytorch" if "lightning.pytorch" in sys.modules else _loaded)
 
 
 class GpuMemCallback(_pytorch.Callback):
