@@ -1,6 +1,6 @@
 """Takes the README's picture of `gpumem-exporter top`: a real run against the demo, as SVG.
 
-    python .readme/take_top.py [--minutes 10] [FILE]
+    python .readme/take_top.py [--minutes 0.5] [FILE]
 
 Starts `serve --demo` on a free port, lets its workloads run for some minutes, and draws the screen of `top`.
 """
@@ -45,7 +45,7 @@ def main() -> None:
     """Run the demo, take the picture and print its path."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=Path(__file__).with_name("top.svg"), help="%(default)s")
-    parser.add_argument("--minutes", type=float, default=10.0, help="to let the demo run (default: %(default)g)")
+    parser.add_argument("--minutes", type=float, default=0.5, help="to let the demo run (default: %(default)g)")
     arguments = parser.parse_args()
     target: Path = arguments.file
     with demo() as url:
