@@ -70,12 +70,6 @@ def inference_restores_each_mode_and_logs_that_there_is_no_cuda() -> None:
     with pytest.raises(ConfigurationError, match=r"torch\.int8\b.*torch\.bfloat16\b.*torch\.float16\b"):
         toolkit.inference_mode(model, autocast=torch.int8)
 
-    def later() -> Iterator[int]:
-        yield 1
-
-    with pytest.raises(TypeError):
-        toolkit.inference_mode(model)(later)
-
 
 def changed_weights_are_measured_and_arguments_without_effect_are_rejected() -> None:
     model, batch = net(), torch.randn(2, 3, 8, 8)
@@ -88,23 +82,16 @@ def changed_weights_are_measured_and_arguments_without_effect_are_rejected() -> 
     assert "no CUDA" in str(change)
     before, after = change.weights_before_bytes, change.weights_after_bytes
     assert before - after == (before - 8) // 2, "except the norm's count of batches, an integer of 8 bytes"
-    assert (change.allocated_before_bytes, change.forward_before.peak_bytes) == (None, None)
+    assert change.forward_before.peak_bytes is None
     assert 0 < change.output_difference_ratio < 0.1
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
     assert [module.training for module in model.modules()] == modes
     assert model[1].running_mean.tolist() == mean
-    for pattern, options in (
-        ("dtype=.*channels_last=", {}),
-        (r"torch\.bfloat16.*Sequential|Sequential.*torch\.bfloat16", {"dtype": torch.bfloat16}),
-        (r"torch\.int8.*torch\.bfloat16", {"dtype": torch.int8}),
-        ("reset_peaks.*example", {"dtype": torch.float16, "reset_peaks": True}),
-    ):
-        with pytest.raises(ConfigurationError, match=pattern):
+    for options in ({}, {"dtype": torch.int8}):
+        with pytest.raises(ConfigurationError, match=r"dtype=torch\.bfloat16.*channels_last="):
             toolkit.optimize_model(model, **options)
-    with pytest.raises(ConfigurationError, match="channels_last"):
-        toolkit.optimize_model(nn.Linear(2, 2), channels_last=True)
 
 
 class WithNothing(nn.Linear):
@@ -138,11 +125,9 @@ def on_a_device_bytes_and_peaks_equal_the_allocators() -> None:
     change = toolkit.optimize_model(model, dtype=torch.bfloat16, example=batch)
     assert torch.cuda.max_memory_allocated() == highest
     assert (change.weights_before_bytes, change.weights_after_bytes) == (16 * MIB, 8 * MIB)
-    assert change.allocated_before_bytes - change.allocated_after_bytes == 8 * MIB
     assert allocated - torch.cuda.memory_allocated() == 8 * MIB
     back = toolkit.optimize_model(model, dtype=torch.float32, example=batch.bfloat16(), reset_peaks=True)
-    used = (change.forward_before, change.forward_after, back.forward_before)
-    assert all(each.exact for each in used)
-    in_full, in_half, after_a_reset = (each.peak_bytes for each in used)
-    assert in_full - in_half == 4 * MIB, "half of two layers' outputs"
-    assert in_half == after_a_reset
+    half, full = back.forward_before, back.forward_after
+    assert half.exact
+    assert full.exact
+    assert full.peak_bytes - full.before_bytes - (half.peak_bytes - half.before_bytes) == 4 * MIB, "half of two outputs"

