@@ -34,7 +34,7 @@ def killed() -> None:
 
 
 def plan(make_model: Any) -> toolkit.Plan:
-    return toolkit.plan(make_model, "float64[B,16]", "1GiB", optimizer="sgd", changes=False)
+    return toolkit.plan(make_model, "float64[B,16]", "2GiB", optimizer="sgd", changes=False)
 
 
 def state() -> dict[str, Any]:
@@ -61,7 +61,7 @@ def a_plan_changes_nothing_and_equals_a_plan_in_the_process_of_the_caller() -> N
     assert state() == before
     assert planned.breakdown["parameters"] == 8 * (16 * 16 + 16)
     job = Job(make, [parse_tensor("float64[B,16]")], optimizer="sgd")
-    assert plan_job(job, parse_gpu("1GiB"), Target(), changes=False) == planned
+    assert plan_job(job, parse_gpu("2GiB"), Target(), changes=False) == planned
 
 
 def errors_of_the_model_have_the_traceback_of_the_worker() -> None:

@@ -9,14 +9,20 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import re
+import sys
 import types
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import gpumem_toolkit as toolkit
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning import planner, simulation
 from gpumem_toolkit.planning.command import main
 from gpumem_toolkit.planning.job import OPTIMIZERS, Job, parse_tensor
@@ -181,7 +187,7 @@ def command(words: list[str], *, in_worker: bool = False) -> tuple[int, str, str
 def plan(make_model: Any, inputs: str = INPUT, **options: Any) -> toolkit.Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "run_in_worker", in_this_process)
-        return toolkit.plan(make_model, inputs, "1GiB", **{"optimizer": "sgd", "changes": False, **options})
+        return toolkit.plan(make_model, inputs, "2GiB", **{"optimizer": "sgd", "changes": False, **options})
 
 
 def models_that_copy_tie_convert_or_read_values_can_be_planned() -> None:
@@ -226,3 +232,120 @@ def the_states_of_optimizers_have_their_documented_sizes() -> None:
     assert states["adafactor"] == 4 * 4 * (512 + 512 + 512), "a row and a column of each weight, and each bias"
     weights, scales, biases = 2 * 4 * 512 * 512, 2 * 4 * 4 * 1024, 2 * 4 * 4 * 512
     assert states["adam8bit"] == weights + scales + biases
+
+
+class Module(nn.Module):
+    """Has the interface of a LightningModule."""
+
+    automatic_optimization = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make()
+
+    def training_step(self, batch: Any, _index: int) -> dict[str, Any]:
+        x, y = batch
+        return {"loss": functional.mse_loss(self.net(x), y)}
+
+    def configure_optimizers(self) -> Any:
+        return {"optimizer": torch.optim.AdamW(self.parameters())}
+
+
+def with_trainer() -> tuple[Any, Any]:
+    return Module(), SimpleNamespace(precision="bf16-mixed", accumulate_grad_batches=3)
+
+
+def a_lightning_module_is_planned_in_the_loop_of_its_trainer() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "lightning.pytorch", SimpleNamespace(LightningModule=Module))
+        alone, trained = (
+            plan(make_one, INPUT, targets=INPUT, optimizer="adamw") for make_one in (Module, with_trainer)
+        )
+        assert (alone.source, alone.accumulation, trained.accumulation) == ("lightning", 1, 3)
+        parameters = sum(4 * each.numel() for each in make().parameters())
+        # The gradients stay in the next forward pass.
+        assert alone.highest["optimizer"] == 2 * alone.highest["gradients"] == 2 * parameters
+        assert trained.largest_batch != alone.largest_batch
+        patch.setattr(Module, "automatic_optimization", False)
+        with pytest.raises(ConfigurationError, match="manual optimization"):
+            plan(Module, INPUT, targets=INPUT, optimizer="adamw")
+        with pytest.raises(ConfigurationError, match="its own optimizer"):
+            plan(Module, INPUT, targets=INPUT)
+
+
+@dataclass
+class Arguments:
+    """Some of the TrainingArguments."""
+
+    optim: str = "adamw_torch"
+    bf16: bool = False
+    fp16: bool = False
+    gradient_accumulation_steps: int = 1
+    per_device_train_batch_size: int = 8
+
+
+class TinyForCausalLM(nn.Module):
+    """Has the interface of a model of transformers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, 64)
+
+    @classmethod
+    def _from_config(cls, config: Any) -> TinyForCausalLM:
+        return cls(config)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = functional.linear(self.embedding(input_ids), self.embedding.weight)
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def a_config_is_planned_with_its_training_arguments() -> None:
+    config = SimpleNamespace(architectures=["TinyForCausalLM"], vocabulary=1000)
+
+    def from_pretrained(path: str, *, local_files_only: bool) -> Any:
+        if path != "tiny" or not local_files_only:
+            raise OSError("not here")
+        return config
+
+    library = SimpleNamespace(
+        AutoConfig=SimpleNamespace(from_pretrained=from_pretrained),
+        TrainingArguments=Arguments,
+        TinyForCausalLM=TinyForCausalLM,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "run_in_worker", in_this_process)
+        patch.setitem(sys.modules, "transformers", library)
+        given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "sgd"}
+        planned = toolkit.plan("tiny", gpu=["2GiB", "1200MiB"], sequence=128, training_arguments=given)
+        assert (planned.source, planned.batch, planned.accumulation) == ("transformers", 4, 2)
+        assert planned.breakdown["parameters"] == 4 * 64 * 1000
+        assert planned.highest["optimizer"] == 0
+        assert [fit.gpu.name for fit in planned.on] == ["2GiB", "1200MiB"]
+        assert planned.on[0].fits
+        larger = toolkit.plan("tiny", gpu="1300MiB", sequence=128, batch=1024, training_arguments=given)
+        first = larger.changes[0]
+        size, passes = map(int, re.findall(r"\d+", first.name))
+        assert not larger.fits
+        assert size * passes >= 2048
+        assert first.fits_on == ("1300MiB",)
+        assert [each.name for each in larger.changes[1:]] == [
+            "bf16 autocast",
+            "checkpointing",
+            "sharding over 2",
+            "freezing",
+        ]
+        free = toolkit.plan("tiny", gpu="2GiB", sequence=128, changes=False)
+        assert free.batch == free.largest_batch > 8, "without TrainingArguments the planner chooses"
+        for arguments, expected in (
+            ({"optim": "lion_32bit"}, "lion_32bit.*adamw_torch"),
+            ({"deepspeed": "ds.json"}, "deepspeed"),
+        ):
+            with pytest.raises(ConfigurationError, match=expected):
+                toolkit.plan("tiny", gpu="2GiB", sequence=128, training_arguments=arguments)
+        with pytest.raises(ConfigurationError, match="--sequence"):
+            toolkit.plan("tiny", gpu="2GiB")
+        with pytest.raises(ConfigurationError, match=r"'none'.*MODULE:FACTORY"):
+            toolkit.plan("none", gpu="2GiB")

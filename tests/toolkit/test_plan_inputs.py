@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import json
 import re
 import sysconfig
 import traceback
+from pathlib import Path
 
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning import planner
 from gpumem_toolkit.planning.devices import Gpu, parse_bytes, parse_gpu
-from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor
+from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor, read_arguments
 from gpumem_toolkit.planning.worker import place, run_in_worker
 from tests.support.running_command import run_python
 
@@ -99,6 +101,19 @@ def test_the_place_of_an_error_is_the_last_line_of_the_job_s_own_code() -> None:
     frames = [traceback.FrameSummary(file, line, "f") for file, line in files.items()]
     assert place(frames) == f"{library}/site-packages/timm/hiera.py:2"
     assert place(frames[3:]) == "<string>:5"
+
+
+def test_training_arguments_are_a_dictionary_a_file_or_the_arguments_of_a_script(tmp_path: Path) -> None:
+    expected = {"bf16": True, "per_device_train_batch_size": 4, "optim": "adafactor", "fp16": False}
+    script = ["--bf16", "--per-device-train-batch-size", "4", "--optim=adafactor", "--fp16", "False"]
+    file = tmp_path / "arguments.json"
+    file.write_text(json.dumps(expected))
+    for given in (expected, script, str(file)):
+        assert read_arguments(given) == expected
+    file.write_text("[]")
+    for path in (file, tmp_path / "none.json"):
+        with pytest.raises(ConfigurationError, match=re.escape(str(path))):
+            read_arguments(path)
 
 
 def test_an_inconsistent_description_is_rejected() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import plan_error_ratio
 from gpumem_toolkit.planning.devices import Gpu
-from gpumem_toolkit.planning.plan import Plan
+from gpumem_toolkit.planning.plan import Change, Fit, Plan
 
 PLAN = Plan(
     source="model",
@@ -36,10 +37,23 @@ PLAN = Plan(
 
 def test_the_text_of_a_plan_whose_batch_does_not_fit_names_the_largest_that_fits_and_its_notes() -> None:
     text = str(replace(PLAN, batch=16, notes=("compiled",)))
-    assert "no: a batch of 16 needs" in text
-    assert "the largest that fits is 8" in text
+    assert re.search(r"^24GiB .* no .* 8$", text, re.MULTILINE)
     assert "compiled" in text
-    assert "largest" not in str(replace(PLAN, batch=1, largest_batch=0))
+
+
+def test_the_table_has_a_row_for_each_device_and_names_the_devices_that_a_change_makes_fit() -> None:
+    small, large = Gpu("small", 8 << 30, 1 << 30), Gpu("large", 80 << 30, 1 << 30)
+    fits = (Fit(large, True, 5 << 30, 64), Fit(small, False, -(3 << 30), 2))
+    changes = tuple(
+        Change(f"change {n}", 900, 9, "cost", on) for n, on in enumerate((("large", "small"), ("large",), ()))
+    )
+    plan = replace(PLAN, gpu=large, on=fits, changes=changes)
+    rows = [line.split() for line in str(plan).splitlines()]
+    assert ["large", "80.0", "GiB", "yes", "5.0", "GiB", "64"] in rows
+    assert ["small", "8.0", "GiB", "no", "-3.0", "GiB", "2"] in rows
+    assert [row[5] for row in rows if row[:1] == ["change"] and row[1].isdigit()] == ["all", "large", "none"]
+    document = json.loads(json.dumps(plan.as_dict()))
+    assert [(fit["gpu"]["name"], fit["fits"]) for fit in document["on"]] == [("large", True), ("small", False)]
 
 
 def test_a_plan_is_a_file_its_content_or_an_object(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Job:
         return nn.Linear(self.width, self.width)
 
 def plan():
-    return toolkit.plan(Job(16).make, "float32[B,16]", "1GiB", changes=False)
+    return toolkit.plan(Job(16).make, "float32[B,16]", "2GiB", changes=False)
 
 """
 GUARDED = SCRIPT + 'if __name__ == "__main__":\n    print(plan().breakdown["parameters"])\n'

@@ -13,9 +13,9 @@ from typing import IO, Any, NoReturn
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.configuration import apply, backup_of, diff, parse_map, planned_text, restore
 from gpumem_toolkit.planning.devices import parse_bytes, parse_gpu, smallest_gpu
-from gpumem_toolkit.planning.job import Description, Job, parse_tensor
+from gpumem_toolkit.planning.job import Description, Job, TransformersJob, parse_tensor, read_arguments
 from gpumem_toolkit.planning.plan import Plan, Target
-from gpumem_toolkit.planning.planner import plan_in_worker, profile_in_worker
+from gpumem_toolkit.planning.planner import config_job, plan_in_worker, profile_in_worker
 from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, named
 
 _DESCRIPTION = """\
@@ -23,15 +23,20 @@ Predict the GPU memory of a training job before it runs.
 
 Builds the model in a separate process and simulates a few training steps, which needs no GPU and
 almost no memory. The tensors have no values; a model of PyTorch's allocator places them. --profile
-measures on a GPU instead. Without a model, describe a transformer by its dimensions.
+measures on a GPU instead. MODEL is a callable MODULE:FACTORY, whose result may be a LightningModule or
+a pair of it and its Trainer; or a model of transformers: its config.json, its folder, or its id in the
+local cache. TrainingArguments may follow after --, as a script takes them. Without a model, describe a
+transformer by its dimensions.
 
-Exit code 1: not even a batch of one sample fits, or --batch does not.
+Exit code 1: the batch does not fit on the first GPU.
 """
 
 _EXAMPLES = """\
 Examples:
   %(prog)s train:make_model --input 'float32[B,3,224,224]' --target 'int64[B]' \\
       --optimizer adamw --precision bf16 --gpu 80GiB --target-effective-batch 512
+  %(prog)s ./llama --sequence 4096 --gpu h100-80gb,rtx4090 --training-arguments arguments.json
+  %(prog)s ./llama --sequence 4096 --gpu 24GiB -- --per_device_train_batch_size 4 --bf16
   %(prog)s --layers 32 --hidden 4096 --sequence 4096 --parameters 7e9 --precision pure-bf16 --gpu h200
   %(prog)s train:make_model --input 'int64[B,1024]' --gpu h100-80gb --batch 8 --accumulation 2
   %(prog)s train:make_model --input 'int64[B,1024]' --profile --batch 4
@@ -53,8 +58,9 @@ _INTERRUPTED = 130
 def main(words: Sequence[str] | None = None, program: str = "gpumem-plan") -> int:
     """Run the command and return its exit code: 0, 1 (the job does not fit), or 2 with one line on standard error."""
     try:
-        parser = _parser(program)
-        options = parser.parse_args(words)
+        parser, words = _parser(program), list(sys.argv[1:] if words is None else words)
+        end = words.index("--") if "--" in words else len(words)
+        options = parser.parse_args(words[:end], Namespace(script=words[end + 1 :]))
         if options.help:
             parser.print_help()
             return 0
@@ -74,7 +80,7 @@ class _Parser(ArgumentParser):
 def _parser(program: str) -> ArgumentParser:
     parser = _Parser(
         program,
-        usage="%(prog)s [OPTIONS] [MODULE:FACTORY]",
+        usage="%(prog)s [OPTIONS] [MODEL] [-- TRAINING ARGUMENTS]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=partial(RawDescriptionHelpFormatter, max_help_position=34, width=100),
@@ -91,7 +97,7 @@ def _parser(program: str) -> ArgumentParser:
         parser.add_argument(name, help=shown, type=kind, default=default, metavar=metavar, **settings)
 
     several = partial(value, action="append", default=[])
-    parser.add_argument("model", nargs="?", metavar="MODULE:FACTORY", help="A callable that returns the nn.Module.")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="MODULE:FACTORY, or a config of transformers.")
     several("--input", "An argument of the model: float32[B,3,224,224].", metavar="TENSOR")
     several("--target", "An argument of the loss after the output: int64[B].", metavar="TENSOR")
     value("--loss", "auto, cross_entropy, mse, mean, sum, output, or MODULE:FUNCTION.", default="auto")
@@ -105,15 +111,19 @@ def _parser(program: str) -> ArgumentParser:
     value("--attention", "auto, flash, efficient, math or cudnn.", default="auto")
     value("--convolution", "cudnn, or native if cuDNN is off.", default="cudnn")
     flag("--checkpointing", "Recompute the repeated blocks.")
-    loops = "script: out = model(...); out.loss.backward(); trainer: the output is dropped before backward."
+    loops = (
+        "script: out = model(...); out.loss.backward(); trainer: the output is dropped before backward; lightning: the "
+        "gradients also stay until the next backward."
+    )
     value("--loop", loops, default="script")
+    value("--training-arguments", "TrainingArguments of a config of transformers, as JSON.", metavar="FILE")
     value("--layers", "Without a model: number of transformer blocks.", int)
     value("--hidden", "Without a model: width of the transformer.", int)
     value("--sequence", "Tokens of one sample.", int)
     value("--parameters", "Number of parameters: 7e9.", float)
     value("--vocabulary", "Number of different tokens.", int, 32000)
-    value("--gpu", "80GiB, h100-80gb, ... Default: this node's smallest GPU.", metavar="SIZE|NAME")
-    value("--overhead", "Memory of context and driver. Default: 768MiB.", metavar="SIZE")
+    several("--gpu", "80GiB, h100-80gb, ...; several with commas. Default: this node's smallest GPU.", metavar="GPU")
+    value("--overhead", "Memory of context and driver. Default: 1152MiB.", metavar="SIZE")
     value("--margin", "Part of the free memory that the plan uses.", float, 0.85)
     value("--target-effective-batch", "Samples in one optimizer step over all devices.", int)
     batches = (
@@ -152,17 +162,20 @@ def _plan_and_apply(options: Namespace) -> int:
 
 
 def _plan(options: Namespace) -> Plan:
-    described = options.model is None
-    job = _described_job(options) if described else _coded_job(options)
+    job, source = _job(options)
     overhead = None if options.overhead is None else parse_bytes(options.overhead)
-    gpu = smallest_gpu(overhead) if options.gpu is None else parse_gpu(options.gpu, overhead)
+    names = [name for text in options.gpu for name in text.split(",")]
+    gpus = [parse_gpu(name, overhead) for name in names] or [smallest_gpu(overhead)]
     chosen = None if options.profile else options.batch
     target = Target(options.target_effective_batch, options.devices, options.margin, options.multiple_of, chosen)
-    if options.profile:
-        measured = _PROFILED_BATCH if options.batch is None else options.batch
-        return profile_in_worker(job, gpu, target, batch=measured, timeout_seconds=options.timeout)
-    source = "description" if described else "model"
-    return plan_in_worker(job, gpu, target, source=source, changes=options.changes, timeout_seconds=options.timeout)
+    if not options.profile:
+        return plan_in_worker(
+            job, gpus, target, source=source, changes=options.changes, timeout_seconds=options.timeout
+        )
+    if not isinstance(job, Job):
+        raise ConfigurationError("--profile needs MODULE:FACTORY, not a config")
+    measured = _PROFILED_BATCH if options.batch is None else options.batch
+    return profile_in_worker(job, gpus[0], target, batch=measured, timeout_seconds=options.timeout)
 
 
 def _change_files(options: Namespace, plan: Plan, output: IO[str]) -> None:
@@ -189,13 +202,32 @@ def _restore_files(paths: Sequence[Path]) -> int:
     return 0
 
 
-def _coded_job(options: Namespace) -> Job:
+def _job(options: Namespace) -> tuple[Job | TransformersJob, str]:
+    """Return the job, and the source of its plan."""
+    config = options.model is not None and (":" not in options.model or Path(options.model).exists())
+    if not config and (options.script or options.training_arguments):
+        raise ConfigurationError("TrainingArguments are for a config of transformers, not for a factory or dimensions")
+    if options.model is None:
+        return _described_job(options), "description"
     if options.layers is not None or options.parameters is not None:
         raise ConfigurationError("use either a model or --layers and --parameters, not both")
-    if not options.input:
-        raise ConfigurationError("no --input; give the model's arguments, such as --input 'float32[B,3,224,224]'")
     inputs, targets = (tuple(map(parse_tensor, texts)) for texts in (options.input, options.target))
-    return Job(named(options.model), inputs, targets, _name_or_callable(options.loss), **_job_options(options))
+    if config:
+        if targets:
+            raise ConfigurationError(
+                "--target is for MODULE:FACTORY: a model of transformers gets its labels as --input"
+            )
+        if options.script and options.training_arguments:
+            raise ConfigurationError("give TrainingArguments either after -- or with --training-arguments")
+        arguments = read_arguments(options.training_arguments or options.script)
+        defaults = _job_options(_parser("").parse_args([]))
+        given = {name: value for name, value in _job_options(options).items() if value != defaults[name]}
+        if options.loss != "auto":
+            given["loss"] = _name_or_callable(options.loss)
+        return config_job(options.model, arguments, options.sequence, inputs, **given), "transformers"
+    if not inputs:
+        raise ConfigurationError("no --input; give the model's arguments, such as --input 'float32[B,3,224,224]'")
+    return Job(named(options.model), inputs, targets, _name_or_callable(options.loss), **_job_options(options)), "model"
 
 
 def _described_job(options: Namespace) -> Job:

@@ -1,11 +1,13 @@
-"""The training job to plan: from code, or from the dimensions of a transformer."""
+"""The training job to plan: from code, from a config of transformers, or from the dimensions of a transformer."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
@@ -17,8 +19,9 @@ OPTIMIZERS = (
     *("lbfgs", "muon", "rprop", "sparseadam", "adam8bit", "adamw8bit", "described", "none"),
 )
 """All of `torch.optim`; 8-bit Adam as in bitsandbytes; `described`: its option `bytes` is the state per parameter."""
-LOOPS = ("script", "trainer")
-"""`script`: `out = model(**batch); out.loss.backward()`; `trainer`: the output is dropped before backward."""
+LOOPS = ("script", "trainer", "lightning")
+"""`script`: `out = model(**batch); out.loss.backward()`; `trainer`: the output is dropped before backward; `lightning`:
+the gradients also stay until the next backward."""
 ATTENTIONS = ("auto", "flash", "efficient", "math", "cudnn")
 CONVOLUTIONS = ("cudnn", "native")
 LOSSES = ("auto", "cross_entropy", "mse", "mean", "sum", "output")
@@ -124,6 +127,51 @@ class Job:
                 raise ConfigurationError(f"invalid {name} {value!r}: use one of {', '.join(accepted)}")
         if self.accumulation < 1:
             raise ConfigurationError(f"invalid accumulation {self.accumulation}: it must be at least 1")
+
+
+def read_arguments(given: str | Path | Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+    """Return TrainingArguments from a dictionary, a JSON file, or the arguments of a script."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, str | Path):
+        try:
+            document = json.loads(Path(given).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"training arguments {given}: {error}") from error
+        if not isinstance(document, dict):
+            raise ConfigurationError(f"training arguments {given}: the file has no JSON object")
+        return document
+    # As HfArgumentParser reads them. Arguments of the script itself are among them.
+    found: dict[str, Any] = {}
+    name = ""
+    for word in given:
+        if word.startswith("--"):
+            name, equals, value = word[2:].replace("-", "_").partition("=")
+            found[name] = _value(value) if equals else True
+        elif name:
+            found[name] = _value(word)
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class TransformersJob:
+    """A model of transformers by its config, and how `Trainer` trains it."""
+
+    path: str
+    """A config.json, a folder with one, or the id of a model in the local cache."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """TrainingArguments."""
+    sequence: int | None = None
+    inputs: Sequence[TensorSpec] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `Job` that were given, and override the TrainingArguments."""
 
 
 _HEAD = 64

@@ -12,9 +12,15 @@ from gpumem_toolkit.planning.devices import Gpu
 
 _SOURCES = {
     "model": "a simulated training step of the model",
+    "transformers": "a simulated step of transformers' Trainer",
+    "lightning": "a simulated step of Lightning's Trainer",
     "profile": "training steps measured on this machine's GPU",
     "description": "the sizes of a transformer",
 }
+
+
+_NUMBERS = ("total", "to spare", "largest", "at ", "peak")
+"""The starts of the headings of columns with numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +55,22 @@ class Change:
     reserved_peak_bytes: int | None
     """The reserved peak at the plan's batch size; None if the change is impossible."""
     largest_batch: int | None
+    """The largest batch size on the first device."""
     note: str = ""
     """What the change costs, or why it is impossible."""
+    fits_on: tuple[str, ...] = ()
+    """The devices on which the plan's batch size fits with the change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether the plan's batch size fits on a device."""
+
+    gpu: Gpu
+    fits: bool
+    spare_bytes: int
+    """The bytes that the plan leaves of what it may use. Negative: the bytes that are missing."""
+    largest_batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +78,9 @@ class Plan(ShownAsText):
     """The predicted memory of a job on a device. All sizes are bytes."""
 
     source: str
-    """`model`, `profile` (measured on a device) or `description`."""
+    """`model`, `transformers`, `lightning`, `profile` (measured on a device) or `description`."""
     gpu: Gpu
+    """The first device, for which the planner chooses the batch size."""
     margin: float
     """The part of the device's free memory that the plan uses."""
     largest_batch: int
@@ -79,8 +100,11 @@ class Plan(ShownAsText):
     highest: Mapping[str, int] = field(default_factory=dict)
     """The peak of each kind of memory, reached at different times. Empty if only the total is known."""
     changes: tuple[Change, ...] = ()
+    """Changes that save memory, ordered by their cost: the cheapest first."""
     notes: tuple[str, ...] = ()
     """What the job does on a device and the plan leaves out."""
+    on: tuple[Fit, ...] = ()
+    """The answer for each device."""
 
     @property
     def fits(self) -> bool:
@@ -93,34 +117,39 @@ class Plan(ShownAsText):
         return self.batch * self.accumulation * self.devices
 
     def __str__(self) -> str:
+        on = self.on or (self._fit(),)
+        devices = [("device", "total", "fits", "to spare", "largest batch")]
+        for fit in on:
+            sign = "" if fit.spare_bytes >= 0 else "-"
+            spare, total = f"{sign}{human_bytes(abs(fit.spare_bytes))}", human_bytes(fit.gpu.total_bytes)
+            devices.append((fit.gpu.name, total, "yes" if fit.fits else "no", spare, str(fit.largest_batch)))
         memory = [("memory", "at the peak", "at most" if self.highest else "")]
         for kind, size in self.breakdown.items():
             memory.append((kind, human_bytes(size), human_bytes(self.highest.get(kind)) if self.highest else ""))
-        changes = [("change", f"peak at {self.batch}", "largest batch", "")] if self.changes else []
+        changes = [("change", "peak", "largest batch", "fits on", "cost")] if self.changes else []
         for change in self.changes:
             largest = UNKNOWN if change.largest_batch is None else str(change.largest_batch)
-            changes.append((change.name, human_bytes(change.reserved_peak_bytes), largest, change.note))
-        tables = [["", *_aligned(rows)] for rows in (memory, changes) if rows]
+            fits = ", ".join(change.fits_on) or "none"
+            fits = {len(on): "all" if len(on) > 1 else "yes", 0: "none" if len(on) > 1 else "no"}.get(
+                len(change.fits_on), fits
+            )
+            changes.append((change.name, human_bytes(change.reserved_peak_bytes), largest, fits, change.note))
+        tables = [["", *_aligned(rows)] for rows in (devices, memory, changes) if rows]
         return "\n".join(line for part in (self._answer(), *tables) for line in part)
 
+    def _fit(self) -> Fit:
+        spare = int(self.gpu.free_bytes * self.margin) - self.reserved_peak_bytes
+        return Fit(self.gpu, self.fits, spare, self.largest_batch)
+
     def _answer(self) -> list[str]:
-        gpu = self.gpu
-        lines = [
-            f"from    {_SOURCES[self.source]}",
-            f"device  {gpu.name}: {human_bytes(gpu.total_bytes)}, {human_bytes(gpu.free_bytes)} of it for tensors; "
-            f"the plan uses {self.margin:.0%} of that",
-        ]
-        if not self.fits:
-            largest = f"; the largest that fits is {self.largest_batch}" if self.largest_batch else ""
-            peak = human_bytes(self.reserved_peak_bytes)
-            return [*lines, f"fits    no: a batch of {self.batch} needs {peak}{largest}", *self._notes()]
         steps = f"accumulate {self.accumulation}, " if self.accumulation > 1 else ""
         devices = f" on {self.devices} devices" if self.devices > 1 else ""
-        use = f"use     a batch of {self.batch}, {steps}effective batch {self.effective_batch}{devices}"
+        use = f"batch   {self.batch}, {steps}effective batch {self.effective_batch}{devices}"
         if self.target_effective_batch not in (None, self.effective_batch):
             use += f" (requested {self.target_effective_batch}, which does not divide evenly)"
         peaks = f"{human_bytes(self.reserved_peak_bytes)} reserved, {human_bytes(self.allocated_peak_bytes)} allocated"
-        return [*lines, f"fits    up to a batch of {self.largest_batch}", use, f"peak    {peaks}", *self._notes()]
+        margin = f"margin  the plan uses {self.margin:.0%} of what context and driver leave"
+        return [f"from    {_SOURCES[self.source]}", use, f"peak    {peaks}", margin, *self._notes()]
 
     def _notes(self) -> list[str]:
         return [f"note    {note}" for note in self.notes]
@@ -133,18 +162,20 @@ class Plan(ShownAsText):
         """Return the plan as JSON-compatible values."""
         document = asdict(self)
         document["gpu"]["free_bytes"] = self.gpu.free_bytes
+        for fit, given in zip(document["on"], self.on, strict=True):
+            fit["gpu"]["free_bytes"] = given.gpu.free_bytes
         document["breakdown_bytes"] = document.pop("breakdown")
         document["highest_bytes"] = document.pop("highest")
         return {**document, "fits": self.fits, "effective_batch": self.effective_batch}
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines: the first and the fourth column to the left, numbers to the right."""
+    """Return the rows of a table as lines: numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        " ".join(
-            cell.rjust(width) if index in (1, 2) else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        "  ".join(
+            cell.rjust(width) if head.startswith(_NUMBERS) else cell.ljust(width)
+            for head, cell, width in zip(rows[0], row, widths, strict=True)
         ).rstrip()
         for row in rows
     ]

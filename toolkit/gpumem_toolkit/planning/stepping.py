@@ -14,6 +14,7 @@ from torch.nn import functional
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.job import Job, TensorSpec
 from gpumem_toolkit.planning.model import DTYPES
+from gpumem_toolkit.planning.sources import LightningStep
 
 # The values that share a scale in bitsandbytes' 8-bit states. Smaller parameters than `_LEAST_8BIT` keep fp32.
 _BLOCK = 256
@@ -23,17 +24,20 @@ _LEAST_8BIT = 4096
 def _make_optimizer(job: Job, model: nn.Module) -> tuple[Any, bool]:
     """Return the optimizer or None, and whether its step counts are on the device."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if job.optimizer == "none" or not parameters:
+    if isinstance(model, LightningStep):
+        made = model.make_optimizer()
+    elif job.optimizer == "none" or not parameters:
         return None, False
-    options = dict(job.optimizer_options)
-    if callable(job.optimizer):
-        made = job.optimizer(parameters, **options)
+    elif callable(job.optimizer):
+        made = job.optimizer(parameters, **job.optimizer_options)
     else:
-        options = {**({"lr": 1e-3} if job.optimizer == "sgd" else {}), **options}
+        options = {**({"lr": 1e-3} if job.optimizer == "sgd" else {}), **job.optimizer_options}
         try:
             made = _MAKERS[job.optimizer](parameters, **options)
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"optimizer {job.optimizer}: {error}") from error
+    if made is None:  # a LightningModule without an optimizer
+        return None, False
     counts_on_device = any(group.get("fused") or group.get("capturable") for group in made.param_groups)
     for group in made.param_groups:
         if "capturable" in group:
@@ -121,25 +125,28 @@ def train(
     """Train for a few steps. As in a plain script, a tensor lives until its variable is reassigned.
 
     In the loop `script` this includes the model's output with its logits. The loop `trainer` drops the output before
-    the backward pass, as transformers' Trainer does. Yields each event with the optimizer, and whether the optimizer's
+    the backward pass, as transformers' Trainer does. The loop `lightning` also keeps the gradients during the next
+    forward pass. Yields each event with the optimizer, and whether the optimizer's
     step counts are on the device.
     """
     optimizer, counts_on_device = _make_optimizer(job, model)
     autocast = job.precision in ("bf16", "fp16")
     for _ in range(steps):
         yield Event.STEP, optimizer, counts_on_device
-        for _ in range(job.accumulation):
+        for number in range(job.accumulation):
             yield Event.FORWARD, optimizer, counts_on_device
             inputs = _make(job.inputs, batch, device)
             targets = _make(job.targets, batch, device)
             with torch.autocast(device, dtype=DTYPES[job.precision]) if autocast else nullcontext():
                 output = _forward(job, model, inputs)
                 loss = _loss(job, output, targets)
-                if job.loop == "trainer":
+                if job.loop != "script":
                     del output
                 if job.accumulation > 1:
                     loss = loss / job.accumulation
             yield Event.BACKWARD, optimizer, counts_on_device
+            if job.loop == "lightning" and not number:
+                model.zero_grad()
             (loss * _FP16_SCALE if job.precision == "fp16" else loss).backward()
         yield Event.OPTIMIZER, optimizer, counts_on_device
         if optimizer is None:
@@ -147,7 +154,8 @@ def train(
             continue
         optimizer.step()
         yield Event.STEPPED, optimizer, counts_on_device
-        optimizer.zero_grad()
+        if job.loop != "lightning":
+            optimizer.zero_grad()
     yield Event.STEP, optimizer, counts_on_device
 
 
