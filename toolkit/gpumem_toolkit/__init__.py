@@ -25,6 +25,7 @@ _MODULES = {
     "SavedCheckpoint": "gpumem_toolkit.training.saving",
     "auto_clean": "gpumem_toolkit.cleanup.auto_clean",
     "compare_checkpointing": "gpumem_toolkit.checkpointing.variants",
+    "debug_handlers": "gpumem_toolkit.debug_page",
     # The client's: `start(clean_start=True)` needs it.
     "deep_clean": "gpumem_client.release",
     "find_batch_size": "gpumem_toolkit.training.batch_size",
