@@ -17,7 +17,7 @@ from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, Progress, run_in_wor
 
 
 def plan(
-    model: Callable[[], Any] | str | os.PathLike[str],
+    make_model: Callable[[], Any] | str | os.PathLike[str],
     inputs: str | Sequence[str] = (),
     gpu: str | Gpu | Sequence[str | Gpu] | None = None,
     *,
@@ -28,13 +28,13 @@ def plan(
 ) -> Plan:
     """Plan the training of a model, without a GPU and without the memory that the training needs.
 
-    The model is built in a fresh interpreter, which imports the module or script of `model`. A script therefore
+    The model is built in a fresh interpreter, which imports the module or script of `make_model`. A script therefore
     calls `plan` under `if __name__ == "__main__":`. Lambdas, closures and functions of a notebook need cloudpickle.
     Raises ConfigurationError if an argument is invalid, the model fails on tensors without values, or the time limit
     has passed; its cause has the traceback.
 
     Args:
-        model: returns the `torch.nn.Module`, or a LightningModule, alone or with its Trainer. Or a model of
+        make_model: returns the `torch.nn.Module`, or a LightningModule, alone or with its Trainer. Or a model of
             transformers: its config.json, its folder, or its id in the local cache.
         inputs: the arguments of the model, such as `float32[B,3,224,224]`. Known for common models of transformers.
         gpu: a size (`80GiB`), a name (`h100-80gb`), a Gpu, or several. Default: this node's smallest GPU.
@@ -45,14 +45,16 @@ def plan(
             loop, as `Job` describes them, and the options of `plan_description`.
     """
     tensors = _tensors(inputs), _tensors(targets)
-    if callable(model):
+    if callable(make_model):
         if training_arguments is not None or sequence is not None:
             raise ConfigurationError("training_arguments and sequence are for a config of transformers")
-        return _plan(partial(Job, model, *tensors), gpu, "model", **options)
+        return _plan(partial(Job, make_model, *tensors), gpu, "model", **options)
     if tensors[1]:
         raise ConfigurationError("targets are for a callable: a model of transformers gets its labels as an input")
     arguments = {} if training_arguments is None else read_arguments(training_arguments)
-    return _plan(partial(config_job, os.fspath(model), arguments, sequence, tensors[0]), gpu, "transformers", **options)
+    return _plan(
+        partial(config_job, os.fspath(make_model), arguments, sequence, tensors[0]), gpu, "transformers", **options
+    )
 
 
 def config_job(
@@ -117,9 +119,10 @@ def _check(job: Job, target: Target) -> None:
 
 
 def _profile(job: Job, gpu: Gpu, target: Target, *, batch: int, progress: Progress) -> Plan:
-    from gpumem_toolkit.planning.measured import profile_job  # imports torch, which the caller does not need
+    from gpumem_toolkit.planning.measured import profile_job  # these import torch, which the caller does not need
+    from gpumem_toolkit.planning.sources import lightning_job
 
-    return profile_job(job, gpu, target, batch=batch, notify=progress.of("measuring the job"))
+    return profile_job(lightning_job(job), gpu, target, batch=batch, notify=progress.of("measuring the job"))
 
 
 def plan_job(
