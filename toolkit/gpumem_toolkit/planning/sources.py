@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -143,18 +144,15 @@ class _Float32Outputs(nn.Module):
 
 def lightning_job(job: Job) -> Job:
     """Return the job of Lightning's loop if the factory returns a LightningModule, alone or with its Trainer."""
-    kinds = tuple(
-        library.LightningModule
-        for name in ("lightning.pytorch", "pytorch_lightning")
-        if (library := sys.modules.get(name)) is not None
-    )
-    if not kinds or not callable(job.make_model):
+    names = ("lightning.pytorch", "pytorch_lightning")
+    if not any(name in sys.modules or find_spec(name.partition(".")[0]) is not None for name in names):
         return job
     try:
         with without_values(), make_fake_mode():
-            made = job.make_model()
+            made = job.make_model()  # it may import Lightning
     except Exception:  # noqa: BLE001 - building the model of the plan explains the error
         return job
+    kinds = tuple(library.LightningModule for name in names if (library := sys.modules.get(name)) is not None)
     module, trainer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, kinds):
         return job
