@@ -43,7 +43,10 @@ def debug_handlers() -> list[Any] | None:
     """
     try:
         import torch
-        from torch._C._distributed_c10d import _get_handler_names, _register_handler
+        from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+            _get_handler_names,
+            _register_handler,
+        )
         from torch.distributed.debug._debug_handlers import default_handlers
     except ImportError as error:
         _log.debug("no page of memory on PyTorch's debug server: %s", error)

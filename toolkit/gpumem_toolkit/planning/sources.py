@@ -69,7 +69,7 @@ def transformers_job(given: TransformersJob) -> tuple[Job, int | None]:
     make = getattr(transformers, names[0] or "", None)
     if make is None:
         raise ConfigurationError(f"{given.path}: transformers has no class {names[0]!r}; use MODULE:FACTORY")
-    arguments = {each.name: each.default for each in dataclasses.fields(transformers.TrainingArguments)}
+    arguments: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(transformers.TrainingArguments)}
     arguments |= given.arguments
     for name in _NOT_PLANNED:
         if arguments.get(name):

@@ -63,7 +63,10 @@ def optimize_model(
     if not (dtype is not None and dtype.is_floating_point) and not channels_last:
         raise ConfigurationError(f"invalid dtype {dtype}: use dtype=torch.bfloat16, channels_last=True, or both")
     weights, (before, outputs) = _weights_bytes(model), _forward(model, example, "forward before", reset_peaks)
-    model.to(dtype=dtype, memory_format=torch.channels_last if channels_last else torch.preserve_format)
+    if dtype is not None:
+        model.to(dtype=dtype)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
     cast = tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, example
     )
