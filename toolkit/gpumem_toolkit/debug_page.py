@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from gpumem_client import memory_summary
 from gpumem_client.hooks.out_of_memory import latest_oom
-from gpumem_client.summary import memory_summary
 from gpumem_client.wire.units import human_bytes
 
 _log = logging.getLogger("gpumem_toolkit")
