@@ -99,7 +99,7 @@ def lingering_tensors(
     *,
     min_bytes: int = 0,
     max_groups: int = 20,
-    max_seconds: float = 2.0,
+    max_seconds: float = 10.0,
     max_objects: int = 5_000_000,
     referrers: bool = True,
 ) -> LingeringTensors:
@@ -111,7 +111,7 @@ def lingering_tensors(
 
     The result has the `max_groups` largest groups, each of `min_bytes` at least. `max_seconds` is the CPU time for the
     walk, again for frozen objects, and again for the search for `referrers`, which takes longer than the walk: about
-    2 s per million objects. If a limit ends the walk, `complete` is False.
+    6 s per million objects. If a limit ends the walk, `complete` is False, and names may be missing.
     """
     torch = initialized_torch()
     if torch is None:
@@ -124,7 +124,7 @@ def walk(
     torch: Any,
     min_bytes: int = 0,
     max_groups: int = 10_000,
-    max_seconds: float = 2.0,
+    max_seconds: float = 10.0,
     max_objects: int = MAX_OBJECTS,
     *,
     referrers: bool = False,

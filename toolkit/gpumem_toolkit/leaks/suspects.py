@@ -38,7 +38,7 @@ class SuspectSearch:
         least = _RECOUNTS.get(self._steps // self._every)
         if least is None or self._steps % self._every:
             return ()
-        # The search for referrers takes 2 s per million objects, a count 0.1 s: search only if there is a suspect.
+        # The search for referrers takes 6 s per million objects, a count 0.1 s: search only if there is a suspect.
         counted = _count()
         found = grown(self._before, counted, least=least)
         if found:
