@@ -30,7 +30,7 @@ from tests.support.other_user import OTHER_UID, needs_root, rogue_server
 from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20
-MOST_BYTES = 120 * MIB
+MOST_BYTES = 160 * MIB
 HEAD = b"POST /api/v1/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
