@@ -129,7 +129,7 @@ def job(name: str, *processes: dict[str, Any], **changes: Any) -> dict[str, Any]
     return {
         "id": f"{name}~1f3a9c0e" if first["workload"] else f"pid~{first['pid']}",
         "name": name,
-        "hue": ord(name[0]) % 12,
+        "hue": ord(name[:1] or " ") % 12,
         **{key: first[key] for key in ("workload", "command", "user", "uid", "k8s_namespace", "k8s_pod")},
         "slurm_job_id": None,
         "ray_job_id": None,
