@@ -167,7 +167,7 @@ def build_server(
         _log.info("listening", extra={"fields": {"addresses": names, "version": app.version}})
         if listeners.on_all_addresses:
             fields = {"loopback_only": "--web.listen-address 127.0.0.1:9844"}
-            _log.info("every address listens: other machines can read the page", extra={"fields": fields})
+            _log.info("listening on every address: other machines can read the page", extra={"fields": fields})
         on_started()
 
     return LimitedServer(

@@ -43,6 +43,12 @@ TO_EXPORTERS = link("gpumem-exporter", "cluster", "node")
 TO_WORKLOAD = ("This workload", link("gpumem-workload", cluster=CELL["cluster"], workload="__data.fields.workload"))
 TO_JOB = ("This job on the live page", live_page(CELL["node"], workload="__data.fields.workload"))
 
+_DEVICE_COLUMNS = (
+    Column("cluster", heading="Cluster"),
+    Column("instance", heading="Node", links=[TO_DEVICE, TO_DEVICE_PAGE]),
+    Column("gpu", heading="GPU", width=60),
+)
+
 
 def fleet() -> Any:
     """Build the dashboard of all nodes, the entry to the others."""
@@ -150,9 +156,7 @@ def _devices() -> Any:
         " rate of the time range. Allocatable is the free memory and the idle cache: the space for another process."
         " Click a node to see the device.",
         [
-            Column("cluster", heading="Cluster"),
-            Column("instance", heading="Node", links=[TO_DEVICE, TO_DEVICE_PAGE]),
-            Column("gpu", heading="GPU", width=60),
+            *_DEVICE_COLUMNS,
             Column("Pressure", hard_used_ratio(GPU), units.PercentUnit, PRESSURE, gauge=True, width=160),
             Column("Above 90 % for", above_seconds(GPU), units.Seconds, width=120),
             Column("Full in", full, units.Seconds, width=90),
@@ -348,9 +352,7 @@ def _held() -> Any:
         "Processes with memory on devices on which no kernel ran in the whole time range. On a device whose"
         " utilization the driver does not know, such as a MIG device, this is unknown.",
         [
-            Column("cluster", heading="Cluster"),
-            Column("instance", heading="Node", links=[TO_DEVICE, TO_DEVICE_PAGE]),
-            Column("gpu", heading="GPU", width=60),
+            *_DEVICE_COLUMNS,
             Column("workload", heading="Workload", links=[TO_WORKLOAD, TO_JOB]),
             Column("pid"),
             Column("user"),
@@ -374,9 +376,7 @@ def _idle() -> Any:
         " bytes multiplied by the share of time without a kernel. A device that is high in both columns could"
         " take another job.",
         [
-            Column("cluster", heading="Cluster"),
-            Column("instance", heading="Node", links=[TO_DEVICE, TO_DEVICE_PAGE]),
-            Column("gpu", heading="GPU", width=60),
+            *_DEVICE_COLUMNS,
             Column("Never used", never),
             Column("Used while idle", f"{held} * (1 - {busy})"),
             Column("Used", held),

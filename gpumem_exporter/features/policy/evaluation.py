@@ -221,10 +221,11 @@ class PolicyEvaluator:
                 if admits is not None and not admits(each):
                     continue
                 result = _waiting(state, each, alerted=admits is not None)
-                if not result and decided == MAX_DECISIONS:
-                    result = "pending"
-                processes = _processes(rule, each, snapshot)
-                if result := result or state.objection(each, now) or _obstacle(rule, each, processes, snapshot, busy):
+                if not result:
+                    result = "pending" if decided == MAX_DECISIONS else state.objection(each, now)
+                # Of a job, these are searched among all processes: only where the rule would act.
+                processes = [] if result else _processes(rule, each, snapshot)
+                if result := result or _obstacle(rule, each, processes, snapshot, busy):
                     counts[name, result] += 1
                     continue
                 decided += 1

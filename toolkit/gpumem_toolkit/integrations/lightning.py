@@ -11,9 +11,9 @@ from typing import Any
 
 from gpumem_toolkit.integrations.training_watch import TrainingWatch, safely
 
-# Both packages may be installed, and their classes differ. Whoever uses one has imported it.
-_loaded = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
-_pytorch: Any = importlib.import_module("lightning.pytorch" if "lightning.pytorch" in sys.modules else _loaded)
+# Both packages may be installed, and their classes differ. A user of one has imported it.
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_pytorch: Any = importlib.import_module(next((name for name in _PACKAGES if name in sys.modules), _PACKAGES[0]))
 
 
 class GpuMemCallback(_pytorch.Callback):

@@ -17,10 +17,8 @@ _SOURCES = {
     "profile": "training steps measured on this machine's GPU",
     "description": "the sizes of a transformer",
 }
-
-
+# The starts of the headings of columns with numbers.
 _NUMBERS = ("total", "to spare", "largest", "at ", "peak")
-"""The starts of the headings of columns with numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +127,8 @@ class Plan(ShownAsText):
         changes = [("change", "peak", "largest batch", "fits on", "cost")] if self.changes else []
         for change in self.changes:
             largest = UNKNOWN if change.largest_batch is None else str(change.largest_batch)
-            fits = ", ".join(change.fits_on) or "none"
-            fits = {len(on): "all" if len(on) > 1 else "yes", 0: "none" if len(on) > 1 else "no"}.get(
-                len(change.fits_on), fits
-            )
-            changes.append((change.name, human_bytes(change.reserved_peak_bytes), largest, fits, change.note))
+            fits_on = _fits_on(change.fits_on, len(on))
+            changes.append((change.name, human_bytes(change.reserved_peak_bytes), largest, fits_on, change.note))
         tables = [["", *_aligned(rows)] for rows in (devices, memory, changes) if rows]
         return "\n".join(line for part in (self._answer(), *tables) for line in part)
 
@@ -167,6 +162,13 @@ class Plan(ShownAsText):
         document["breakdown_bytes"] = document.pop("breakdown")
         document["highest_bytes"] = document.pop("highest")
         return {**document, "fits": self.fits, "effective_batch": self.effective_batch}
+
+
+def _fits_on(names: Sequence[str], devices: int) -> str:
+    """Name the devices on which a batch fits, of a number of devices."""
+    if devices == 1:
+        return "yes" if names else "no"
+    return "all" if len(names) == devices else ", ".join(names) or "none"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
