@@ -98,7 +98,7 @@ def measured(
     rows = [
         Row("nodes that were scraped", up, "", beside=f"of {nodes}"),
         Row("series of a node", len(re.findall(rb"^[^#]", page, re.MULTILINE)), "", beside=f"{len(page):,} bytes"),
-        Row("series in memory, with those of rules", head["numSeries"], ""),
+        Row("series in memory, with the results of rules", head["numSeries"], ""),
         Row(
             f"CPU of Prometheus in an interval of {INTERVAL_SECONDS} s",
             share * INTERVAL_SECONDS,

@@ -43,7 +43,7 @@ class Ticks:
         last, used = time.perf_counter(), time.process_time()
         while not self._ended.wait(0.001):
             now, used_now = time.perf_counter(), time.process_time()
-            # Whoever holds the GIL uses a processor. Without use, the process waited for a processor.
+            # The holder of the GIL uses a processor. Without use, the process waited for a processor.
             self.longest_seconds = max(self.longest_seconds, min(now - last, used_now - used))
             last, used = now, used_now
 
