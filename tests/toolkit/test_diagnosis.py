@@ -121,6 +121,8 @@ RIGHT = [
     ("the cache would do", _with(reserved=7 * GIB, reclaimable=GIB), "clear"),
     ("the fraction forbids what is free", _with(free=4 * GIB, allowed=6 * GIB), "memory_fraction"),
     ("more than the device has", _with(requested=20 * GIB, phase="forward", batch_size=64, grown=GIB), "split_request"),
+    ("half of the device in a model", _with(requested=5 * GIB, allocated=GIB, phase="forward"), "smaller_batch"),
+    ("half of the device elsewhere", _with(requested=5 * GIB, allocated=GIB, phase=""), "split_request"),
     ("a sure leak", _with(leaked=3 * GIB, leak_per_step=MIB, other_processes=((9, 2 * GIB),)), "leak"),
     ("another process", _with(other_processes=((9, 2 * GIB),), phase="forward"), "other_process"),
     ("free memory in pieces", _with(reserved=7 * GIB, fragmented=GIB, phase="forward"), "expandable_segments"),

@@ -105,12 +105,18 @@ def _all(values: OomValues) -> Iterator[Advice]:
     if others is not None and others_likely:
         yield others
     yield from _known(values)
-    yield from _huge_request(values)
+    huge, impossible = _huge_request(values)
+    # A model's activations are large with a large batch, which can be smaller unless the empty device has no room.
+    huge_likely = impossible or values.phase != "forward"
+    if huge is not None and huge_likely:
+        yield huge
     if fragmented is not None and fragmented_likely:
         yield fragmented
     of_phase = {"optimizer": _optimizer, "data transfer": _data_transfer, "model transfer": _model_transfer}
     if all(values.phase != cause.phase for cause in values.causes):
         yield from of_phase.get(values.phase, _activations)(values)
+    if huge is not None and not huge_likely:
+        yield huge
     # This may be enough for this request, but hardly for the next one.
     if others is not None and not others_likely:
         yield replace(others, enough=others.enough and None)
@@ -156,20 +162,21 @@ def _available_memory(values: OomValues) -> Iterator[Advice]:
         yield Advice("private_pools", text, values.private_pools, enough=False)
 
 
-def _huge_request(values: OomValues) -> Iterator[Advice]:
+def _huge_request(values: OomValues) -> tuple[Advice | None, bool]:
+    """Return advice for a request of most of the device, and whether the request is larger than the empty device."""
     requested, total = values.requested, values.total
     if requested is None or total is None or "transfer" in values.phase:
-        return
+        return None, False
     impossible = requested > total - max(0, values.non_torch or 0)
     if not impossible and not (requested >= _HUGE_SHARE * total and requested >= (values.allocated or 0)):
-        return
+        return None, False
     size = "more than the empty device has" if impossible else "more than half of the device"
     where = f" at {values.place}" if values.place else ""
     text = (
         f"split the operation{where}: it requests {human_bytes(requested)} at once, {size}. Look for an unintended"
         " shape (a broadcast, a full attention matrix, a one-hot tensor), or loop over chunks"
     )
-    yield _advice(values, "split_request", text, max(1, requested - (values.available or 0)))
+    return _advice(values, "split_request", text, max(1, requested - (values.available or 0))), impossible
 
 
 def _leak(values: OomValues) -> Iterator[Advice]:
