@@ -11,7 +11,7 @@ import time
 from functools import partial
 from itertools import chain, compress
 from operator import not_
-from typing import Any, Callable, Iterable, TypeVar
+from typing import Any, Callable, Iterable, Iterator, TypeVar
 
 _Item = TypeVar("_Item")
 GENERATIONS = (0, 1, 2)
@@ -62,12 +62,12 @@ class Uninterrupted:
         """Return a list like `held`, of each item whose id is not in `seen` yet, once."""
         by_id: dict[int, _Item] = {}
         pairs = self.held(items)
-        self.call(by_id.update, zip(map(id, pairs), pairs))
+        new = self.held(compress(pairs, map(not_, map(seen.__contains__, map(id, pairs)))))
+        self.call(by_id.update, zip(map(id, new), new))
         self._held.append(by_id)
         self.ids.add(id(by_id))
         # `chain` asks for the iterators of the dictionary only once it is full.
-        new = map(not_, map(seen.__contains__, chain.from_iterable((by_id,))))
-        found = self.held(compress(chain.from_iterable((by_id.values(),)), new))
+        found = self.held(chain.from_iterable(map(dict.values, (by_id,))))
         self.call(seen.update, chain.from_iterable((by_id,)))
         return found
 
@@ -126,3 +126,19 @@ class Slices:
         """Let the job run for as long as a slice of its objects has taken."""
         if self._rests:
             time.sleep(seconds)
+
+
+def windows(slices: Slices, shortest: int, most: int) -> Iterator[tuple[Callable[[], Iterable[Any]], slice]]:
+    """Yield functions that return the tracked objects of a generation, and the part of them that is read next.
+
+    A part has at least `shortest` objects, and a generation at most `most` parts and one.
+    """
+    for generation in GENERATIONS:
+        # The last part first: if objects are freed meanwhile, all others move toward the parts that are still to be
+        # read, so none is missed.
+        counted = Uninterrupted()
+        size = counted.kept(map(len, map(gc.get_objects, (generation,))))
+        slices.run(counted)
+        length = max(shortest, size[0] // most)
+        for start in range(size[0] // length * length, -1, -length):
+            yield partial(gc.get_objects, generation), slice(start, start + length)

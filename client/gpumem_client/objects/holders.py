@@ -1,8 +1,9 @@
 """Reads where tensors are and what obviously holds them, without a reference to any of it afterwards.
 
-One uninterrupted program selects the tracked objects by type, and lists what is in models, optimizers, caches, globals
-of the user's modules, and local variables, a few containers deep. It follows no other reference, and runs none of the
-user's code. The result has ids and text only, and is of one moment.
+Uninterrupted programs select the tracked objects by type, and list what is in models, optimizers, caches, globals of
+the user's modules, and local variables, a few containers deep. They follow no other reference, and run none of the
+user's code. The result has ids and text only. A program also reads the tensors that it reaches, so a name and an
+address belong together even if another object gets the same id between two programs.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import gc
 import os
 import sys
 import threading
+import weakref
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
 from itertools import chain, compress, count, islice, repeat, starmap
-from operator import and_, attrgetter, getitem, is_, not_
+from operator import and_, attrgetter, getitem, is_, is_not, itemgetter, not_
 from pathlib import Path
 from types import GetSetDescriptorType, ModuleType
-from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, NamedTuple, Sequence, Tuple
+from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, NamedTuple, Sequence
 
 import gpumem_client
 from gpumem_client import torch_access
 from gpumem_client.objects.tensors import TensorReader, subclasses
-from gpumem_client.uninterrupted import Slices, Uninterrupted
+from gpumem_client.uninterrupted import CALL, Slices, Uninterrupted, windows
 
 # The levels of containers below an object: such as `state`, the state of a parameter, and a list in it.
 _LEVELS = 5
@@ -30,7 +33,10 @@ _LEVELS = 5
 _FROZEN_LEVELS = 24
 # The longest container that is read, and the numbers of children and of containers that are read on each level.
 _LENGTH_MAX, _CHILDREN_MAX, _CONTAINERS_MAX = 100_000, 300_000, 15_000
-# Most containers of a model are empty: the hooks of its modules.
+# The least objects of a window, and the most windows of a generation: each lists all objects of the generation.
+_WINDOW, _WINDOWS_MAX = 8_000, 3
+# The instances that one program reads.
+_INSTANCES = 500
 _is_read = range(1, _LENGTH_MAX + 1).__contains__
 # The depth of the stacks whose local variables are read.
 _FRAMES_MAX = 200
@@ -51,9 +57,20 @@ bases_of: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
 """Returns a class and its base classes, in the order in which attributes are looked up."""
 _dictionary_of_module: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__
 
-Child = Tuple[int, Any, int]
-"""The id of a holder, the key of an object in it, and the id of the object. A key that is neither text nor a number is
-the id of the key."""
+
+class Children:
+    """What containers hold: the id of a container or a negative number, a key, and the id of what is there.
+
+    A key that is neither text nor a number is the id of the key.
+    """
+
+    def __init__(self) -> None:
+        self.holders = array("q")
+        self.keys: list[Any] = []
+        self.ids = array("q")
+
+    def __iter__(self) -> Iterator[tuple[int, Any, int]]:
+        return zip(self.holders, self.keys, self.ids)
 
 
 def ids_of(types: Iterable[type]) -> frozenset[int]:
@@ -77,7 +94,7 @@ class Holders(NamedTuple):
     instances: list[tuple[int, type]]
     """The found modules, optimizers, caches, and the instances in variables."""
     containers: list[tuple[int, type]]
-    children: list[Child]
+    children: list[Children]
     """What is in containers, and the attributes of instances. The holder of a local variable is -1, -2 and so on."""
     frames: list[tuple[str, int, str]]
     """The file, line and name of the functions -1, -2 and so on."""
@@ -88,66 +105,137 @@ class Holders(NamedTuple):
 
 
 def read_holders(torch: Any, reader: TensorReader, types: Collection[type], slices: Slices) -> Holders:
-    """Return the tensors, and what instances of these types and variables hold.
+    """Return the tensors, and what instances of these types and variables hold. `types` must allow weak references.
 
-    Keeps the GIL for about as long as a full garbage collection: 1.0 times with 3,000 modules, 1.3 times with 100,000
-    small dictionaries in a model (CPU time). Of each level, 15,000 containers are read.
+    Each program keeps the GIL for a third to three quarters of the time of a full garbage collection. Below 500
+    instances, 15,000 containers of each level are read.
     """
+    reading = _Reading(torch, reader, types, slices)
     names = user_modules()
-    kinds = (*types, *_types_of_variables(names, slices))
-    getters = {id(kind): getter for kind in kinds if (getter := getter_of(kind))}
-    plain, wrapping, own = ids_of(reader.types), ids_of(reader.all_types - reader.types), ids_of(types)
-    frozen = gc.get_freeze_count() > 0
-    read = Uninterrupted()
-    lists = read.tracked()
-    listed = read.held(compress(chain.from_iterable(lists), are(chain.from_iterable(lists), plain | wrapping | own)))
-    frames, modules, variables = variables_in(read, names)
-    wanted = plain | wrapping | CONTAINERS | getters.keys()
-    choose = partial(are, types=wanted)
-    rows, reached = children_of(read, count(-1, -1), variables, [], choose)
-    children, values = [rows], [reached]
-    instances: list[list[tuple[int, type]]] = []
-    containers: list[list[tuple[int, type]]] = []
-    counts: list[list[int]] = []
-    found = read.held(chain(compress(listed, are(listed, own)), reached))
-    seen: set[int] = set()
-    for level in range(_FROZEN_LEVELS if frozen else _LEVELS):
-        fresh = read.unseen(found, seen)
+    reading.read_tracked()
+    reading.read_variables(names)
+    reading.read_instances()
+    return reading.result()
+
+
+class _Reading:
+    """Reads in several programs. Between them it has only ids, text, and weak references to instances."""
+
+    def __init__(self, torch: Any, reader: TensorReader, types: Collection[type], slices: Slices) -> None:
+        self._torch = torch
+        self._slices = slices
+        self._plain, self._wrapping = ids_of(reader.types), ids_of(reader.all_types - reader.types)
+        self._own = ids_of(types)
+        self._getters = _getters(types)
+        self._frozen = gc.get_freeze_count() > 0
+        self._references: list[Callable[[], Any]] = []
+        self._seen: set[int] = set()
+        self._tensors: list[list[Any]] = []
+        self._wrapped: list[list[tuple[int, list[int]]]] = []
+        self._instances: list[list[tuple[int, type]]] = []
+        self._containers: list[list[tuple[int, type]]] = []
+        self._children: list[Children] = []
+        self._sizes: list[list[int]] = []
+        self._frames: list[tuple[str, int, str]] = []
+        self._globals: list[str] = []
+
+    def read_tracked(self) -> None:
+        """Read the tracked tensors, and find the tracked instances."""
+        for listed, window in windows(self._slices, _WINDOW, _WINDOWS_MAX):
+            if self._slices.stopping():
+                return
+            read = Uninterrupted()
+            objects = read.held(chain.from_iterable(map(itemgetter(window), map(CALL, (listed,)))))
+            found = read.held(compress(objects, are(objects, self._plain | self._wrapping | self._own)))
+            read.call(self._references.extend, map(weakref.ref, compress(found, are(found, self._own))))
+            self._add_tensors(read, found)
+            self._slices.run(read)
+
+    def read_variables(self, names: Sequence[str]) -> None:
+        """Read the variables of functions, and the globals of the modules with these names."""
+        self._getters.update(_getters(_types_of_variables(names, self._slices)))
+        read = Uninterrupted()
+        self._frames, self._globals, variables = variables_in(read, names)
         # A variable's instance is read, whatever it is; below that only what belongs to models, optimizers and caches.
-        holding = read.held(compress(fresh, are(fresh, getters.keys() if level == 0 else own)))
-        attributes = read.held(map(next, map(map, map(getters.__getitem__, map(id, map(type, holding))), zip(holding))))
-        usual = read.kept(are(attributes, DICTIONARIES))
-        inner = read.held(compress(fresh, are(fresh, CONTAINERS)))
-        readable = read.held(compress(inner, map(_is_read, map(len, inner))))
-        counts.append(read.kept(map(len, (readable,))))
-        short = read.held(islice(readable, _CONTAINERS_MAX))
-        mappings = read.held(compress(short, are(short, DICTIONARIES)))
-        sequences = read.held(compress(short, map(not_, are(short, DICTIONARIES))))
-        instances.append(read.kept(zip(map(id, holding), map(type, holding))))
-        containers.append(read.kept(zip(map(id, short), map(type, short))))
-        ids = read.kept(chain(compress(map(id, holding), usual), map(id, mappings)))
-        dictionaries = read.held(chain(compress(attributes, usual), mappings))
-        rows, found = children_of(read, ids, dictionaries, sequences, choose)
-        children.append(rows)
-        values.append(found)
-    tensors = read.held(compress(listed, are(listed, plain)))
-    if frozen:
-        tensors = read.held(
-            chain(tensors, compress(chain.from_iterable(values), are(chain.from_iterable(values), plain)))
+        self._add_below(read, self._level_of(read, count(-1, -1), variables, [], self._getters.keys()))
+        self._slices.run(read)
+
+    def read_instances(self) -> None:
+        """Read what the tracked instances hold."""
+        for start in range(0, len(self._references), _INSTANCES):
+            if self._slices.stopping():
+                return
+            read = Uninterrupted()
+            found = read.held(map(CALL, self._references[start : start + _INSTANCES]))
+            self._add_below(read, compress(found, map(is_not, found, repeat(None))))
+            self._slices.run(read)
+
+    def result(self) -> Holders:
+        """Return what was read."""
+        return Holders(
+            [*chain.from_iterable(self._tensors)],
+            [*chain.from_iterable(self._wrapped)],
+            [*chain.from_iterable(self._instances)],
+            [*chain.from_iterable(self._containers)],
+            self._children,
+            self._frames,
+            self._globals,
+            sum(max(0, size - _CONTAINERS_MAX) for size in chain.from_iterable(self._sizes)),
         )
-    wrapped = _wrapped(read, read.held(compress(listed, are(listed, wrapping))))
-    places = _places(read, torch, tensors)
-    slices.run(read)
-    return Holders(
-        places,
-        [*chain.from_iterable(wrapped)],
-        [*chain.from_iterable(instances)],
-        [*chain.from_iterable(containers)],
-        [*chain.from_iterable(children)],
-        frames,
-        modules,
-        sum(max(0, found_containers - _CONTAINERS_MAX) for (found_containers,) in counts),
-    )
+
+    def _add_below(self, read: Uninterrupted, found: Iterable[Any]) -> None:
+        """Read what instances and containers hold."""
+        # What the garbage collector does not track is found below modules that contain it.
+        followed = self._own if self._frozen else frozenset()
+        for number in range(_FROZEN_LEVELS if self._frozen else _LEVELS):
+            fresh = read.unseen(found, self._seen)
+            holding = read.held(compress(fresh, are(fresh, followed if number else self._getters.keys())))
+            getters = map(self._getters.__getitem__, map(id, map(type, holding)))
+            attributes = read.held(map(next, map(map, getters, zip(holding))))
+            usual = read.kept(are(attributes, DICTIONARIES))
+            inner = read.held(compress(fresh, are(fresh, CONTAINERS)))
+            mappings = read.held(compress(inner, are(inner, DICTIONARIES)))
+            sequences = read.held(compress(inner, map(not_, are(inner, DICTIONARIES))))
+            self._instances.append(read.kept(zip(map(id, holding), map(type, holding))))
+            self._containers.append(read.kept(zip(map(id, inner), map(type, inner))))
+            ids = read.kept(chain(compress(map(id, holding), usual), map(id, mappings)))
+            dictionaries = read.held(chain(compress(attributes, usual), mappings))
+            found = self._level_of(read, ids, dictionaries, sequences, followed)
+
+    def _level_of(
+        self,
+        read: Uninterrupted,
+        ids: Iterable[int],
+        dictionaries: Sequence[Any],
+        sequences: Sequence[Any],
+        followed: AbstractSet[int],
+    ) -> list[Any]:
+        """Read what dictionaries, whose holders have these ids, and other containers hold.
+
+        Returns the containers in it, and the instances of the types to be followed.
+        """
+        holders, keys, values = _items_in(read, ids, dictionaries, sequences)
+        chosen = read.kept(are(values, self._plain | self._wrapping | self._own | followed))
+        shown, ends = _rows(read, compress(holders, chosen), compress(keys, chosen), compress(values, chosen))
+        inside = read.kept(are(values, CONTAINERS))
+        inner = read.held(compress(values, inside))
+        # Most containers of a model are empty: the hooks of its modules. They are left out at once.
+        readable = read.kept(map(_is_read, map(len, inner)))
+        self._sizes.append(read.kept(map(sum, (readable,))))
+        of_holders, of_keys, of_inner = (
+            islice(compress(each, readable), _CONTAINERS_MAX)
+            for each in (compress(holders, inside), compress(keys, inside), inner)
+        )
+        rows, short = _rows(read, of_holders, of_keys, of_inner)
+        self._children += shown, rows
+        # Now, because another tensor may have the same id later.
+        self._add_tensors(read, ends)
+        return read.held(chain(compress(ends, are(ends, followed)), short))
+
+    def _add_tensors(self, read: Uninterrupted, objects: Sequence[Any]) -> None:
+        """Read the tensors among objects."""
+        self._tensors.append(_places(read, self._torch, read.held(compress(objects, are(objects, self._plain)))))
+        self._wrapped += _wrapped(read, read.held(compress(objects, are(objects, self._wrapping))))
 
 
 def are(objects: Iterable[Any], types: AbstractSet[int]) -> Iterator[bool]:
@@ -159,11 +247,20 @@ def children_of(
     read: Uninterrupted,
     ids: Iterable[int],
     dictionaries: Sequence[Any],
-    sequences: Sequence[Any],
     choose: Callable[[Sequence[Any]], Iterator[bool]],
-) -> tuple[list[Child], list[Any]]:
-    """Return the chosen children in dictionaries, whose holders have these ids, and in other containers."""
-    holders = chain(
+) -> Children:
+    """Return the chosen children in dictionaries, whose holders have these ids."""
+    holders, keys, values = _items_in(read, ids, dictionaries, [])
+    chosen = read.kept(choose(values))
+    return _rows(read, compress(holders, chosen), compress(keys, chosen), compress(values, chosen))[0]
+
+
+def _items_in(
+    read: Uninterrupted, ids: Iterable[int], dictionaries: Sequence[Any], sequences: Sequence[Any]
+) -> tuple[array[int], list[Any], list[Any]]:
+    """Return the holders, keys and values of dictionaries, whose holders have these ids, and of other containers."""
+    holders = array("q")
+    of_each = chain(
         chain.from_iterable(map(repeat, ids, map(dict.__len__, dictionaries))),
         chain.from_iterable(map(repeat, map(id, sequences), map(len, sequences))),
     )
@@ -171,13 +268,21 @@ def children_of(
         chain.from_iterable(map(dict.keys, dictionaries)), chain.from_iterable(map(range, map(len, sequences)))
     )
     items = chain(chain.from_iterable(map(dict.values, dictionaries)), chain.from_iterable(sequences))
-    values = read.held(islice(items, _CHILDREN_MAX))
-    chosen = read.kept(choose(values))
-    kept_keys = read.held(compress(keys, chosen))
-    kept_values = read.held(compress(values, chosen))
+    read.call(holders.extend, islice(of_each, _CHILDREN_MAX))
+    return holders, read.held(islice(keys, _CHILDREN_MAX)), read.held(islice(items, _CHILDREN_MAX))
+
+
+def _rows(
+    read: Uninterrupted, holders: Iterable[int], keys: Iterable[Any], values: Iterable[Any]
+) -> tuple[Children, list[Any]]:
+    """Return children, and the objects themselves."""
+    found = Children()
+    kept_keys, kept_values = read.held(keys), read.held(values)
+    read.call(found.holders.extend, holders)
     # A tuple of two, and whether to take its first or its second item.
-    shown = map(getitem, zip(map(id, kept_keys), kept_keys), are(kept_keys, _KEYS))
-    return read.kept(zip(compress(holders, chosen), shown, map(id, kept_values))), kept_values
+    read.call(found.keys.extend, map(getitem, zip(map(id, kept_keys), kept_keys), are(kept_keys, _KEYS)))
+    read.call(found.ids.extend, map(id, kept_values))
+    return found, kept_values
 
 
 def _wrapped(read: Uninterrupted, wrappers: list[Any]) -> tuple[list[tuple[int, list[int]]], ...]:
@@ -238,7 +343,11 @@ def variables_in(
     return functions, modules, read.held(chain(copies, map(_dictionary_of_module, compress(loaded, usual))))
 
 
-def _types_of_variables(names: list[str], slices: Slices) -> list[type]:
+def _getters(types: Iterable[type]) -> dict[int, Callable[[Any], Any]]:
+    return {id(kind): getter for kind in types if (getter := getter_of(kind))}
+
+
+def _types_of_variables(names: Sequence[str], slices: Slices) -> list[type]:
     read = Uninterrupted()
     variables = variables_in(read, names)[2]
     types = read.kept(map(type, chain.from_iterable(map(dict.values, variables))))

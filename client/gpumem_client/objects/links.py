@@ -11,7 +11,7 @@ from itertools import accumulate, chain, compress, count
 from operator import itemgetter, not_
 from typing import AbstractSet, Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
-from gpumem_client.uninterrupted import CALL, GENERATIONS, Slices, Uninterrupted
+from gpumem_client.uninterrupted import CALL, Slices, Uninterrupted, windows
 
 # The number of objects of a slice, which keeps the GIL for about 40 ms, and the most slices of a generation: each
 # lists all objects of the generation. In a large heap, a slice takes half the time of a full collection.
@@ -35,7 +35,9 @@ class Links:
         self._slices: list[_Slice] = []
         self.complete = True
         """Whether all objects were read."""
-        for each in _windows(slices, frozen):
+        everything: Callable[[], Iterable[Any]] = partial(list, frozen)
+        of_frozen = ((everything, slice(at, at + _SLICE)) for at in range(0, len(frozen), _SLICE))
+        for each in chain(windows(slices, _SLICE, _SLICES_MAX), of_frozen):
             if slices.stopping() or late():
                 self.complete = False
                 return
@@ -53,21 +55,6 @@ class Links:
                 source = bisect_right(each.ends, at)
                 yield each.ids[source], each.types[source], each.targets[at]
             slices.rest(time.perf_counter() - started)
-
-
-def _windows(slices: Slices, frozen: Sequence[Any]) -> Iterator[tuple[Callable[[], Iterable[Any]], slice]]:
-    """Yield functions that return all objects of a kind, and the part of them that is read next."""
-    for generation in GENERATIONS:
-        # The last part first: if objects are freed meanwhile, all others move toward the parts that are still to be
-        # read, so none is missed.
-        counted = Uninterrupted()
-        size = counted.kept(map(len, map(gc.get_objects, (generation,))))
-        slices.run(counted)
-        length = max(_SLICE, size[0] // _SLICES_MAX)
-        for start in range(size[0] // length * length, -1, -length):
-            yield partial(gc.get_objects, generation), slice(start, start + length)
-    for start in range(0, len(frozen), _SLICE):
-        yield partial(list, frozen), slice(start, start + _SLICE)
 
 
 def _read(slices: Slices, own: int, listed: Callable[[], Iterable[Any]], window: slice) -> _Slice:

@@ -229,7 +229,7 @@ class _Search:
             read.kept(zip(map(id, mappings), map(type, mappings), map(dict.__len__, mappings))),
             read.kept(zip(map(id, sequences), map(type, sequences), map(len, sequences))),
         )
-        in_mappings = children_of(read, map(id, mappings), mappings, [], choose)[0]
+        in_mappings = children_of(read, map(id, mappings), mappings, choose)
         globals_ = read.held(compress(mappings, map(dict.__contains__, mappings, repeat("__builtins__"))))
         modules = read.kept(zip(map(id, globals_), map(dict.get, globals_, repeat("__name__"))))
         passed = read.held(compress(objects, are(objects, ids_of(_PASSED))))
@@ -264,7 +264,7 @@ class _Search:
         dictionaries = read.kept(zip(map(id, attributes), map(id, attributed), map(type, attributed)))
         usual = read.held(compress(attributes, are(attributes, dictionary_types)))
         ids = compress(map(id, attributed), are(attributes, dictionary_types))
-        in_instances = [children_of(read, ids, usual, [], choose)[0]]
+        in_instances: list[Iterable[tuple[int, Any, int]]] = [children_of(read, ids, usual, choose)]
         caches = read.held(compress(attributed, are(attributed, {id(_CACHED)})))
         of_caches = read.held(compress(attributes, are(attributed, {id(_CACHED)})))
         cached = read.kept(
@@ -279,7 +279,7 @@ class _Search:
         for kind, name in _FRAMES.items():
             waiting.append(map(attrgetter(name), compress(objects, are(objects, {id(kind)}))))
         frames, _, variables = variables_in(read, (), filter(None, chain.from_iterable(waiting)))
-        in_frames = children_of(read, count(-1, -1), variables, [], choose)[0]
+        in_frames = children_of(read, count(-1, -1), variables, choose)
         self._slices.run(read)
 
         for each, kind, length in chain(*lengths):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import re
 import time
+from itertools import chain
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 from gpumem_client import torch_access
@@ -123,7 +124,7 @@ class _Naming:
         self._named: set[int] = set()
         self._children: dict[int, list[tuple[object, int]]] = {}
         self.graph = ""
-        for holder, key, child in resting(read.children):
+        for holder, key, child in resting(chain.from_iterable(read.children)):
             self._children.setdefault(holder, []).append((key, child))
 
     def instances(self, types: Iterable[type]) -> dict[int, str]:
