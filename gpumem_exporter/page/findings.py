@@ -66,6 +66,7 @@ _FAILS_SOON_SECONDS = 3600.0
 # memory before its first report.
 _LASTING_SECONDS = 10.0
 _LASTING = ("fragmented", "unattributed", "unreported")
+_DOCTOR = "See what is wrong: gpumem-exporter doctor"
 INJECTION_LABEL = 'gpumem.io/inject: "true"'
 """The label of pods, or of their namespace, into which the webhook injects the client."""
 # A finding that was absent for this time starts again.
@@ -94,6 +95,8 @@ class Finding:
     """The idle cache that would help."""
     clears: Job | None = None
     """The job whose clear would help."""
+    next: str = ""
+    """What to do next, and the command for it, if there is one: `See what grows: gpumem-exporter …`."""
 
 
 FindingsOf: TypeAlias = Callable[[Snapshot, Sequence[Job], Mapping[str, DeviceLedger]], Iterable[Finding]]
@@ -204,16 +207,17 @@ def _checks(failed: Iterable[Mapping[str, str]], *, has_devices: bool) -> Iterat
         if part == "devices" and has_devices:
             continue  # each lost device is a finding
         if part == "nvml":
-            yield finding("driver", "", "No driver", f"The driver does not answer: {detail}.")
+            yield finding("driver", "", "No driver", f"The driver does not answer: {detail}.", next=_DOCTOR)
         else:
             severity = SEVERITY["check_failing" if check["status"] == "failing" else "check_degraded"]
-            yield finding("check", part, "Exporter", f"{part}: {detail}.", severity=severity)
+            yield finding("check", part, "Exporter", f"{part}: {detail}.", severity=severity, next=_DOCTOR)
 
 
 def _lost(device: DeviceReading) -> Finding:
     name = f"GPU {device.gpu}" if device.gpu else device.uuid
     sentence, subject = f"{name} does not answer: {device.error}.", device.uuid or device.gpu
-    return finding("device_lost", subject, "Lost device", sentence, gpu=device.gpu, uuid=device.uuid)
+    step = "Look for its Xid error: dmesg | grep -i xid"
+    return finding("device_lost", subject, "Lost device", sentence, gpu=device.gpu, uuid=device.uuid, next=step)
 
 
 def _ooms(snapshot: Snapshot, jobs_of_errors: _JobsOfErrors) -> Iterator[Finding]:
@@ -240,6 +244,7 @@ def _ooms(snapshot: Snapshot, jobs_of_errors: _JobsOfErrors) -> Iterator[Finding
             gpu=oom.gpu or None,
             uuid=oom.uuid,
             since_seconds=oom.happened_seconds,
+            next=f"See what held the memory: gpumem-exporter events --type oom --pid {oom.pid}",
         )
 
 
@@ -312,7 +317,8 @@ def _growing(jobs: Sequence[Job], growing: Mapping[str, Sequence[GrowingPart]]) 
             fate = f"; it will be out of memory in {human_seconds(left)}" if left >= 1 else "; it has no memory left"
         sentence = f"{who} grows by {most}{human_bytes(parts[0].growth.bytes_per_hour)} an hour{where}{fate}."
         since_seconds = min(each.growth.since_seconds for each in parts)
-        yield finding("growth", job.id, "Growing", sentence, job=job, since_seconds=since_seconds)
+        step = f"See what holds it: gpumem-exporter profile {parts[0].part.process.pid} --search 10s"
+        yield finding("growth", job.id, "Growing", sentence, job=job, since_seconds=since_seconds, next=step)
 
 
 def _idle_caches(
@@ -361,6 +367,7 @@ def _idle_caches(
             uuid=device.uuid,
             idle_cache_bytes=size,
             clears=job,
+            next=f"See what a clear would free: gpumem-exporter clear {_selecting(job)} --dry-run",
         )
 
 
@@ -380,7 +387,19 @@ def _inactive(snapshot: Snapshot, jobs: Sequence[Job], jobs_of_errors: _JobsOfEr
         sentence = f"{called(job)} has held {human_bytes(size)} for {lasting} without any activity"
         sentence += f"{_OTHER_FAILED}." if lacked else "."
         severity = SEVERITY["inactive_lacked" if lacked else "inactive"]
-        yield finding("inactive", job.id, "Inactive", sentence, severity=severity, job=job, since_seconds=idle_since)
+        step = "Ask its owner whether anybody needs it"
+        yield finding(
+            *("inactive", job.id, "Inactive", sentence),
+            severity=severity,
+            job=job,
+            since_seconds=idle_since,
+            next=step,
+        )
+
+
+def _selecting(job: Job) -> str:
+    """Return the options that select the reporting processes of a job."""
+    return f"--pid {','.join(str(process.pid) for process in job.processes if process.reporter is not None)}"
 
 
 def gpus_in_words(gpus: Sequence[str]) -> str:
@@ -404,8 +423,13 @@ def _orphans(jobs: Sequence[Job], gpus: Mapping[str, str], ledgers: Mapping[str,
         severity = SEVERITY["orphan" if left.may_be_needed(ledgers) else "orphan_small"]
         # A job that was started again and again may have left processes behind each time.
         subject = f"{left.job.id} {left.lost.pid or ''}".strip()
-        since = left.lost.ended_seconds
-        yield finding("orphan", subject, "Orphan", sentence, severity=severity, job=left.job, since_seconds=since)
+        yield finding(
+            *("orphan", subject, "Orphan", sentence),
+            severity=severity,
+            job=left.job,
+            since_seconds=left.lost.ended_seconds,
+            next="See what can be ended: gpumem-exporter terminate --orphans --dry-run",
+        )
 
 
 def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
@@ -414,7 +438,8 @@ def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
         if silent:
             many = f" ({len(silent)} of {len(job.processes)} processes)" if len(job.processes) > 1 else ""
             sentence = f"No recent report from {called(job)}{many}: its allocated memory is unknown."
-            yield finding("silent", job.id, "Silent", sentence, job=job)
+            step = f"See where it is: py-spy dump --pid {silent[0].pid}"
+            yield finding("silent", job.id, "Silent", sentence, job=job, next=step)
 
 
 def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]:
@@ -477,14 +502,16 @@ def _in_ledger(
             f"{called(worst)} holds {human_bytes(size)} of fragmented cache on GPU {device.gpu}. "
             "A clear cannot free it."
         )
-        yield finding("fragmented", device.uuid, "Fragmented", sentence, job=worst, **place)
+        step = "Start it again with: gpumem-run --allocator expandable_segments:True -- COMMAND"
+        yield finding("fragmented", device.uuid, "Fragmented", sentence, job=worst, next=step, **place)
     # Not if the memory of a process may be unattributed, or if the memory is the host's.
     known = "other_processes" in ledger.categories and not (device.memory is not None and device.memory.of_host)
     hidden = any(_used_is_unknown(part) for _, parts in jobs for part in parts)
     size = ledger.categories["unattributed"]
     if known and not hidden and size >= _UNATTRIBUTED * ledger.total_bytes:
         sentence = f"{human_bytes(size)} on GPU {device.gpu} is used by no process that the driver lists."
-        yield finding("unattributed", device.uuid, "Unattributed", sentence, **place)
+        step = "Look for a process in another container or virtual machine: fuser -v /dev/nvidia*"
+        yield finding("unattributed", device.uuid, "Unattributed", sentence, next=step, **place)
 
 
 def _used_is_unknown(part: Part) -> bool:

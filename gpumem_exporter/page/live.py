@@ -331,6 +331,7 @@ def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> D
         "uuid": finding.uuid,
         "since_unix_seconds": None if since is None else round(now_unix_seconds - (snapshot.taken_seconds - since), 1),
         "idle_cache_bytes": finding.idle_cache_bytes,
+        "next": finding.next,
         "clear": None
         if clear is None or finding.clears is None
         else {**clear, "job": finding.clears.id, "name": finding.clears.name},

@@ -162,6 +162,7 @@ def finding(kind: str, severity: str, title: str, sentence: str, **changes: Any)
         "sentence": sentence,
         **dict.fromkeys(("job", "gpu", "uuid", "idle_cache_bytes", "clear")),
         "owner": "",
+        "next": "",
         "since_unix_seconds": NOW - HOUR,
         **changes,
     }

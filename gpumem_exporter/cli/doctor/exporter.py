@@ -214,11 +214,7 @@ def check_jobs(findings: Sequence[Document]) -> Iterator[Finding]:
     # The line of the exporter's health has the driver, its devices and the parts of the exporter.
     of_jobs = [each for each in findings if each["severity"] != "info" and each["kind"] not in _OF_HEALTH]
     for each in of_jobs:
-        clear = each.get("clear")
-        pids = clear["target"]["pid"] if clear else None
-        named = ",".join(map(str, pids)) if isinstance(pids, list) else pids
-        fix = f"see `gpumem-exporter clear --pid {named} --dry-run`" if clear else ""
-        yield Finding("jobs", WARN, f"{each['title']}: {each['sentence']}", fix)
+        yield Finding("jobs", WARN, f"{each['title']}: {each['sentence']}", each["next"])
     if not of_jobs:
         yield Finding("jobs", PASS, "nothing needs attention")
 

@@ -48,7 +48,13 @@ def node_tables(
             if title:
                 yield plain(title, "bold")
             layout = Layout(columns, rows, width, words=words_of(nodes), order=order)
-            yield from layout.lines(rows, heading=columns is not FINDINGS)
+            if columns is not FINDINGS:
+                yield from layout.lines(rows)
+                continue
+            for row in rows:
+                yield from layout.lines([row], heading=False)
+                if row["next"]:
+                    yield plain(f"   {row['next']}", "dim")
     if not jobs:
         yield from (plain(""), plain(without_jobs or no_job(nodes, view.text)))
 

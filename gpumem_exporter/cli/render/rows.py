@@ -168,7 +168,7 @@ def _own_finding(node: Node, severity: str, title: str, sentence: str) -> Row:
     """Return a finding of the terminal itself: no document has it."""
     if node.live:
         sentence = f"Values as of {as_of(node.live)}: {sentence}"
-    found = {"id": sentence, "severity": severity, "title": title, "sentence": sentence, "owner": ""}
+    found = {"id": sentence, "severity": severity, "title": title, "sentence": sentence, "owner": "", "next": ""}
     return {**_finding(node, {**found, "since_unix_seconds": None, "clear": None}, None), "dim": False}
 
 

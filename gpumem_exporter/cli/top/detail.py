@@ -278,3 +278,5 @@ def _finding_lines(rows: Iterable[Row]) -> Iterator[Text]:
     """Yield a line for each finding."""
     for row in rows:
         yield plain(f"{row['mark']:2} {row['since']} {row['sentence']}", row["style"])
+        if row["next"]:
+            yield plain(f"   {row['next']}", "dim")

@@ -13,10 +13,11 @@ class Finding {
     this.severity = h("span", { class: "severity" });
     this.title = h("a", {});
     this.sentence = h("span", { class: "sentence" });
+    this.next = h("span", { class: "next faint" });
     this.since = h("span", { class: "since faint" });
     this.clear = clearButton(() => ({ name: this.finding.clear.name, clear: this.finding.clear }));
     this.why = h("a", { class: "button why" }, "Why");
-    this.element = h("li", {}, this.severity, h("p", {}, this.title, " ", this.sentence), this.since, this.why, this.clear);
+    this.element = h("li", {}, this.severity, h("p", {}, this.title, " ", this.sentence, " ", this.next), this.since, this.why, this.clear);
   }
 
   update(finding) {
@@ -30,6 +31,8 @@ class Finding {
     setAttribute(this.why, "aria-label", `Why: ${safe(finding.sentence)}`);
     setAttribute(this.title, "data-hue", finding.job === null ? null : hueOf(finding.job));
     setText(this.sentence, safe(finding.sentence));
+    // The buttons say what comes next for an error, and where a clear helps.
+    setText(this.next, finding.kind === "oom" || finding.clear !== null ? "" : safe(finding.next));
     const lasts = finding.since_unix_seconds === null ? "" : duration(now - finding.since_unix_seconds);
     setText(this.since, lasts && (finding.kind === "oom" ? `${lasts} ago` : `for ${lasts}`));
     setHidden(this.clear, finding.clear === null);

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from gpumem_exporter.core.samples import (
     Snapshot,
     StartingEngine,
 )
+from gpumem_exporter.main import main
 from gpumem_exporter.page.findings import INJECTION_LABEL, Finding, Since, find
 from gpumem_exporter.page.growth import GrowingPart, Growth
 from gpumem_exporter.page.jobs import jobs_of
@@ -319,6 +321,26 @@ def test_fragmented_and_unattributed_memory() -> None:
     assert findings(of(1, "train", fragmented=7 * GIB)) == {}
     unexplained = node(device(total=80 * GIB, used=40 * GIB, processes={99: 20 * GIB}))
     assert findings(node=unexplained)["unattributed"].severity == "warning"
+
+
+def test_the_next_commands_of_findings_exist(capfd: pytest.CaptureFixture[str]) -> None:
+    process = of(1, "w", 40 * GIB, 30 * GIB)
+    (job, *_) = jobs_of(Snapshot(1.0, reading(process), (process,)))
+    found = [
+        *findings(
+            *(process, of(2, "v")),
+            free=0,
+            ooms=(oom(ended_process=True),),
+            failed_checks=[{"part": "events", "status": "degraded", "detail": "disk full"}],
+            growing={job.id: [GrowingPart(job.parts[0], Growth(GIB, 500.0), None)]},
+        ).values(),
+        *orphan_findings((7,), LostLauncher("launcher_ended")),
+    ]
+    commands = [shlex.split(each.next.partition(": gpumem-exporter ")[2]) for each in found]
+    assert {words[0] for words in commands if words} == {"clear", "doctor", "events", "profile", "terminate"}
+    for words in filter(None, commands):
+        assert main([*words, "--url", "http://127.0.0.1:1"]) == 1, words  # 2 is wrong usage
+        assert "127.0.0.1:1" in "".join(capfd.readouterr()), words
 
 
 def test_a_finding_keeps_its_start_and_must_last_if_it_changes_with_each_step() -> None:
