@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import threading
 import time
@@ -26,8 +27,8 @@ from tests.support.exporter_process import ExporterProcess
 
 GAP_MS = 50.0
 GAP_COLLECTIONS = 1.5
-TOGETHER = 2
-"""The number of jobs at one time: each with a processor of a small machine."""
+TOGETHER = max(1, len(os.sched_getaffinity(0)) // 2)
+"""The number of jobs at one time. With less than two processors, a job waits for them, which counts as a gap."""
 RANKS = {"ddp": 2, "fsdp": 2}
 KINDS = (
     *("plain", "wrapped", "hooked_subclass", "sparse", "dtensor", "ddp", "fsdp", "checkpointed", "hooks"),
@@ -96,7 +97,7 @@ def run(given: argparse.Namespace, progress: Progress, place: Place, exporter: E
     starting = threading.Thread(target=starts, args=(place, exporter, given.starts, 60 * given.minutes))
     starting.start()
     try:
-        seen = jobs(place, exporter, KINDS, seconds)
+        seen = jobs(place, exporter, KINDS, seconds, TOGETHER)
     finally:
         starting.join()
         profiles.end()
@@ -120,8 +121,10 @@ def run(given: argparse.Namespace, progress: Progress, place: Place, exporter: E
     return rows
 
 
-def jobs(place: Place, exporter: ExporterProcess, kinds: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Run a job of each kind, a few at a time, and return what each saw."""
+def jobs(
+    place: Place, exporter: ExporterProcess, kinds: Sequence[str], seconds: float, together: int
+) -> dict[str, Any]:
+    """Run a job of each kind, some at a time, and return what each saw."""
     seen: dict[str, Any] = {}
     waiting = list(kinds)
 
@@ -131,7 +134,7 @@ def jobs(place: Place, exporter: ExporterProcess, kinds: Sequence[str], seconds:
             seen[kind] = job(place, exporter, kind, seconds, device)
             print(kind, seen[kind], file=sys.stderr)
 
-    threads = [threading.Thread(target=work, args=(device,)) for device in range(TOGETHER)]
+    threads = [threading.Thread(target=work, args=(device,)) for device in range(together)]
     for each in threads:
         each.start()
     for each in threads:

@@ -17,7 +17,7 @@ def test_no_kind_of_job_is_harmed_by_profiles() -> None:
         exporter = place.exporter()
         profiles = Profiles(exporter)
         try:
-            seen = jobs(place, exporter, KINDS, seconds=3)
+            seen = jobs(place, exporter, KINDS, seconds=3, together=2)
         finally:
             profiles.end()
     assert {kind: each["error"] for kind, each in seen.items() if "error" in each} == {}
