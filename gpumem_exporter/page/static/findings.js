@@ -1,4 +1,4 @@
-// What needs attention, in one slot of fixed height: a new finding moves nothing below it.
+// What needs attention, in one slot of fixed height until the viewer opens it: a new finding moves nothing below it.
 
 import { clearButton } from "./actions.js";
 import { $, arrange, h, isInUse, setAttribute, setHidden, setText, Views } from "./dom.js";
@@ -62,14 +62,21 @@ export function showFindings({ findings, node, now: time }) {
   setAttribute(document.body, "data-worst", findings[0]?.severity ?? null);
 }
 
-/** Say how many findings are below the slot. */
+/** Offer what the slot has no room for: more findings, or the ends of their lines. */
 function showMore() {
-  const list = $("findings-list");
-  const below = [...list.children].filter((each) => each.offsetTop + each.offsetHeight / 2 > list.scrollTop + list.clientHeight).length;
-  setText($("findings-more"), `${below} more ↓`);
-  setHidden($("findings-more"), below === 0);
+  const [list, more] = [$("findings-list"), $("findings-more")];
+  const open = $("findings").hasAttribute("data-open");
+  const cut = [...list.children].filter((each) => each.offsetTop + each.offsetHeight > list.clientHeight + 1).length;
+  const long = [...list.querySelectorAll("p")].some((each) => each.scrollWidth > each.clientWidth);
+  setText(more, open ? "less" : cut > 0 ? `${cut} more` : "whole lines");
+  setAttribute(more, "aria-expanded", String(open));
+  setHidden(more, !open && cut === 0 && !long);
 }
-$("findings-list").addEventListener("scroll", showMore, { passive: true });
+$("findings-more").addEventListener("click", () => {
+  $("findings").toggleAttribute("data-open");
+  showMore();
+});
+addEventListener("resize", showMore);
 
 function hrefOf({ job, kind, gpu, uuid }) {
   const place = job !== null ? jobHref(job) : uuid === null ? "?" : deviceHref({ gpu, uuid });
