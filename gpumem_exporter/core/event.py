@@ -74,7 +74,8 @@ class Query:
     before: int | None = None
     """Only events with a smaller id."""
     job_id: str | None = None
-    """Only ends of processes with this Slurm or Ray job id."""
+    """Only ends of processes with this Slurm or Ray job id; unless it is a number, also of the job of this id, and of
+    this workload."""
     subject: str | None = None
     """Only events about this subject."""
     last_of_subject: bool = False

@@ -388,8 +388,9 @@ def jobs_router(
         job_id: Annotated[str, Path(max_length=MAX_LABEL_LENGTH)],
         parameters: Annotated[JobParameters, QueryParameters()],
     ) -> Response:
-        """Peaks and means of the processes with this Slurm or Ray job id, from their first report on.
+        """Peaks and means of the processes of a job, from their first report on.
 
+        The job's name is its id of Slurm or Ray, or, unless that is a number, its workload or its id in `/api/v1/live`.
         The values of ended processes come from their `process_ended` events; the values of running processes count from
         the exporter's start. The callers that may read events may read jobs. A process that is in a cgroup of
         slurmstepd has the job of that cgroup, whatever it reports; `uid` leaves out what other users claim.

@@ -104,9 +104,12 @@ _OF_JOB = f"""(job = :job OR workload = :job OR (type IN ('action', 'policy_stop
     OR id IN (SELECT event FROM places WHERE workload = :job OR pid IN {_PIDS_OF_JOB}))"""  # noqa: S608 - constant names
 _LAST_OF_SUBJECT = """NOT EXISTS (
     SELECT 1 FROM events AS later WHERE later.subject = events.subject AND later.id > events.id)"""
+# A number is an id of Slurm or Ray: users choose the names of workloads.
 _OF_JOB_ID = """id IN (
     SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.slurm_job_id') = :job_id
-    UNION SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.ray_job_id') = :job_id)"""
+    UNION SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.ray_job_id') = :job_id
+    UNION SELECT id FROM events WHERE type = 'process_ended' AND (job = :job_id OR workload = :job_id)
+        AND :job_id GLOB '*[^0-9]*')"""
 
 
 class Storage:

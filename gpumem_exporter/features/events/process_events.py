@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -210,13 +210,18 @@ class ProcessHistory:
             return {tracked.process.report.process.session for tracked in self._tracked.values()}
 
     def running(self, job_id: str, now_unix_seconds: float) -> list[Event]:
-        """Return an event for each tracked process of a job, as if the process ended now."""
+        """Return an event for each tracked process of a job, as if the process ended now: see `Query.job_id`."""
         with self._lock:
             return [
                 self._ended_event(tracked, "", now_unix_seconds)
                 for tracked in self._tracked.values()
-                if job_id in tracked.job_ids().values()
+                if job_id in self._names(tracked, numbers_only=job_id.isdecimal())
             ]
+
+    def _names(self, tracked: _TrackedProcess, *, numbers_only: bool) -> Iterator[str | None]:
+        yield from tracked.job_ids().values()
+        if not numbers_only:
+            yield from (tracked.process.report.process.workload, self._job_of(tracked.process))
 
     def _start_tracking(self, process: ReportingProcess) -> list[Event]:
         usage: defaultdict[str, DeviceUsage] = defaultdict(partial(DeviceUsage, self._gap_seconds))
