@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from heapq import nlargest
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, DeviceSample
@@ -268,7 +269,12 @@ def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Repor
     known = _known_names(snapshot, names.reporting, permitted, of_target)
     if all(known[selector].keys() >= set(values) for selector, values in given.items()):
         return
-    unreported = {*map(str, listed), *(name for name, _ in names.silent)} - known["pid"].keys()
+    unreported: dict[str, Collection[str]] = {
+        "pid": {*map(str, listed), *(name for name, _ in names.silent)} - known["pid"].keys()
+    }
+    if shown is not permitted and snapshot.node is not None:  # identities are not hidden
+        # The page calls a job without a workload by its program.
+        unreported["workload"] = {snapshot.node.facts[pid].command for pid in listed if pid in snapshot.node.facts}
     named = _known_names(snapshot, shown, permitted, of_target)
     raise TargetNotFoundError(unknown_names(request.target, known, unreported, shown=named))
 
@@ -317,13 +323,13 @@ def _user_names(host_pid: int, snapshot: Snapshot) -> tuple[str, ...]:
 def unknown_names(
     target: Target,
     known: Mapping[str, Iterable[str]],
-    unreported: Collection[str] = (),
+    unreported: Mapping[str, Collection[str]] = MappingProxyType({}),
     *,
     shown: Mapping[str, Iterable[str]] | None = None,
 ) -> str:
     """Return which names of a target no device and no process has, and the nearest known ones; empty if all are known.
 
-    `unreported` are the pids of processes that do not report, so that the action cannot reach them. The text contains
+    `unreported` are the names of processes that do not report, so that the action cannot reach them. The text contains
     only names of `shown`, in their order; by default all known ones.
     """
     return "; ".join(_unknown(target, known, known if shown is None else shown, unreported))
@@ -340,13 +346,13 @@ def nothing_matches(target: Target, reporting: _Reporting) -> str:
     return f"nothing matches {target.describe()}; reporting processes: {_listing(shown, separator='; ')}"
 
 
-def _unknown(target: Target, known: _Names, shown: _Names, unreported: Collection[str]) -> Iterator[str]:
+def _unknown(target: Target, known: _Names, shown: _Names, unreported: Mapping[str, Collection[str]]) -> Iterator[str]:
     suggested = False
     for selector, values in target.given.items():
-        unreachable = unreported if selector == "pid" else ()
         listed = set(known[selector])
+        unreachable = set(unreported.get(selector, ())) - listed
         if silent := [value for value in values if value in unreachable]:
-            yield f"pid {_listing(silent)}: no report arrives, and actions reach only processes that report"
+            yield f"{selector} {_listing(silent)}: no report arrives, and actions reach only processes that report"
         unknown = [value for value in values if value not in listed and value not in unreachable]
         if unknown:
             names = [name for name in dict.fromkeys(shown[selector]) if name]
