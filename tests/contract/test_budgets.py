@@ -16,7 +16,7 @@ EXPORTER = REPOSITORY / "gpumem_exporter"
 FEATURES = EXPORTER / "features"
 BUDGETS = {
     "gpumem_exporter": 2_136,
-    "gpumem_exporter/actions": 4_851,
+    "gpumem_exporter/actions": 4_857,
     "gpumem_exporter/cli": 4_546,
     "gpumem_exporter/core": 3_200,
     "gpumem_exporter/demo": 1_459,
@@ -36,7 +36,7 @@ BUDGETS = {
     "gpumem_exporter/features/webhook": 596,
     "client/gpumem_client": 13_133,
     "toolkit/gpumem_toolkit": 9_264,
-    "tests": 57_981,
+    "tests": 57_985,
 }
 """Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only."""
 
