@@ -18,6 +18,7 @@ GENERATIONS = (0, 1, 2)
 """The generations of the garbage collector."""
 CALL: Callable[[Callable[[], Any]], Any] = operator.methodcaller("__call__")
 """Calls a function without arguments."""
+_COLLECT_YOUNG: Callable[[], Any] = partial(gc.collect, 0)
 _CLEAR: Callable[[Any], Any] = operator.methodcaller("clear")
 
 
@@ -79,6 +80,9 @@ class Uninterrupted:
         # Whether to enable collections at the end is read here, because another thread may change it until now.
         calls[:0] = [_now(seconds), partial(collects.extend, map(CALL, (gc.isenabled,))), gc.disable]
         calls.append(partial(any, map(_CLEAR, chain(chain.from_iterable(self._tracked), held))))
+        # What this program has made would start a collection at once, perhaps a full one, and the job would stand still
+        # for both.
+        calls.append(partial(any, map(CALL, compress((_COLLECT_YOUNG,), collects))))
         calls.append(partial(any, map(CALL, compress((gc.enable,), collects))))
         # At last the iterators: `zip` keeps its latest items.
         calls += [_now(seconds), calls.clear]

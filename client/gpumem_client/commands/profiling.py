@@ -10,8 +10,9 @@ from dataclasses import replace
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.guest_safety import log
 from gpumem_client.profile.heap_reader import HeapReader
+from gpumem_client.profile.latest import note_profile
 from gpumem_client.profile.model import Profile
-from gpumem_client.profile.profiler import ENTRIES_ENOUGH, Recording, live_profile
+from gpumem_client.profile.profiler import Recording, live_profile
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.torch_access import in_torch
 from gpumem_client.wire.errors import CommandRefusedError, ConfigurationError, ExporterError, WireError
@@ -49,6 +50,7 @@ class Profiling:
         self._command: Command | None = None
         self._started_seconds = 0.0
         self._recording: Recording | None = None
+        self._entries_enough = 0
         self._check_seconds = 0.0
 
     @property
@@ -83,6 +85,7 @@ class Profiling:
                 profile = self._profile(command)
             if profile is None:
                 return None
+            note_profile(profile)
             sent_id = self._send(replace(profile, step=self._sampler.step))
         except CommandRefusedError as error:
             return self._end(command, "refused", str(error), error.reason_code)
@@ -111,9 +114,10 @@ class Profiling:
         records = command.duration_seconds > 0
         if self._recording is None:
             if not command.force:
-                self.heap.require_short_pause(ENTRIES_ENOUGH if records else 0, searches=command.search_seconds > 0)
+                self.heap.require_short_pause(searches=command.search_seconds > 0)
             if not records:
                 return live_profile(self.heap, command.id, "action", search_seconds=command.search_seconds)
+            self._entries_enough = self.heap.entries_enough()
             self._recording = Recording(self.heap, self.recorder, clock=self._clock)
             self._recording.name()
         if not self._ends(self._recording, command):
@@ -128,9 +132,9 @@ class Profiling:
         """Whether the recording ends now."""
         now, end_seconds = self._clock(), self._end_seconds(recording, command)
         entries = recording.entries()
-        if now < end_seconds and entries < ENTRIES_ENOUGH:
+        if now < end_seconds and entries < self._entries_enough:
             # The next look is before the history can be full, at the rate until now.
-            left = (ENTRIES_ENOUGH - entries) * (now - recording.started_seconds) / max(1, entries)
+            left = (self._entries_enough - entries) * (now - recording.started_seconds) / max(1, entries)
             self._check_seconds = now + min(max(0.8 * left, _CHECK_SECONDS_MIN), _CHECK_SECONDS_MAX)
             return False
         # A snapshot may disturb a capture.

@@ -23,9 +23,11 @@ from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.reason_codes import ReasonCode
 
 PAUSE_SECONDS_MAX = 1.0
-_BLOCK_SECONDS, _ENTRY_SECONDS = 2e-6, 5e-6
+_BLOCK_SECONDS = 2e-6
 # The reading of holders, and the slices of the search for referrers, each of which lists all objects again.
 _OBJECT_SECONDS, _SEARCHED_OBJECT_SECONDS = 2e-7, 4e-7
+# The bounds of the number of entries at which a recording ends, and the objects of the process for each.
+_ENTRIES_MIN, _ENTRIES_MAX, _OBJECTS_OF_ENTRY = 15_000, 60_000, 12
 _Result = TypeVar("_Result")
 
 
@@ -134,8 +136,15 @@ class HeapReader:
         counted = (self._allocator.allocations(index) or (0, 0) for index in self._allocator.devices())
         return sum(allocated + 2 * freed for allocated, freed in counted)
 
-    def require_short_pause(self, entries: int, *, searches: bool = False) -> None:
-        """Check how long the snapshots, with this number of entries, and the slices would stop the interpreter.
+    def entries_enough(self) -> int:
+        """Return the number of entries at which a recording ends, so that its history is complete.
+
+        Its snapshot then takes about as long as a full garbage collection of the process.
+        """
+        return min(_ENTRIES_MAX, max(_ENTRIES_MIN, self._count_objects() // _OBJECTS_OF_ENTRY))
+
+    def require_short_pause(self, *, searches: bool = False) -> None:
+        """Check how long a snapshot of the blocks and the slices would stop the interpreter.
 
         Raises:
             CommandRefusedError: it would be longer than `PAUSE_SECONDS_MAX`.
@@ -150,7 +159,7 @@ class HeapReader:
                 " use force to accept that",
                 ReasonCode.TOO_MANY_OBJECTS,
             )
-        seconds = max(blocks * _BLOCK_SECONDS, entries * _ENTRY_SECONDS)
+        seconds = blocks * _BLOCK_SECONDS
         if seconds > PAUSE_SECONDS_MAX:
             raise CommandRefusedError(
                 f"a snapshot of {blocks:,} blocks would stop the interpreter for about {seconds:.1f} s;"

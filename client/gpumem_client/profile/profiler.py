@@ -16,8 +16,6 @@ from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.reason_codes import ReasonCode
 
-ENTRIES_ENOUGH = 60_000
-"""A recording ends early with this number of entries, so that its history is complete."""
 # An index after the last entry.
 _AT_END = 1 << 62
 
