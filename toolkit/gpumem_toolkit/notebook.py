@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.display import display
 
@@ -49,6 +50,8 @@ class GpuMemMagics(Magics):
         """Run a cell as the shell does, and show its cost. Returns the value of its last line."""
         shell, used, result = self.shell, list[MemoryUse](), None
         source = shell.transform_cell(cell)
+        if shell.should_run_async(cell, transformed_cell=source):
+            raise UsageError("%%gpumem cannot measure a cell that awaits: call asyncio.run in a thread, or use %gpumem")
         tree = shell.transform_ast(shell.compile.ast_parse(source))
         last = ast.Expression(tree.body.pop().value) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         file = shell.compile.cache(source, shell.execution_count)

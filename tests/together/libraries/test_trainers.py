@@ -18,6 +18,7 @@ CELLS = [
     "%%gpumem\nweights = torch.empty(64 << 20, dtype=torch.uint8, device='cuda')\n"
     "torch.nn.Linear(2048, 2048, device='cuda')",
     "%%gpumem\n1 / 0",
+    "%%gpumem\nawait wait()",
     "def step():\n    kept = torch.empty(96 << 20, dtype=torch.uint8, device='cuda')\n"
     "    return torch.empty(1 << 40, dtype=torch.uint8, device='cuda')\nstep()",
     "%gpumem clear",
@@ -67,7 +68,7 @@ def test_other_examples_run(section: str, node: EmulatedNode) -> None:
 
 
 def test_a_notebook_shows_the_cost_of_a_cell_and_clears_what_only_its_history_holds(node: EmulatedNode) -> None:
-    loaded, cost, failed, oom, cleared, shown, rest = run(node, "magics.py", given=json.dumps(CELLS))
+    loaded, cost, failed, awaiting, oom, cleared, shown, rest = run(node, "magics.py", given=json.dumps(CELLS))
     assert [each["status"] for each in (loaded, cost, cleared, shown, rest)] == ["ok"] * 5
     assert "peak 80.0 MiB" in cost["shown"]
     assert {line.split()[0]: line.split()[1] for line in cost["shown"].splitlines() if line.endswith(" MiB")} == {
@@ -77,6 +78,7 @@ def test_a_notebook_shows_the_cost_of_a_cell_and_clears_what_only_its_history_ho
     }
     assert "Linear(in_features=2048" in cost["shown"]
     assert (failed["status"], failed["error"]) == ("error", "ZeroDivisionError")
+    assert (awaiting["status"], awaiting["error"]) == ("error", "UsageError")
     assert (oom["status"], oom["error"]) == ("error", "OutOfMemoryError")
     assert "gpumem: out of memory" in oom["shown"]
     assert {"error: step.kept", "weights", "Out[2]"} <= {line[:24].strip() for line in oom["shown"].splitlines()}
