@@ -34,9 +34,9 @@ BUDGETS = {
     "gpumem_exporter/features/policy": 1_428,
     "gpumem_exporter/features/profiles": 2_587,
     "gpumem_exporter/features/webhook": 596,
-    "client/gpumem_client": 13_133,
-    "toolkit/gpumem_toolkit": 9_264,
-    "tests": 57_985,
+    "client/gpumem_client": 13_185,
+    "toolkit/gpumem_toolkit": 9_284,
+    "tests": 58_025,
 }
 """Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only."""
 
