@@ -100,7 +100,9 @@ _SPARE_PART = 32
 _OF_PROCESS = "(pid = :pid OR id IN (SELECT event FROM places WHERE pid = :pid))"
 _OF_DEVICE = "(uuid = :device OR id IN (SELECT event FROM places WHERE uuid = :device))"
 _PIDS_OF_JOB = "(SELECT pid FROM events WHERE job = :job AND job != '')"
-_OF_JOB = f"""(job = :job OR workload = :job OR (type IN ('action', 'policy_stopped') AND pid IN {_PIDS_OF_JOB})
+# Events of version 0.2 have no job.
+_OF_JOB = f"""(job = :job OR workload = :job
+    OR ((job IS NULL OR type IN ('action', 'policy_stopped')) AND pid IN {_PIDS_OF_JOB})
     OR id IN (SELECT event FROM places WHERE workload = :job OR pid IN {_PIDS_OF_JOB}))"""  # noqa: S608 - constant names
 _LAST_OF_SUBJECT = """NOT EXISTS (
     SELECT 1 FROM events AS later WHERE later.subject = events.subject AND later.id > events.id)"""

@@ -215,7 +215,8 @@ def test_a_file_of_an_earlier_exporter_loses_nothing(tmp_path: Path, schema: str
         insert(connection, 6, "process_started", "8", started)
         connection.commit()
     bench = Bench(tmp_path)
-    bench.put(3)
+    bench.put(3, type="process_ended", pid=8, workload="llm", job="llm~aa")
+    assert bench.numbers(job="llm~aa", after=0) == [2, 3], "also of the running process that reported to it"
     assert bench.numbers() == [1, 2, 3]
     assert bench.numbers(owner="uid:7") == [1]
     bench.storage.close()
@@ -229,7 +230,7 @@ def test_a_file_of_an_earlier_exporter_loses_nothing(tmp_path: Path, schema: str
     assert sorted(bench.numbers(pid="1@5")) == [1, 4]
     assert sorted(bench.numbers(device="GPU-1")) == [1, 2, 4]
     assert bench.numbers(device="GPU-2") == [2]
-    assert sorted(bench.numbers(job="llm")) == [1, 2, 4]
+    assert sorted(bench.numbers(job="llm")) == [1, 2, 3, 4]
     bench.now += 8 * DAY
     bench.storage.maintain()
     assert bench.numbers() == []
