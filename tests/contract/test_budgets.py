@@ -27,7 +27,7 @@ BUDGETS = {
     "gpumem_exporter/reports": 900,
     "gpumem_exporter/features": 143,
     "gpumem_exporter/features/engines": 1_900,
-    "gpumem_exporter/features/events": 2_372,
+    "gpumem_exporter/features/events": 2_374,
     "gpumem_exporter/features/fleet": 814,
     "gpumem_exporter/features/history": 1_042,
     "gpumem_exporter/features/oom": 1_000,
@@ -36,7 +36,7 @@ BUDGETS = {
     "gpumem_exporter/features/webhook": 596,
     "client/gpumem_client": 13_185,
     "toolkit/gpumem_toolkit": 9_284,
-    "tests": 58_025,
+    "tests": 58_026,
 }
 """Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only."""
 
