@@ -5,7 +5,7 @@
 Jobs of many kinds train on a node, a few at a time, while an exporter takes profiles of all of them: without a
 recording, with one, with a search for referrers, and of out-of-memory errors. Each runs without the client before. No
 job may crash, run out of memory only beside profiles, or send a profile whose sums are wrong. No thread of a job may
-wait for the GIL for more than 50 ms, or than one and a half full garbage collections of its process take.
+wait for the GIL for more than 50 ms, or than one and a half times the longest full garbage collection of its process.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run(given: argparse.Namespace, progress: Progress, place: Place, exporter: E
         rows += [
             Row(f"{kind}: steps", each["steps"], ""),
             Row(f"{kind}: out-of-memory errors that it has beside profiles only", more, "", limit=1),
-            Row(f"{kind}: longest gap; alone {alone:.0f}, a collection {collection:.0f}", gap, "ms", limit=bound),
+            Row(f"{kind}: longest gap; alone {alone:.0f}, longest collection {collection:.0f}", gap, "ms", limit=bound),
         ]
     return rows
 
