@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 from typing import Any
@@ -56,8 +55,6 @@ def test_the_callback_of_transformers_measures_logs_and_explains(node: EmulatedN
 
 @pytest.mark.parametrize("section", ["accelerate", "Lightning", "Batch size"])
 def test_other_examples_run(section: str, node: EmulatedNode) -> None:
-    if section == "Lightning" and importlib.util.find_spec("lightning") is None:
-        pytest.skip("lightning is not installed: the dependency group loops has it")
     (found,) = run(node, "page_examples.py", section)[-1:]
     if section == "Batch size":
         assert 1 < found["found"] <= 4

@@ -41,8 +41,6 @@ result = master
 def test_the_page_has_all_ranks_side_by_side(
     make_node: MakeNode, start_torch: StartTorch, request: pytest.FixtureRequest
 ) -> None:
-    for package in ("jinja2", "aiohttp", "tabulate"):
-        pytest.importorskip(package)
     chromium: Browser = request.getfixturevalue("browser")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
