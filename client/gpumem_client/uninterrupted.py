@@ -18,7 +18,6 @@ GENERATIONS = (0, 1, 2)
 """The generations of the garbage collector."""
 CALL: Callable[[Callable[[], Any]], Any] = operator.methodcaller("__call__")
 """Calls a function without arguments."""
-_COLLECT_YOUNG: Callable[[], Any] = partial(gc.collect, 0)
 _CLEAR: Callable[[Any], Any] = operator.methodcaller("clear")
 
 
@@ -77,18 +76,22 @@ class Uninterrupted:
         calls, held = self._calls, self._held
         collects: list[bool] = []
         seconds: list[float] = []
-        # Whether to enable collections at the end is read here, because another thread may change it until now.
-        calls[:0] = [_now(seconds), partial(collects.extend, map(CALL, (gc.isenabled,))), gc.disable]
-        calls.append(partial(any, map(_CLEAR, chain(chain.from_iterable(self._tracked), held))))
-        # What this program has made would start a collection at once, perhaps a full one, and the job would stand still
-        # for both.
-        calls.append(partial(any, map(CALL, compress((_COLLECT_YOUNG,), collects))))
-        calls.append(partial(any, map(CALL, compress((gc.enable,), collects))))
-        # At last the iterators: `zip` keeps its latest items.
-        calls += [_now(seconds), calls.clear]
+        program: list[Callable[[], object]] = [
+            _now(seconds),
+            # Whether to enable collections at the end is read here, because another thread may change it until now.
+            partial(collects.extend, map(CALL, (gc.isenabled,))),
+            gc.disable,
+            partial(list, map(CALL, calls)),
+            # The iterators: `zip` keeps its latest items.
+            calls.clear,
+            partial(any, map(_CLEAR, chain(chain.from_iterable(self._tracked), held))),
+            # After that, because a collection may start here, which runs the user's code and lets other threads run.
+            partial(any, map(CALL, compress((gc.enable,), collects))),
+            _now(seconds),
+        ]
         try:
             # `map` calls C functions from C, so no other thread gets the GIL in between.
-            list(map(CALL, calls))
+            list(map(CALL, program))
         except BaseException:
             calls.clear()
             any(map(_CLEAR, [*chain.from_iterable(self._tracked), *held]))
