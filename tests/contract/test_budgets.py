@@ -36,7 +36,7 @@ BUDGETS = {
     "gpumem_exporter/features/webhook": 596,
     "client/gpumem_client": 13_188,
     "toolkit/gpumem_toolkit": 9_284,
-    "tests": 58_021,
+    "tests": 58_023,
 }
 """Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only."""
 

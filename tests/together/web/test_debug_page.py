@@ -61,7 +61,9 @@ def test_the_page_has_all_ranks_side_by_side(
             assert cells[0] == str(rank)
             assert cells[1].startswith("cuda:0")
             assert cells[2] == allocated
-            assert f"ago: tensors held, a global of __main__ {allocated}" in cells[-1]
+            assert "s ago: tensors " in cells[-1]
+            assert "'held'" in cells[-1]
+            assert cells[-1].endswith(allocated)
     finally:
         processes[0].exec("debug.stop_debug_server()")
 
