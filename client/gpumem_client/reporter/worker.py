@@ -36,7 +36,7 @@ _RECORDING_SECONDS = 0.5
 # seconds between two tries.
 _UNHOOK_TRIES, _UNHOOK_SECONDS = 500, 0.01
 # The longest that an ending interpreter waits for the profile of an out-of-memory error.
-_PROFILE_SECONDS = 3.0
+_OOM_SECONDS = 3.0
 
 
 class Worker:
@@ -101,10 +101,10 @@ class Worker:
     def disable(self, timeout_seconds: float) -> None:
         """Take no sample and run no command from now on. Waits at most `timeout_seconds` for a call of torch.
 
-        Before that, it waits a few seconds for the profile of an out-of-memory error.
+        Before that, it waits a few seconds for the report and the profile of an out-of-memory error.
         """
-        if self._oom_waits:
-            self._thread.join(_PROFILE_SECONDS)  # the profile of the error that may end this process is being sent
+        if self._oom_waits or (self._loop is not None and self._ooms.waiting()):
+            self._thread.join(_OOM_SECONDS)  # the error that may end this process is being reported
         end_seconds = time.monotonic() + timeout_seconds
         self._gate.close(timeout_seconds)
         sampler = self.sampler
