@@ -17,7 +17,6 @@ from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.place import Place
 from tests.emulation.torch_process import TorchProcess
 
-STALL_RATIO = 0.6
 COUNT_RATIO = 5.0
 REST_RATIO = 1.0
 PHASE_RATIO = 2.0
@@ -58,18 +57,14 @@ def naive():
             total += value.nbytes
     return total
 
-names = "count", "slices", "stall", "rest", "naive", "memory_stats"
+names = "count", "rest", "naive", "memory_stats"
 result = {name: [] for name in names}
 for _ in range(rounds):
     steps, now = Steps(), [0.0]
     watching = Watch(model, optimizer, observed=Observed(), steps=steps, clock=lambda: now[0])
     for _ in range(3):
         now[0] += 3600
-        counted_before, costs = watching.latest, []
-        while watching.latest is counted_before:
-            costs.append(cost(lambda: steps._report(optimizer)))
-        for name, value in ("count", sum(costs)), ("slices", len(costs)), ("stall", max(costs)):
-            result[name].append(value)
+        result["count"].append(cost(lambda: steps._report(optimizer)))
     assert watching.latest[0].parameters * 4 == sum(getattr(watching.latest[0], name) for name in
                                                     ("parameters", "gradients", "optimizer_state"))
     result["rest"] += [cost(lambda: steps._report(optimizer)) for _ in range(200)]
@@ -123,10 +118,8 @@ def components(given: argparse.Namespace, progress: Progress, process: TorchProc
     loop, stats = "a loop over their nbytes", "memory_stats()"
     what = f"count of {counted:,} tensors"
     return [
-        compared(f"{what}: longest share of one step", us["stall"], "µs", loop, us["naive"], STALL_RATIO),
-        compared(f"{what}, in all its steps", us["count"], "µs", loop, us["naive"], COUNT_RATIO),
+        compared(what, us["count"], "µs", loop, us["naive"], COUNT_RATIO),
         compared("step between two counts", us["rest"], "µs", stats, us["memory_stats"], REST_RATIO),
-        Row("steps over which a count is spread", us["slices"] / 1e6, ""),
     ]
 
 

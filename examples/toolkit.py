@@ -167,7 +167,7 @@ def run(job: Job, epochs: int, folder: Path) -> None:
             inputs,
             loss=lambda outputs: mse_loss(outputs, targets),
             repeats=2,
-            simulate=job.device.type == "cpu",
+            reset_peaks=job.device.type == "cuda",
         )
     )
     print(toolkit.recommend_allocator_settings())
@@ -178,7 +178,7 @@ def run(job: Job, epochs: int, folder: Path) -> None:
     print(toolkit.save_checkpoint(folder / "last.pt", model=model, optimizer=optimizer))
     with toolkit.inference_mode(model):
         print(f"loss in evaluation {mse_loss(model(inputs), targets).item():.3f}")
-    print(toolkit.optimize_model(model, dtype=torch.bfloat16, example=inputs))
+    print(toolkit.optimize_model(model, dtype=torch.bfloat16))
 
     # Release all memory.
     toolkit.release_model(model, optimizer)

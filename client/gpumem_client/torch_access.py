@@ -10,8 +10,8 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Mapping
 
@@ -334,18 +334,17 @@ def _snapshot(torch: Any, *arguments: Any, paused: Callable[[float], None] = lam
     return taken[0]
 
 
-def start_history(torch: Any, entries_max: int, context: str | None = "alloc") -> None:
+def start_history(torch: Any, entries_max: int) -> None:
     """Record the last `entries_max` changes of each device's heap, and the stack of each allocation.
 
-    There are no stacks if `context` is None. The same thread must stop the recording: torch prints a warning otherwise.
-    Drops an older history.
+    The same thread must stop the recording: torch prints a warning otherwise. Drops an older history.
 
     Raises:
         AttributeError, RuntimeError, TypeError: this allocator, or this release, has no such recording.
     """
     if history_is_recorded(torch):
         stop_history(torch)
-    torch.cuda.memory._record_memory_history(enabled="all", context=context, stacks="python", max_entries=entries_max)
+    torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=entries_max)
 
 
 def stop_history(torch: Any) -> None:
@@ -365,28 +364,6 @@ def history_is_recorded(torch: Any) -> bool:
         return bool(torch._C._cuda_isHistoryEnabled())
     except (AttributeError, RuntimeError):
         return False
-
-
-@contextmanager
-def recorded_history(torch: Any, entries_max: int) -> Iterator[Callable[[int], list[dict[str, Any]]] | None]:
-    """Record the allocator's history within the context, without stacks.
-
-    Yields a function that returns the history of a device: the last `entries_max` allocations and frees, and the
-    changes of segments among them. Yields None if the allocator has no history, or if the user's code records it.
-    """
-    # There is one history for each process: starting another one, or stopping it, would clear the user's.
-    if history_is_recorded(torch):
-        yield None
-        return
-    try:
-        start_history(torch, entries_max, context=None)
-    except (AttributeError, RuntimeError, TypeError):
-        yield None
-        return
-    try:
-        yield lambda index: snapshot_traces(torch)[index]
-    finally:
-        stop_history(torch)
 
 
 def current_stream_is_capturing(torch: Any) -> Callable[[], bool]:

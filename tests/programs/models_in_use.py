@@ -72,38 +72,19 @@ def inference_restores_each_mode_and_logs_that_there_is_no_cuda() -> None:
 
 
 def changed_weights_are_measured_and_arguments_without_effect_are_rejected() -> None:
-    model, batch = net(), torch.randn(2, 3, 8, 8)
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    modes = [module.training for module in model.modules()]
-    mean = model[1].running_mean.tolist()
     with heard() as lines:
-        change = toolkit.optimize_model(model, dtype=torch.bfloat16, channels_last=True, example=batch)
-    assert "\n".join(lines) == str(change)
-    assert "no CUDA" in str(change)
+        change = toolkit.optimize_model(model, dtype=torch.bfloat16, channels_last=True)
+    assert lines == [str(change)]
     before, after = change.weights_before_bytes, change.weights_after_bytes
     assert before - after == (before - 8) // 2, "except the norm's count of batches, an integer of 8 bytes"
-    assert change.forward_before.peak_bytes is None
-    assert 0 < change.output_difference_ratio < 0.1
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
-    assert [module.training for module in model.modules()] == modes
-    assert model[1].running_mean.tolist() == mean
     for options in ({}, {"dtype": torch.int8}):
         with pytest.raises(ConfigurationError, match=r"dtype=torch\.bfloat16.*channels_last="):
             toolkit.optimize_model(model, **options)
-
-
-class WithNothing(nn.Linear):
-    """A model with an output that is always 0 and one that is empty."""
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [super().forward(x), x.new_zeros(3), x.new_zeros(0)]
-
-
-def an_output_that_stays_zero_does_not_differ() -> None:
-    change = toolkit.optimize_model(WithNothing(8, 8), dtype=torch.bfloat16, example=torch.randn(4, 8))
-    assert 0 < change.output_difference_ratio < 0.1
 
 
 def on_a_device_bytes_and_peaks_equal_the_allocators() -> None:
@@ -120,14 +101,6 @@ def on_a_device_bytes_and_peaks_equal_the_allocators() -> None:
     assert use.peak_bytes - use.before_bytes >= 2 * 4 * MIB, "the outputs of two layers at once"
 
     allocated = torch.cuda.memory_allocated()
-    torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")  # a higher peak than that of the forward passes
-    highest = torch.cuda.max_memory_allocated()
-    change = toolkit.optimize_model(model, dtype=torch.bfloat16, example=batch)
-    assert torch.cuda.max_memory_allocated() == highest
+    change = toolkit.optimize_model(model, dtype=torch.bfloat16)
     assert (change.weights_before_bytes, change.weights_after_bytes) == (16 * MIB, 8 * MIB)
     assert allocated - torch.cuda.memory_allocated() == 8 * MIB
-    back = toolkit.optimize_model(model, dtype=torch.float32, example=batch.bfloat16(), reset_peaks=True)
-    half, full = back.forward_before, back.forward_after
-    assert half.exact
-    assert full.exact
-    assert full.peak_bytes - full.before_bytes - (half.peak_bytes - half.before_bytes) == 4 * MIB, "half of two outputs"

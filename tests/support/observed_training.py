@@ -18,8 +18,6 @@ TRAINING = """
 import contextlib, gc
 import gpumem_client as gpumem
 import gpumem_toolkit as toolkit
-from gpumem_toolkit.measure import components as component_counts
-component_counts._SLICE_SECONDS = 60.0  # on a machine of any speed a count takes one step
 
 def make(device="cuda:0", **options):
     torch.manual_seed(0)

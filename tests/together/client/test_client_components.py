@@ -144,42 +144,24 @@ dist.destroy_process_group()
     assert reply["ddp False"][3] - reply["ddp True"][3] == PARAMETERS  # the buckets beside the gradients
 
 
-def test_a_count_in_slices_is_complete_keeps_its_interval_and_lets_pytorch_swap_parameters(
-    shared_process: TorchProcess,
-) -> None:
-    reply = shared_process.exec(
+def test_a_count_keeps_its_interval_and_lets_pytorch_swap_parameters(shared_process: TorchProcess) -> None:
+    gradients, counted_again = shared_process.exec(
         """
-model = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(200)]).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-def one():
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    torch.utils.swap_tensors(model[0].weight, torch.nn.Parameter(model[0].weight.detach().clone()))
-    optimizer.zero_grad()
-    gpumem.step()  # a step that is also marked, when no gradient is left
-one()
-component_counts._SLICE_SECONDS = 0.0  # one chunk per step
+model, optimizer = make()
 watching = toolkit.watch(model, optimizer)
-steps = 0
-while not watching.latest:
+def one():
+    step(model, optimizer)
+    gpumem.step()  # a step that is also marked, when no gradient is left
+    torch.utils.swap_tensors(model[0].weight, torch.nn.Parameter(model[0].weight.detach().clone()))
+one()
+first = watching.latest
+for _ in range(3):
     one()
-    steps += 1
-sliced = watching.latest
-again = []
-for _ in range(10):
-    one()
-    again.append(watching.latest is sliced)
-component_counts._SLICE_SECONDS = 60.0
-counted = sliced[0], watching.look()[0]
-result = steps, all(again), [[getattr(each, name) for name in ("parameters", "gradients")] for each in counted]
+result = first[0].gradients, watching.latest is not first
 watching.close()
 """
     )
-    steps, not_again, (sliced, at_once) = reply
-    assert steps > 3
-    assert not_again
-    assert sliced[0] == sliced[1] == at_once[0]
+    assert (gradients, counted_again) == (PARAMETERS, False)
 
 
 def test_a_model_or_optimizer_of_two_watches_counts_once(shared_process: TorchProcess) -> None:

@@ -107,18 +107,16 @@ before = torch.cuda.memory_allocated(0)
 model, optimizer = make()
 seen = toolkit.milestones(model, optimizer)
 watching = toolkit.watch(model, optimizer)
-component_counts._SLICE_SECONDS = 0.0
 phase = gpumem.phase("all")
 with phase:
     step(model, optimizer, gpumem.phase)
     step(model, optimizer, gpumem.memory_context)
 reply = gpumem.memory_summary()
-counting = not watching.latest  # started, and not complete
+counted = bool(watching.latest)
 del model, optimizer
 torch.cuda.synchronize()
 torch._C._cuda_clearCublasWorkspaces()
-result = counting, torch.cuda.memory_allocated(0) - before, process_observed().components(0)
-component_counts._SLICE_SECONDS = 60.0
+result = counted, torch.cuda.memory_allocated(0) - before, process_observed().components(0)
 gc.enable()
 """
     )

@@ -50,7 +50,7 @@ for step in range(16):
             toolkit.save_checkpoint(path, model=model, optimizer=optimizer)
             with toolkit.inference_mode(model):
                 model(x)
-            toolkit.optimize_model(copy.deepcopy(model), dtype=torch.bfloat16, example=x)
+            toolkit.optimize_model(copy.deepcopy(model), dtype=torch.bfloat16)
     else:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()

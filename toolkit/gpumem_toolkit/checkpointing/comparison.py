@@ -1,13 +1,9 @@
-"""The result of `compare_checkpointing`, as a table, a dictionary or a chart."""
+"""The result of `compare_checkpointing`, as a table."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
 _NAMES_SHOWN = 3
@@ -36,8 +32,6 @@ class CheckpointingRow:
     peak_bytes: int | None
     """The peak above the start, or its lower bound if it is not `exact`. None without CUDA."""
     peak_at_most_bytes: int | None
-    simulated: bool = False
-    """Whether the peak is a prediction of the planner."""
     out_of_memory: bool = False
     difference: Difference | None = None
     """From the results of the first row that ran; in that row, between two runs. None if they are equal."""
@@ -66,8 +60,6 @@ class CheckpointingComparison(ShownAsText):
     repeats: int
     rows: tuple[CheckpointingRow, ...]
     """From no checkpointed blocks to all."""
-    note: str = ""
-    """Why the peaks are unknown; empty if they are known."""
 
     @property
     def same_results(self) -> bool:
@@ -82,44 +74,6 @@ class CheckpointingComparison(ShownAsText):
             cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
             lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
         return "\n".join([*lines, *self._remarks()])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the comparison as JSON-compatible values."""
-        rows = [{"name": row.name, **asdict(row), "exact": row.exact} for row in self.rows]
-        return {**asdict(self), "same_results": self.same_results, "rows": rows}
-
-    def figure(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Return a `matplotlib.figure.Figure` with time and peak of each row as bars, and write it to `path`.
-
-        Raises ConfigurationError without matplotlib, and OSError if the file cannot be written.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError as error:
-            raise ConfigurationError("a figure needs the Python package matplotlib: pip install matplotlib") from error
-        panels = [("time, ms", [_scaled(row.seconds, 1e3) for row in self.rows])]
-        if any(row.peak_bytes is not None for row in self.rows):
-            simulated = " (simulated)" if any(row.simulated for row in self.rows) else ""
-            panels.append((f"peak above the start, MiB{simulated}", [_scaled(r.peak_bytes, 2**-20) for r in self.rows]))
-        figure = Figure(figsize=(5 * len(panels), 1.4 + 0.4 * len(self.rows)), layout="constrained")
-        names = [row.name for row in self.rows]
-        for i, (title, values) in enumerate(panels, 1):
-            axes = figure.add_subplot(1, len(panels), i)
-            bars = axes.barh(names, [value or 0 for value in values])
-            axes.bar_label(bars, [self._label(row, v) for row, v in zip(self.rows, values, strict=True)], padding=3)
-            axes.invert_yaxis()
-            axes.margins(x=0.15)
-            axes.set_title(title)
-        figure.suptitle(f"{self.model} on {self.device}: {self.blocks}")
-        if path is not None:
-            figure.savefig(Path(path))
-        return figure
-
-    @staticmethod
-    def _label(row: CheckpointingRow, value: float | None) -> str:
-        if value is None:
-            return "out of memory" if row.out_of_memory else "unknown"
-        return f"{value:.4g}"
 
     def _cells(self, row: CheckpointingRow) -> tuple[str, ...]:
         none = self.rows[0]
@@ -141,9 +95,9 @@ class CheckpointingComparison(ShownAsText):
         )
 
     def _remarks(self) -> list[str]:
-        remarks = [f"peak: {self.note}"] if self.note else []
-        if any(row.simulated for row in self.rows):
-            remarks.append("peak: simulated; what CUDA would allocate above the start")
+        remarks: list[str] = []
+        if not self.device.startswith("cuda"):
+            remarks.append(f"peak: no CUDA, the model is on {self.device}; gpumem-plan predicts it")
         if any(row.peak_bytes is not None and not row.exact for row in self.rows):
             remarks.append(
                 "a peak that is not measured to the byte is shown with its bounds; reset_peaks=True makes it exact"
@@ -167,10 +121,6 @@ def _describe(difference: Difference) -> str:
 
 def _against(value: float | None, base: float | None) -> str:
     return f"{value / base - 1:+.0%}" if value is not None and base else ""
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
 
 
 def _ordinal(number: int) -> str:

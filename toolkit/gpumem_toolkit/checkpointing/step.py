@@ -159,42 +159,30 @@ def _buffers(model: nn.Module) -> Callable[[], None]:
 
 
 class Results:
-    """The results of the run of a step that has just ended with a loss, copied to the host's memory."""
+    """The results of the run of a step that has just ended with a loss, in the host's memory."""
 
     def __init__(self, step: Step, loss: Tensor) -> None:
-        self._kept = {name: None if tensor is None else tensor.clone() for name, tensor in _on_host(step, loss)}
+        self._tensors = {"loss": loss.detach().cpu()}
+        for name, parameter in step.model.named_parameters():
+            if parameter.grad is not None:
+                self._tensors[f"gradient of {name}"] = _on_host(parameter.grad)
+        for name, buffer in step.model.named_buffers():
+            self._tensors[f"buffer {name}"] = _on_host(buffer)
 
-    def difference(self, step: Step, loss: Tensor) -> Difference | None:
-        """Compare with the run that has just ended; None if all results are equal to the bit, or both NaN."""
-        names: list[str] = []
-        ratios: list[float | None] = []
-        for name, tensor in _on_host(step, loss):
-            kept = self._kept.get(name)
-            if kept is None and tensor is None:
-                continue
-            if kept is None or tensor is None or kept.shape != tensor.shape:
-                names.append(name)
-                ratios.append(None)
-            elif not torch.isclose(kept, tensor, rtol=0, atol=0, equal_nan=True).all():
-                names.append(name)
-                ratios.append(distance_ratio(kept, tensor))
-        if not names:
-            return None
-        known = [ratio for ratio in ratios if ratio is not None]
-        return Difference(tuple(names), max(known) if len(known) == len(ratios) else None)
+    def difference(self, other: Results) -> Difference | None:
+        """Compare with another run; None if all results are equal to the bit, or both NaN."""
+        ratios: dict[str, float | None] = {}
+        for name in {**self._tensors, **other._tensors}:
+            one, two = self._tensors.get(name), other._tensors.get(name)
+            if one is None or two is None or one.shape != two.shape:
+                ratios[name] = None
+            elif not torch.isclose(one, two, rtol=0, atol=0, equal_nan=True).all():
+                ratios[name] = distance_ratio(one, two)
+        known = [ratio for ratio in ratios.values() if ratio is not None]
+        return Difference(tuple(ratios), max(known) if len(known) == len(ratios) else None) if ratios else None
 
 
-def _on_host(step: Step, loss: Tensor) -> Iterator[tuple[str, Tensor | None]]:
-    yield "loss", loss.detach().cpu()
-    for name, parameter in step.model.named_parameters():
-        yield f"gradient of {name}", _plain(parameter.grad)
-    for name, buffer in step.model.named_buffers():
-        yield f"buffer {name}", _plain(buffer)
-
-
-def _plain(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
+def _on_host(tensor: Tensor) -> Tensor:
     local = getattr(tensor, "to_local", None)  # the local part of a DTensor
-    whole = (local() if local is not None else tensor).detach().cpu()
+    whole = (tensor if local is None else local()).detach().to("cpu", copy=True)
     return whole if whole.layout is torch.strided else whole.to_dense()

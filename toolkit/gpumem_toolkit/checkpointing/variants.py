@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,19 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumem_client.hooks.out_of_memory import is_out_of_memory
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.checkpointing.comparison import CheckpointingComparison, CheckpointingRow
 from gpumem_toolkit.checkpointing.step import Results, Step, left_as_it_was
-from gpumem_toolkit.planning.cuda_rules import cuda_rules
-from gpumem_toolkit.planning.model import find_blocks, make_fake_mode, recomputed
-from gpumem_toolkit.planning.simulation import Tracer, move, quiet
-from gpumem_toolkit.planning.trace import replay
+from gpumem_toolkit.planning.model import find_blocks, recomputed
 from gpumem_toolkit.training.model_runs import check_autocast, measure_peak, run_seconds
-
-_NO_CUDA = "no CUDA: the model is on {device}; on the CPU simulate=True predicts what CUDA would allocate"
 
 
 def compare_checkpointing(
@@ -36,7 +29,6 @@ def compare_checkpointing(
     repeats: int = 5,
     autocast: torch.dtype | None = None,
     reset_peaks: bool = False,
-    simulate: bool = False,
 ) -> CheckpointingComparison:
     """Measure one training step, forward and backward, with more and more blocks recomputed in backward.
 
@@ -47,11 +39,10 @@ def compare_checkpointing(
     optimizer does. The results of the variants are compared to the bit. They differ if a block draws random numbers
     from another generator, or changes something in forward, as batch normalization does.
 
-    The peak is above what was allocated before the step, on the device of the model's first parameter. It comes from
-    the allocator's history, which is recorded for one step and resets nothing. With cudaMallocAsync, or while the
-    user's code records the history, the peak is bounded. In a distributed job every rank calls this. Not thread-safe:
-    no other thread may use the model during the call. Raises ConfigurationError if an argument is invalid, or if the
-    model cannot be trained that way.
+    The peak is above what was allocated before the step, on the device of the model's first parameter. Without
+    `reset_peaks` it has bounds only, unless it is higher than the process' earlier peaks. In a distributed job every
+    rank calls this. Not thread-safe: no other thread may use the model during the call. Raises ConfigurationError if an
+    argument is invalid, or if the model cannot be trained that way.
 
     Args:
         model: the model, on the device where it trains. During the call it is in training mode.
@@ -62,28 +53,23 @@ def compare_checkpointing(
         every: 2 checkpoints every second block, starting with the first. Default: 2 and 4, if there are more blocks.
         repeats: number of timed runs.
         autocast: the dtype of the forward pass, such as `torch.bfloat16`.
-        reset_peaks: make the peak exact: reset the allocator's peaks before the run, instead of recording a history.
-        simulate: predict the peaks on a machine without CUDA. CPU tensors of the whole process follow CUDA's rules
-            then.
+        reset_peaks: make the peak exact: reset the allocator's peaks before the run.
     """
     step = Step(model, batch, loss, autocast)
-    _check(step, repeats, reset_peaks, simulate)
+    _check(step, repeats, reset_peaks)
     description, names = _choose(model, blocks)
     selections = _from_least_memory(every, len(names))
     with left_as_it_was(step) as restore:
-        rows, note = _Variants(step, names, restore).rows(selections, repeats, reset_peaks, simulate)
-    return CheckpointingComparison(type(model).__name__, str(step.device), description, repeats, tuple(rows), note)
+        rows = _Variants(step, names, restore).rows(selections, repeats, reset_peaks)
+    return CheckpointingComparison(type(model).__name__, str(step.device), description, repeats, tuple(rows))
 
 
-def _check(step: Step, repeats: int, reset_peaks: bool, simulate: bool) -> None:
-    device = step.device
+def _check(step: Step, repeats: int, reset_peaks: bool) -> None:
     if repeats < 1:
         raise ConfigurationError(f"invalid repeats {repeats}: it must be at least 1")
     check_autocast(step.autocast)
-    if simulate and device.type != "cpu":
-        raise ConfigurationError(f"simulate is for models on the CPU; this model is on {device}")
-    if reset_peaks and device.type != "cuda":
-        raise ConfigurationError(f"reset_peaks is for models on CUDA; this model is on {device}")
+    if reset_peaks and step.device.type != "cuda":
+        raise ConfigurationError(f"reset_peaks is for models on CUDA; this model is on {step.device}")
 
 
 def _choose(model: nn.Module, blocks: Iterable[nn.Module] | None) -> tuple[str, list[str]]:
@@ -120,15 +106,9 @@ class _Variants:
         self._names = names
         self._restore = restore
 
-    def rows(
-        self, selections: Sequence[int | None], repeats: int, reset_peaks: bool, simulate: bool
-    ) -> tuple[Sequence[CheckpointingRow], str]:
-        """Return the rows of the comparison, and why their peaks are unknown."""
-        device = self._step.device
-        rows = self._compare([self._measure(every, repeats, reset_peaks) for every in selections][::-1])
-        if simulate:
-            return self._simulate(rows)
-        return rows, "" if device.type == "cuda" else _NO_CUDA.format(device=device)
+    def rows(self, selections: Sequence[int | None], repeats: int, reset_peaks: bool) -> Sequence[CheckpointingRow]:
+        """Return the rows of the comparison, from no checkpointed blocks to all."""
+        return self._compare([self._measure(every, repeats, reset_peaks) for every in selections][::-1])
 
     def _measure(self, every: int | None, repeats: int, reset_peaks: bool) -> CheckpointingRow:
         """Measure time and peak of one variant."""
@@ -159,25 +139,13 @@ class _Variants:
                 try:
                     with self._checkpointed(self._chosen(row.every)):
                         reference = reference or Results(self._step, self._run_once())
-                        row = replace(row, difference=reference.difference(self._step, self._run_once()))
+                        row = replace(row, difference=reference.difference(Results(self._step, self._run_once())))
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
                     row = CheckpointingRow(row.every, row.blocks, None, None, None, out_of_memory=True)
             compared.append(row)
         return compared
-
-    def _simulate(self, rows: Sequence[CheckpointingRow]) -> tuple[list[CheckpointingRow], str]:
-        """Return the rows with predicted peaks and an empty note, or the same rows with the reason."""
-        simulated = []
-        for row in rows:
-            self._restore()
-            try:
-                peak = _simulate_peak(self._step, self._chosen(row.every))
-            except ConfigurationError as error:
-                return list(rows), f"not simulated: {error}"
-            simulated.append(replace(row, peak_bytes=peak, peak_at_most_bytes=peak, simulated=True))
-        return simulated, ""
 
     def _chosen(self, every: int | None) -> Sequence[str]:
         return self._names[::every] if every is not None else ()
@@ -210,38 +178,3 @@ def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
                 vars(block).pop("forward", None)
             else:
                 block.forward = own
-
-
-def _simulate_peak(step: Step, blocks: Sequence[str]) -> int:
-    """Return the peak bytes of a training step above its start, on fake tensors, with the named blocks checkpointed.
-
-    Takes about a second and does not change the model. Not thread-safe: CPU tensors of the whole process follow CUDA's
-    rules during the call. Raises ConfigurationError if the model cannot be copied, or fails on tensors without values.
-    """
-    # In this process, unlike a plan, because the model and the loss exist only here.
-    tracer = Tracer()
-    with quiet("the model"):
-        mode = make_fake_mode()
-        model = _fake(step.model, mode)
-        batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, step.batch)
-        chosen = [model.get_submodule(name) for name in blocks]
-        with mode, cuda_rules("auto", "native"), tracer, _checkpointed(chosen):
-            move(model, tracer)
-            tracer.mark((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "activations")
-            start = copy.deepcopy(tracer.trace)
-            with torch.enable_grad():
-                loss = replace(step, model=model, batch=batch).forward()
-                tracer.kind = "temporaries"
-                loss.backward()
-        whole = tracer.trace.ordered()
-    return replay(whole).allocated_bytes - replay(start).allocated_bytes
-
-
-def _fake(model: nn.Module, mode: Any) -> nn.Module:
-    """Copy a model without its values; tied parameters stay tied."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = mode.from_tensor(buffer.detach())
-    return copy.deepcopy(model, memo)

@@ -6,9 +6,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from gpumem_client.allocator.reclaimable import known
@@ -21,14 +20,11 @@ from gpumem_toolkit.measure.tensor_bytes import HOST, Storages, bytes_of_unshare
 COMPONENTS = ("parameters", "gradients", "optimizer_state")
 
 _INTERVAL_SECONDS = 10.0
-# Time that a count takes in one step.
-_SLICE_SECONDS = 0.0005
-# The number of parameters or states that are counted between two readings of the clock.
-_CHUNK = 64
+# A count that takes long runs less often: its cost is a thousandth of the time at most.
+_COST_RATIO = 1000
 _WRAPPER_ATTRIBUTES = ("module", "_orig_mod", "_fsdp_wrapped_module")
 _WRAPPERS_MAX = 4
-# A count is valid for this time, and for three times the time between the last two counts: a job with long steps counts
-# less often.
+# A count is valid for this time, and for three times the time between the last two counts, as in a job with long steps.
 _VALID_SECONDS = 60.0
 
 
@@ -75,10 +71,8 @@ class Watch(ShownAsText):
         self._counting = threading.Lock()
         self._step = OneStep()
         self._optimizer_reports_steps = False
-        self._counted_after = 0
-        self._count: ComponentCount | None = None
-        self._started_seconds = float("-inf")
-        self._between_starts_seconds = 0.0
+        self._counted_seconds: float | None = None
+        self._due_seconds = float("-inf")
         self._latest: tuple[ComponentBytes, ...] = ()
         self._closed = False
         self._stop_listening = (steps or process_steps()).listen(self._on_step)
@@ -96,16 +90,14 @@ class Watch(ShownAsText):
         torch = initialized_torch()
         if torch is None or self._closed:
             return ()
-        with self._counting:  # a step in another thread skips its slice meanwhile
-            count = self._start(torch, self._clock())
-            self._advance(torch, count, float("inf"))
+        with self._counting:  # a step in another thread does not count meanwhile
+            self._count(torch)
         return self._latest
 
     def close(self) -> None:
         """Stop counting, and withdraw the last count from the reports."""
         self._closed = True
         self._stop_listening()
-        self._count = None
         self._observed.set_components(self, None)
 
     def __enter__(self) -> Watch:
@@ -125,60 +117,38 @@ class Watch(ShownAsText):
         self.close()
 
     def _on_step(self, optimizer: Any) -> None:
-        if not self._counts_after(optimizer):
-            return
-        now = self._clock()
-        if self._count is None and now - self._started_seconds < _INTERVAL_SECONDS:
+        if not self._counts_after(optimizer) or self._clock() < self._due_seconds:
             return
         torch = initialized_torch()
-        if torch is None or not self._counting.acquire(blocking=False):
-            return
-        try:
-            count = self._count
-            if count is None or self._counted_after != id(optimizer):
-                self._counted_after = id(optimizer)
-                count = self._start(torch, now)
-            self._advance(torch, count, _SLICE_SECONDS)
-        finally:
-            self._counting.release()
-
-    def _advance(self, torch: Any, count: ComponentCount, seconds: float) -> None:
-        try:
-            complete = count.advance(seconds)
-        except BaseException:  # a count that Ctrl-C ends must not go on: it would seem complete
-            self._count = None
-            raise
-        if complete:
-            self._finish(torch, count)
+        if torch is not None and self._counting.acquire(blocking=False):
+            try:
+                self._count(torch)
+            finally:
+                self._counting.release()
 
     def _counts_after(self, optimizer: Any) -> bool:
-        """Whether to count a slice at this end of a step; `optimizer` is None for a mark of the user's code."""
-        # All slices are counted at the same point of a step: at another point, gradients may be released.
-        watched = self._optimizer() if self._optimizer is not None else None
+        """Whether this is the end of a step at which to count; `optimizer` is None for a mark of the user's code."""
+        # All counts are at the same point of a step: at another point, gradients may be released.
+        watched = self._watched_optimizer()
         if watched is None:
             return self._step.ends(optimizer)
         self._optimizer_reports_steps = self._optimizer_reports_steps or optimizer is watched
         return optimizer is (watched if self._optimizer_reports_steps else None)
 
-    def _start(self, torch: Any, now: float) -> ComponentCount:
-        if self._started_seconds != float("-inf"):
-            self._between_starts_seconds = now - self._started_seconds
-        self._started_seconds = now
-        # The local name stays valid if `close` runs at the same time.
-        count = self._count = ComponentCount(torch, self._model, self._optimizer)
-        return count
-
-    def _finish(self, torch: Any, count: ComponentCount) -> None:
-        self._count = None
-        counted = count.bytes()
+    def _count(self, torch: Any) -> None:
+        now, started = self._clock(), time.perf_counter()
+        between = 0.0 if self._counted_seconds is None else now - self._counted_seconds
+        with without_torch_function(torch):  # active modes of the user's code must not see the count
+            counted = _count(torch, self._watched_model(), self._watched_optimizer())
+        self._counted_seconds = now
+        self._due_seconds = now + max(_INTERVAL_SECONDS, _COST_RATIO * (time.perf_counter() - started))
         statistics = Statistics(torch)
         allocated = {index: known(statistics.state(index), "allocated_bytes") for index in statistics.devices()}
-        valid_seconds = max(_VALID_SECONDS, 3 * self._between_starts_seconds)
         self._observed.set_components(
             self,
             WatchedBytes(
                 {index: (components, allocated.get(index)) for index, components in counted.items() if index != HOST},
-                time.monotonic() + valid_seconds,
+                time.monotonic() + max(_VALID_SECONDS, 3 * between),
                 self._watched_ids(),
             ),
         )
@@ -188,20 +158,25 @@ class Watch(ShownAsText):
         devices = [*sorted({*allocated, *counted} - {HOST}), *([HOST] if HOST in counted else [])]
         self._latest = tuple(_component_bytes(each, counted.get(each, {}), allocated.get(each)) for each in devices)
 
+    def _watched_model(self) -> Any:
+        return self._model() if self._model is not None else None
+
+    def _watched_optimizer(self) -> Any:
+        return self._optimizer() if self._optimizer is not None else None
+
     def _watched_ids(self) -> frozenset[int]:
         """The ids of the innermost model and of the optimizer."""
-        model = self._model() if self._model is not None else None
-        optimizer = self._optimizer() if self._optimizer is not None else None
-        return frozenset(id(one) for one in (_inner_model(model), optimizer) if one is not None)
+        both = _inner_model(self._watched_model()), self._watched_optimizer()
+        return frozenset(id(one) for one in both if one is not None)
 
 
 def watch(model: Any, optimizer: Any = None) -> Watch:
     """Count the bytes of a model's parameters, gradients and optimizer state on each device.
 
     The result is in the reports (`gpumem_torch_component_bytes`), in `memory_summary()` and in the returned object. A
-    count starts every ten seconds at most, and runs in the training thread at the end of steps, for half a millisecond
-    each: some forty steps for ten thousand tensors. Where PyTorch does not report the steps (before torch 2.1, or for
-    another kind of optimizer) it runs at `gpumem_client.step()`.
+    count runs in the training thread at the end of a step, every ten seconds at most, and takes about one microsecond
+    per tensor; a long count runs less often, for a thousandth of the time. Where PyTorch does not report the steps
+    (before torch 2.1, or for another kind of optimizer) it runs at `gpumem_client.step()`.
 
     Each storage counts once, also if tensors share it. A `DTensor` (FSDP2) counts with its local shard, a quantized
     tensor with its parts. Tensors that the optimizer updates and the model does not contain count as parameters.
@@ -255,96 +230,32 @@ def _component_bytes(index: int, components: Mapping[str, int], allocated: int |
     )
 
 
-class ComponentCount:
-    """One count of a module, and of an object with `state` and `param_groups`. For one thread at a time."""
+def _count(torch: Any, model: Any, optimizer: Any) -> Mapping[int, Mapping[str, int]]:
+    """Count a module, and an object with `state` and `param_groups`: bytes by device index (or `HOST`) and component.
 
-    def __init__(self, torch: Any, model: weakref.ref[Any] | None, optimizer: weakref.ref[Any] | None) -> None:
-        self._torch = torch
-        self._model = model
-        self._optimizer = optimizer
-        self._seen: set[int] = set()
-        self._parameters = Storages(torch)
-        self._gradients: dict[int, int] = {}
-        self._states = Storages(torch)
-        self._slices = self._count()
-
-    def advance(self, seconds: float) -> bool:
-        """Count for about `seconds`. Returns True when the count is complete."""
-        end = time.perf_counter() + seconds
-        with without_torch_function(self._torch):  # active modes of the user's code must not see the count
-            return all(time.perf_counter() < end for _ in self._slices)
-
-    def bytes(self) -> Mapping[int, Mapping[str, int]]:
-        """Return bytes by device index (`HOST` for host memory) and component."""
-        by_component = self._parameters.bytes(), self._gradients, self._states.bytes(self._parameters)
-        return {
-            device: {name: counted.get(device, 0) for name, counted in zip(COMPONENTS, by_component, strict=True)}
-            for device in set().union(*by_component)
-        }
-
-    def _count(self) -> Iterator[None]:
-        # A count of ten thousand tensors would delay a training step too long. So it runs in slices, one at the end of
-        # each step, when the same objects exist. Between two slices it has weak references to modules only, and none to
-        # a tensor: `torch.utils.swap_tensors` raises for a tensor with weak references. So at a `yield`, no local
-        # variable may refer to a tensor, a module or a dictionary of them.
-        waiting = [] if self._model is None else [self._model]
-        while waiting:
-            reference = waiting.pop()
-            start = 0
-            while self._count_module(reference, start):
-                start += _CHUNK
-                yield
-            waiting += self._new_children(reference)
-            yield
-        for group in range(len(self._groups())):
-            start = 0
-            while self._count_group(group, start):
-                start += _CHUNK
-                yield
-        start = 0
-        while self._count_states(start):
-            start += _CHUNK
-            yield
-
-    def _count_module(self, reference: weakref.ref[Any], start: int) -> bool:
-        """Count some parameters of a module itself. Returns whether there may be more."""
-        # Not from `parameters()`, whose generator would keep the model between two slices.
-        parameters = getattr(reference(), "_parameters", {})
-        self._count_parameters(islice(parameters.values(), start, start + _CHUNK))
-        return len(parameters) > start + _CHUNK
-
-    def _new_children(self, reference: weakref.ref[Any]) -> list[weakref.ref[Any]]:
-        children = {
-            id(child): child
-            for child in getattr(reference(), "_modules", {}).values()
-            if child is not None and id(child) not in self._seen
-        }
-        self._seen.update(children)
-        return [weakref.ref(child) for child in children.values()]
-
-    def _groups(self) -> list[Any]:
-        optimizer = self._optimizer() if self._optimizer is not None else None
-        return getattr(optimizer, "param_groups", None) or []
-
-    def _count_group(self, group: int, start: int) -> bool:
-        groups = self._groups()
-        found = list(islice(groups[group]["params"], start, start + _CHUNK)) if group < len(groups) else []
-        self._count_parameters(found)
-        return bool(found)
-
-    def _count_parameters(self, found: Iterable[Any]) -> None:
-        new = {id(parameter): parameter for parameter in found if parameter is not None}
-        parameters = [parameter for key, parameter in new.items() if key not in self._seen]
-        self._seen.update(new)
-        self._parameters.add(parameters)
-        # PyTorch warns if a program reads the gradient of a tensor that is not a leaf.
-        gradients = [parameter.grad for parameter in parameters if parameter.is_leaf and parameter.grad is not None]
-        for device, size in bytes_of_unshared(gradients, self._torch).items():
-            self._gradients[device] = self._gradients.get(device, 0) + size
-
-    def _count_states(self, start: int) -> bool:
-        optimizer = self._optimizer() if self._optimizer is not None else None
-        states = getattr(optimizer, "state", None) or {}
-        found = list(islice(states.values(), start, start + _CHUNK))
-        self._states.add(tensors_in(found, self._torch))
-        return bool(found)
+    Keeps no reference: `torch.utils.swap_tensors` raises even for a tensor with a weak reference.
+    """
+    modules: dict[int, Any] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in modules:
+            modules[id(module)] = module
+            waiting += getattr(module, "_modules", {}).values()
+    found = [each for module in modules.values() for each in getattr(module, "_parameters", {}).values()]
+    for group in getattr(optimizer, "param_groups", None) or ():
+        found += group["params"]
+    parameters = list({id(each): each for each in found if each is not None}.values())
+    # PyTorch warns if a program reads the gradient of a tensor that is not a leaf.
+    gradients = [each.grad for each in parameters if each.is_leaf and each.grad is not None]
+    states = list((getattr(optimizer, "state", None) or {}).values())
+    storages = Storages(torch, parameters)
+    by_component = (
+        storages.bytes(),
+        bytes_of_unshared(gradients, torch),
+        Storages(torch, tensors_in(states, torch)).bytes(storages),
+    )
+    return {
+        device: {name: counted.get(device, 0) for name, counted in zip(COMPONENTS, by_component, strict=True)}
+        for device in set().union(*by_component)
+    }

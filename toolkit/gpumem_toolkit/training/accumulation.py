@@ -31,15 +31,14 @@ class GradientAccumulator:
                 scheduler.step()
 
     The micro batches between two steps are a window. If each loss is a mean over its samples, the gradient of the step
-    is the mean over all samples of the window on all ranks, also for a short last micro batch or window. BatchNorm
-    still sees micro batches. Gradients are summed in the dtype of their parameters.
+    is the mean over all samples of the window, also for a short last micro batch or window. BatchNorm still sees micro
+    batches. Gradients are summed in the dtype of their parameters.
 
-    Under DDP and FSDP2 of the whole model the gradients are averaged once per window, over all ranks. Every rank needs
-    the same number of micro batches, and skips none. Trainers of other libraries accumulate themselves.
-    Not thread-safe. Raises ConfigurationError if an argument is invalid.
+    It trains one process: trainers, and `accelerate.Accelerator.accumulate`, accumulate over ranks. Not thread-safe.
+    Raises ConfigurationError if an argument is invalid, or if the model is wrapped for several ranks.
 
     Attributes:
-        accumulation_steps: micro batches in a full window, on each rank.
+        accumulation_steps: micro batches in a full window.
         scaler: the gradient scaler for float16; save its `state_dict` in checkpoints. None without a scaler.
         steps: number of optimizer steps.
         skipped_steps: windows that were dropped because the scaler found infinite gradients.
@@ -48,8 +47,8 @@ class GradientAccumulator:
     Args:
         model: the module that the forward pass calls, wrapped or not.
         optimizer: a `torch.optim.Optimizer` whose `step` needs no closure.
-        effective_batch: samples in one optimizer step, over all ranks.
-        micro_batch: samples in one forward and backward pass on one rank.
+        effective_batch: samples in one optimizer step.
+        micro_batch: samples in one forward and backward pass.
         autocast: the dtype of the forward pass under autocast: `torch.bfloat16` or `torch.float16`.
         scaler: the gradient scaler for float16. Default: `torch.amp.GradScaler`.
         clip_norm: the largest norm of the gradient.
@@ -66,14 +65,16 @@ class GradientAccumulator:
         scaler: Any = None,
         clip_norm: float | None = None,
     ) -> None:
-        averages = any(hasattr(model, name) for name in ("set_requires_gradient_sync", "no_sync"))
-        self._ranks = Ranks.of(getattr(model, "process_group", None)) if averages else Ranks()
-        self.accumulation_steps = _accumulation_steps(effective_batch, micro_batch, self._ranks.size)
+        wrapped = any(hasattr(model, name) for name in ("set_requires_gradient_sync", "no_sync"))
+        if wrapped and Ranks.of(getattr(model, "process_group", None)).size > 1:
+            raise ConfigurationError(
+                "the model trains on several ranks, and GradientAccumulator on one: use"
+                " accelerate.Accelerator.accumulate, or the trainer's own accumulation"
+            )
+        self.accumulation_steps = _accumulation_steps(effective_batch, micro_batch)
         check_autocast(autocast)
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigurationError(f"invalid clip norm {clip_norm}: it must be above 0")
-        if hasattr(model, "no_sync") and hasattr(model, "clip_grad_norm_"):
-            raise ConfigurationError("FullyShardedDataParallel: use torch.distributed.fsdp.fully_shard")
         self._model, self._optimizer, self._autocast, self._clip_norm = model, optimizer, autocast, clip_norm
         if scaler is None and autocast is torch.float16:
             scaler = torch.amp.GradScaler(next(model.parameters()).device.type)
@@ -84,8 +85,6 @@ class GradientAccumulator:
         self._exhausted = False  # the loader has returned its last batch
         self._sizes: list[float] = []  # samples of the micro batches in this window
         self._complete = False
-        self._averages = True  # the next backward pass averages gradients over the ranks
-        self._averaged = True  # no gradient is of this rank alone
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield the loader's batches, and end the last window of an epoch with the last batch. Loads one batch ahead.
@@ -118,8 +117,6 @@ class GradientAccumulator:
             raise RuntimeError(
                 f"the window of {len(self._sizes)} micro batches is complete: call step() before the next forward()"
             )
-        # DDP prepares the averaging of gradients in the forward pass.
-        self._average(self._exhausted or len(self._sizes) + 1 >= self.accumulation_steps)
         with autocasting(self._model, self._autocast):
             yield
 
@@ -134,13 +131,11 @@ class GradientAccumulator:
         # A share of a full window gives float16 gradients the magnitude of a full mean. `step` corrects for the real
         # size of the window.
         share = loss * (samples / self._full_window)
-        self._averaged = False
         try:
             (share if self.scaler is None else self.scaler.scale(share)).backward()
         except BaseException:
             self._drop_window()
             raise
-        self._averaged = self._averages
         self._sizes.append(samples)
         self._complete = self._exhausted or len(self._sizes) >= self.accumulation_steps
 
@@ -149,16 +144,11 @@ class GradientAccumulator:
 
         Call it after each `backward`. A loop that skips batches must call it once more at its end, in case the last
         batch was skipped. Returns whether the optimizer changed the parameters: False while the window is unfinished,
-        and False if the scaler found infinite gradients. Raises RuntimeError if there are several ranks and the last
-        batch was skipped; the window is dropped.
+        and False if the scaler found infinite gradients.
         """
         if not self._complete:
             return False
         try:
-            if self._ranks.size > 1 and not self._averaged:
-                raise RuntimeError(
-                    "the last batch was skipped: on several ranks each needs its forward() and backward()"
-                )
             stepped = self._step()
         finally:
             self._drop_window()
@@ -173,13 +163,12 @@ class GradientAccumulator:
         if self.scaler is not None:  # the gradients are clipped by the norm of the real gradients
             scale = self.scaler.get_scale()
             self.scaler.unscale_(self._optimizer)
-        # The gradients are shares of a full window, averaged over the ranks. Make them means over the real samples.
-        factor = self._ranks.size * self._full_window / float(self._ranks.total(sum(self._sizes)))
+        # The gradients are shares of a full window. Make them means over the real samples.
+        factor = self._full_window / sum(self._sizes)
         for parameter in parameters if factor != 1 else ():
             parameter.grad.mul_(factor)
         if self._clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
-            self.gradient_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            self.gradient_norm = torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
         if self.scaler is None:
             self._optimizer.step()
             return True
@@ -187,34 +176,21 @@ class GradientAccumulator:
         self.scaler.update()
         return bool(self.scaler.get_scale() >= scale)  # the scale falls if and only if the step was skipped
 
-    def _average(self, averages: bool) -> None:
-        """Average the gradients of the next backward pass, or keep them on this rank."""
-        self._averages = averages
-        if hasattr(self._model, "set_requires_gradient_sync"):
-            self._model.set_requires_gradient_sync(averages)
-        elif self._ranks.size > 1:
-            self._model.require_backward_grad_sync = averages  # as DDP's `no_sync`, which is a block
-
     def _drop_window(self) -> None:
-        if not self._averaged and hasattr(self._model, "reset_iter_state"):
-            self._model.reset_iter_state()  # gradients that FSDP2 keeps outside the parameters
-        self._average(True)
         self._optimizer.zero_grad(set_to_none=True)
         self._sizes.clear()
-        self._complete, self._averaged = False, True
+        self._complete = False
 
 
-def _accumulation_steps(effective_batch: int, micro_batch: int, ranks: int) -> int:
+def _accumulation_steps(effective_batch: int, micro_batch: int) -> int:
     """Return the number of micro batches in a window."""
     effective, micro = operator.index(effective_batch), operator.index(micro_batch)
     if min(effective, micro) < 1:
         raise ConfigurationError(f"invalid effective batch {effective} or micro batch {micro}: at least 1")
-    at_once = micro * ranks
-    steps, rest = divmod(effective, at_once)
+    steps, rest = divmod(effective, micro)
     if rest:
-        accepted = f"{steps * at_once} or {(steps + 1) * at_once}" if steps else f"{at_once}"
+        accepted = f"{steps * micro} or {(steps + 1) * micro}" if steps else f"{micro}"
         raise ConfigurationError(
-            f"invalid effective batch {effective}: it is not a multiple of {at_once} (micro batches of {micro} on "
-            f"{ranks} {'rank' if ranks == 1 else 'ranks'}); use {accepted}"
+            f"invalid effective batch {effective}: it is not a multiple of the micro batch {micro}; use {accepted}"
         )
     return steps

@@ -14,8 +14,8 @@ from gpumem_toolkit.errors import RankFailedError
 class Ranks:
     """The members of a process group with their global numbers, or this process alone.
 
-    `gather` and `total` are collective: every rank calls them, in the same order. They raise RankFailedError if a rank
-    exited, or did not answer within the group's timeout. Not thread-safe.
+    `gather` is collective: every rank calls it. Raises RankFailedError if a rank exited, or did not answer within the
+    group's timeout. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -52,19 +52,8 @@ class Ranks:
             self._row = torch.empty(self.size, dtype=torch.float64, device=self._device)
         self._row.zero_()
         self._row[self._rank] = value
-        self._reduce(self._row)
-        return dict(zip(self.numbers, self._row.tolist(), strict=True))
-
-    def total(self, value: float) -> Any:
-        """Return the sum over the ranks: a number with a CPU backend, otherwise a tensor on the device."""
-        if self.size == 1:
-            return value
-        total = torch.full((), value, dtype=torch.float64, device=self._device)
-        self._reduce(total)
-        return total.item() if self._device.type == "cpu" else total
-
-    def _reduce(self, tensor: Any) -> None:
         try:
-            dist.all_reduce(tensor, group=self._group)
+            dist.all_reduce(self._row, group=self._group)
         except RuntimeError as error:  # a closed connection or a timeout
             raise RankFailedError(f"the all-reduce over ranks {list(self.numbers)} failed: {error}") from error
+        return dict(zip(self.numbers, self._row.tolist(), strict=True))
