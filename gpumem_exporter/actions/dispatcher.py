@@ -32,6 +32,7 @@ from gpumem_exporter.actions.declarations import (
 )
 from gpumem_exporter.actions.engine_starts import EngineStarts, starts_for
 from gpumem_exporter.actions.engines import EngineMemory
+from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.actions.lifecycle import (
     ActionRegistry,
     ActionState,
@@ -162,7 +163,7 @@ class Dispatcher:
         if not request.dry_run:
             self._actions.require_room(share, len(selection.reporting))
         # After all checks: an action that is refused does not count.
-        self._limits.take(share, limited)
+        self._limits.take(share, limited, per_process=KINDS[request.action].per_minute)
 
         own_turn = Turn(request.mode, request.deadline_seconds)
         deadline_seconds = max((turn.deadline_seconds for turn in turns.values()), default=request.deadline_seconds)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+PROFILES_PER_MINUTE = 12
+"""The maximum number of profiles that are taken of a process, and kept of it, in a minute."""
+
 
 class Column(NamedTuple):
     """A column of the table of results: a field of a result, as `freed_bytes` or `snapshot.path`."""
@@ -41,6 +44,8 @@ class ActionKind(NamedTuple):
     """It is for memory that others need. What does not release only looks at memory."""
     outside: bool = False
     """The exporter itself can act, so the action reaches also processes that only the driver lists."""
+    per_minute: int | None = None
+    """The most of these actions that a process receives in a minute; None for the limit of all actions."""
 
 
 _FREED = Column("freed", "freed_bytes")
@@ -136,6 +141,7 @@ KINDS: Mapping[str, ActionKind] = {
         "would_profile",
         would_sentence="Would profile {}.",
         done_sentence="Profiled {}.",
+        per_minute=PROFILES_PER_MINUTE,
     ),
     "set_memory_fraction": ActionKind(
         "would_set",

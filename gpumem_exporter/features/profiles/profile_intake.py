@@ -18,6 +18,7 @@ from fastapi import Request, Response
 
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.kinds import PROFILES_PER_MINUTE
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.recorders import ErrorRecorder
@@ -34,10 +35,8 @@ from gpumem_exporter.features.profiles.stored_profile import ACTION, OUT_OF_MEMO
 from gpumem_exporter.node.job_ids import job_of_process
 from gpumem_exporter.reports.report_sender import ReportSenders
 
-MAX_OF_PROCESS = 12
-"""The maximum number of profiles of a process that are kept in a minute."""
 MAX_OF_OWNER = 60
-"""The same for all processes of a user or container."""
+"""The maximum number of profiles of all processes of a user or container that are kept in a minute."""
 _MAX_AGE_SECONDS = 86400.0
 # The time in which a report names the out-of-memory error of a profile.
 _CONFIRM_SECONDS = 60.0
@@ -90,7 +89,7 @@ class ProfileIntake:
         self._wall_clock = wall_clock
         # By owner of the connection: reading a profile takes time, whether it is valid or not.
         self._requests = RateLimits(per_caller=requests_per_minute, per_process=1, clock=clock, what="profiles")
-        self._kept = RateLimits(per_caller=MAX_OF_OWNER, per_process=MAX_OF_PROCESS, clock=clock, what="profiles")
+        self._kept = RateLimits(per_caller=MAX_OF_OWNER, per_process=PROFILES_PER_MINUTE, clock=clock, what="profiles")
         self._reading = Turns(1)
         # Of the disk, which may hang.
         self._writing = Turns(1)

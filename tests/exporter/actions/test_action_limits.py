@@ -49,6 +49,17 @@ def test_the_limit_of_a_process_counts_all_callers_and_a_refused_action_counts_f
         bench.take("d", 2)  # neither the caller's nor the other process' share has been touched
 
 
+def test_a_kind_of_action_may_have_a_lower_limit_for_a_process(bench: Bench) -> None:
+    for _ in range(2):
+        bench.limits.take("a", [(1, "pid 1")], per_process=2)
+    with pytest.raises(TooManyActionsError, match=r"^pid 1\b.*\b2 actions of this kind\b") as caught:
+        bench.limits.take("b", [(1, "pid 1")], per_process=2)
+    assert caught.value.retry_seconds == pytest.approx(30)
+    bench.limits.take("b", [(2, "pid 2")], per_process=2)
+    bench.now += 30
+    bench.limits.take("b", [(1, "pid 1")], per_process=2)
+
+
 def test_the_number_of_remembered_callers_and_processes_is_limited(bench: Bench) -> None:
     def spend() -> None:
         for number in range(6):

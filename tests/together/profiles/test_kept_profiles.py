@@ -12,6 +12,7 @@ import pytest
 
 from gpumem_client.profile.model import ProfiledDevice, Row
 from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions.kinds import PROFILES_PER_MINUTE
 from gpumem_exporter.features.profiles import profile_intake
 from tests.support.builders import UUIDS, Clock
 from tests.support.profile_documents import Reporter, profile
@@ -210,12 +211,12 @@ def test_the_profile_of_an_error_that_no_report_names_is_deleted() -> None:
 
 
 def test_a_process_and_a_user_send_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_intake, "MAX_OF_OWNER", profile_intake.MAX_OF_PROCESS + 1)
+    monkeypatch.setattr(profile_intake, "MAX_OF_OWNER", PROFILES_PER_MINUTE + 1)
     with running_exporter(
-        action_caller_limit=profile_intake.MAX_OF_PROCESS + 5, clock=Clock(1000.0), report_expiry=3600.0
+        action_caller_limit=PROFILES_PER_MINUTE + 5, clock=Clock(1000.0), report_expiry=3600.0
     ) as exporter:
         first, second = Reporter(exporter, session="1"), Reporter(exporter, 101, session="2")
-        for number in range(profile_intake.MAX_OF_PROCESS):
+        for number in range(PROFILES_PER_MINUTE):
             sent(first.send(first.error_profile(number + 1)))
         refused = first.send(first.error_profile(50))
         problem(refused, 429)

@@ -13,7 +13,7 @@ import pytest
 
 from gpumem_client.profile.model import MAX_ROWS
 from gpumem_client.wire.protocol import PROFILES_PATH, OutOfMemory
-from gpumem_exporter.features.profiles.profile_intake import MAX_OF_PROCESS
+from gpumem_exporter.actions.kinds import PROFILES_PER_MINUTE
 from tests.support.builders import MIB, UUIDS
 from tests.support.local_users import NEW_PID_NAMESPACE, LocalUser, Reply
 from tests.support.namespaces import needs_namespaces
@@ -104,7 +104,7 @@ def test_a_flood_of_one_user_is_limited_and_pushes_out_no_profile_of_another(
     while (status := send(eve, url, number=number).status) == 201:
         number += 1
     # A slow machine sends some more within a minute.
-    assert (status, MAX_OF_PROCESS < number < 4 * MAX_OF_PROCESS) == (429, True)
+    assert (status, PROFILES_PER_MINUTE < number < 4 * PROFILES_PER_MINUTE) == (429, True)
     assert seen(ada, url) == [kept]
     assert send(ada, url, number=2).status == 201
     assert len(seen(ada, url)) == 2
