@@ -19,6 +19,7 @@ GENERATIONS = (0, 1, 2)
 CALL: Callable[[Callable[[], Any]], Any] = operator.methodcaller("__call__")
 """Calls a function without arguments."""
 _CLEAR: Callable[[Any], Any] = operator.methodcaller("clear")
+_TURN_SECONDS = 0.02
 
 
 class Uninterrupted:
@@ -101,6 +102,17 @@ class Uninterrupted:
         return seconds[1] - seconds[0]
 
 
+def take_turns(seen: list[int]) -> None:
+    """Let the other threads run if a full garbage collection has stopped them since the last call with this list.
+
+    Otherwise a program would stop them again before each has had the GIL.
+    """
+    collections = gc.get_stats()[2]["collections"]
+    if seen != [collections]:
+        seen[:] = [collections]
+        time.sleep(_TURN_SECONDS)
+
+
 def _now(seconds: list[float]) -> Callable[[], object]:
     return partial(seconds.extend, map(CALL, (time.perf_counter,)))
 
@@ -122,9 +134,12 @@ class Slices:
         self.stopping = stopping
         self._paused = paused
         self._rests = rests
+        self._collections: list[int] = []
 
     def run(self, program: Uninterrupted) -> None:
         """Run a program."""
+        if self._rests:
+            take_turns(self._collections)
         seconds = program.run()
         self._paused(seconds)
         self.rest(seconds)

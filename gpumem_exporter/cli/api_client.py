@@ -144,6 +144,16 @@ class ExporterApi:
             raise TargetNotFoundError(f"no {kind} {given!r}; it is unknown, or too old to be kept")
         return str(matching[0])
 
+    def page_job(self, given: str) -> str:
+        """Return the id on the page of the job that an id of Slurm or Ray stands for; another name stays as it is."""
+        found = self.get(f"/api/v1/jobs/{quote(given, safe='')}", also=(404,)).get("processes", ())
+        jobs = {each["job"]: each["workload"] for each in found if each.get("job")}
+        if not jobs or given in (*jobs, *jobs.values()):
+            return given
+        if len(jobs) > 1:
+            raise ConfigurationError(f"{given} has {len(jobs)} jobs: give --job as one of {', '.join(sorted(jobs))}")
+        return str(next(iter(jobs)))
+
     def _request(
         self,
         method: str,

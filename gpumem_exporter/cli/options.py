@@ -24,7 +24,7 @@ from gpumem_exporter.actions.declarations import (
 )
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.completion import SELECTORS as COMPLETIONS
-from gpumem_exporter.cli.completion import of_list
+from gpumem_exporter.cli.completion import JOBS, of_list
 from gpumem_exporter.cli.connection import (
     action_token,
     exporter_trust,
@@ -216,6 +216,12 @@ def list_option(flag: str, name: str, values: Mapping[str, str], text: str) -> C
         shell_complete=lambda _context, _option, incomplete: of_list(values, incomplete),
         help=f"{text} Repeatable.",
     )
+
+
+def job_option(text: str, *, required: bool = False) -> Callable[[_Command], _Command]:
+    """Return the option that selects a job; `ExporterApi.page_job` reads it."""
+    help_text = f"{text}: its id of Slurm or Ray, its workload, or its id on the page."
+    return click.option("--job", metavar="JOB", required=required, shell_complete=JOBS, help=help_text)
 
 
 def action_options(action: str, *, without: Collection[str] = ()) -> Callable[[_Command], _Command]:

@@ -14,7 +14,7 @@ from tests.support.running_command import run_python
 CLIENT = Path(gpumem_client.__file__).parent
 TORCH = re.compile(r"torch(?!_access)|cuda|optimizers|serialization|sys\.modules")
 PRIVATE_NAME = re.compile(r"_[a-zA-Z]\w*")
-OTHER_HOOKS = {"bootstrap", "profile", "storage_tags", "torch_access"}
+OTHER_HOOKS = {"bootstrap", "profile", "saving", "torch_access"}
 """Modules and folders outside of `hooks` that hook into torch or the interpreter."""
 MODULES_MAX = 5
 """Modules of the package that an import of the client loads."""

@@ -18,7 +18,7 @@ from gpumem_client.profile.blocks import DeviceBlocks, Stacks, read_blocks
 from gpumem_client.profile.lifetimes import SplitRules
 from gpumem_client.profile.model import ProfiledDevice
 from gpumem_client.profile.owners import GRADIENT_SECONDS, TESTED_TORCH, Named, is_tested, name_storages
-from gpumem_client.uninterrupted import GENERATIONS, Slices, Uninterrupted
+from gpumem_client.uninterrupted import GENERATIONS, Slices, Uninterrupted, take_turns
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.reason_codes import ReasonCode
 
@@ -27,7 +27,7 @@ _BLOCK_SECONDS = 2e-6
 # The reading of holders, and the slices of the search for referrers, each of which lists all objects again.
 _OBJECT_SECONDS, _SEARCHED_OBJECT_SECONDS = 2e-7, 4e-7
 # The bounds of the number of entries at which a recording ends, and the objects of the process for each.
-_ENTRIES_MIN, _ENTRIES_MAX, _OBJECTS_OF_ENTRY = 15_000, 60_000, 12
+_ENTRIES_MIN, _ENTRIES_MAX, _OBJECTS_OF_ENTRY = 15_000, 60_000, 20
 _Result = TypeVar("_Result")
 
 
@@ -50,6 +50,7 @@ class HeapReader:
         self._allocator = allocator
         self._exclusively = exclusively
         self._name = name
+        self._collections: list[int] = []
         self.pause_seconds = 0.0
         """The longest time that the interpreter has stood still since this was set to 0."""
 
@@ -139,7 +140,7 @@ class HeapReader:
     def entries_enough(self) -> int:
         """Return the number of entries at which a recording ends, so that its history is complete.
 
-        Its snapshot then takes about as long as a full garbage collection of the process.
+        Its snapshot then takes about half as long as a full garbage collection of the process, which may follow it.
         """
         return min(_ENTRIES_MAX, max(_ENTRIES_MIN, self._count_objects() // _OBJECTS_OF_ENTRY))
 
@@ -188,6 +189,7 @@ class HeapReader:
         return {index: device for index, device in sorted(devices.items()) if self._allocator.uuid(index)}
 
     def _read(self, snapshot: Callable[..., _Result]) -> _Result:
+        take_turns(self._collections)
         try:
             return snapshot(self._torch, self._paused)
         except (AttributeError, RuntimeError) as error:

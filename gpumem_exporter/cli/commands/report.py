@@ -13,8 +13,7 @@ import click
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, human_seconds
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.completion import JOBS
-from gpumem_exporter.cli.options import api_options
+from gpumem_exporter.cli.options import api_options, job_option
 from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.terminal import plain, print_result, table
 
@@ -36,13 +35,7 @@ _COLUMNS = (
 
 
 @click.command(epilog=_EXAMPLES)
-@click.option(
-    "--job",
-    metavar="JOB",
-    required=True,
-    shell_complete=JOBS,
-    help="The job: its id of Slurm or Ray, its workload, or its id on the page.",
-)
+@job_option("The job", required=True)
 @click.option("--user", metavar="USER", help="Only processes of this user: a name or a uid.")
 @api_options
 def report(api: ExporterApi, job: str, user: str | None, as_json: bool) -> int:

@@ -14,8 +14,8 @@ from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.kinds import COMMAND_NAMES
 from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended
-from gpumem_exporter.cli.completion import ACTION_IDS, JOBS
-from gpumem_exporter.cli.options import api_options, list_option
+from gpumem_exporter.cli.completion import ACTION_IDS
+from gpumem_exporter.cli.options import api_options, job_option, list_option
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.cli.render.columns import local_time
@@ -59,9 +59,7 @@ def actions() -> None:
 @actions.command("list")
 @list_option("--action", "names", _COMMANDS, "Only these actions.")
 @list_option("--state", "states", _STATES, "Only actions in these states.")
-@click.option(
-    "--job", metavar="JOB", shell_complete=JOBS, help="Only actions on processes of this job: its workload or its id."
-)
+@job_option("Only actions on processes of this job")
 @api_options
 def list_actions(api: ExporterApi, *, names: list[str], states: list[str], job: str | None, as_json: bool) -> int:
     """Show the last 100 actions, the newest first, without dry runs.
@@ -69,7 +67,7 @@ def list_actions(api: ExporterApi, *, names: list[str], states: list[str], job: 
     What was requested, by whom, the outcome, the memory that was freed, and how much of it stayed free if the request
     had --settle.
     """
-    given = {"action": ",".join(names), "state": ",".join(states), "job": job}
+    given = {"action": ",".join(names), "state": ",".join(states), "job": job and api.page_job(job)}
     query = {name: value for name, value in given.items() if value} | {"dry_run": "false"}
     document = api.get(f"/api/v1/actions?{urlencode(query)}")
     print_result(document, _list(document["actions"]), as_json=as_json)

@@ -330,6 +330,7 @@ class JobProcessDocument(TypedDict):
 
     pid: int | str
     uid: Annotated[int | None, Field(description="its user; null if only a token vouches for the process")]
+    job: Annotated[str | None, Field(description="the id of its job in `/api/v1/live`")]
     workload: str | None
     rank: str | None
     first_report_unix_seconds: float
@@ -444,6 +445,7 @@ def _job_process(event: Event) -> dict[str, Any]:
     return {
         "pid": event.pid,
         "uid": event.detail.get("uid"),
+        "job": event.job or None,
         "workload": event.workload,
         "rank": event.rank,
         "first_report_unix_seconds": event.detail.get("first_report_unix_seconds"),

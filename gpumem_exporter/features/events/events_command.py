@@ -15,8 +15,7 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.completion import JOBS
-from gpumem_exporter.cli.options import api_options, list_option
+from gpumem_exporter.cli.options import api_options, job_option, list_option
 from gpumem_exporter.cli.render.columns import event_line
 from gpumem_exporter.cli.render.terminal import open_console, print_json
 from gpumem_exporter.cli.usage import note
@@ -65,7 +64,7 @@ def _since(_context: click.Context, _option: click.Parameter, text: str | None) 
     "--since", metavar="TIME", callback=_since, help="Only events since then: 30s, 15m, 3h, 2d, or a local time."
 )
 @list_option("--type", "types", dict(zip(EVENT_TYPES, EVENT_TYPES, strict=True)), "Only events of these types.")
-@click.option("--job", metavar="JOB", shell_complete=JOBS, help="Only events about this job: its workload or its id.")
+@job_option("Only events about this job")
 @click.option("--pid", metavar="PID", help="Only events about this process.")
 @api_options
 def events(
@@ -83,7 +82,7 @@ def events(
     Without --since, the last 100 events. Starts and ends of short jobs are one line. With --follow and --json, each
     event is one line of JSON.
     """
-    filters = {"type": ",".join(types), "job": job, "pid": pid}
+    filters = {"type": ",".join(types), "job": job and api.page_job(job), "pid": pid}
     query = {name: value for name, value in filters.items() if value} | {"fold": "true"}
     pages = _pages(api, query, since, follow=follow)
     if as_json and not follow:

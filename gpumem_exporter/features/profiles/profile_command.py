@@ -19,11 +19,12 @@ from gpumem_client.wire.units import human_bytes, human_seconds
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.clear import act
-from gpumem_exporter.cli.completion import JOBS, PROFILE_IDS, SELECTORS
+from gpumem_exporter.cli.completion import PROFILE_IDS, SELECTORS
 from gpumem_exporter.cli.options import (
     action_options,
     action_request,
     api_options,
+    job_option,
     option_group,
     pop_action_target,
     target_options,
@@ -166,7 +167,7 @@ def _cost(duration_seconds: float, search_seconds: float, processes: int) -> str
 @profile.command("list")
 @click.option("--pid", metavar="PID", shell_complete=SELECTORS["pid"], help="Only profiles of this process.")
 @click.option("--workload", metavar="NAME", shell_complete=SELECTORS["workload"], help="Only of this workload.")
-@click.option("--job", metavar="JOB", shell_complete=JOBS, help="Only of this job: its workload or its id.")
+@job_option("Only of this job")
 @api_options
 def list_profiles(api: ExporterApi, as_json: bool, **filters: str | None) -> int:
     """List the profiles that the exporter keeps.

@@ -60,7 +60,7 @@ class ListParameters(KnownFields):
         None,
         min_length=1,
         max_length=2 * MAX_LABEL_LENGTH,
-        description="only profiles of this job: its workload, or its id in `/api/v1/live`",
+        description="only profiles of this job: its id of Slurm or Ray, its workload, or its id in `/api/v1/live`",
     )
 
     def admit(self, facts: ProfileFacts) -> bool:
@@ -68,7 +68,7 @@ class ListParameters(KnownFields):
         return (
             self.pid in (None, str(facts.pid))
             and self.workload in (None, facts.workload)
-            and self.job in (None, facts.workload, facts.job)
+            and self.job in (None, facts.workload, facts.job, facts.slurm_job_id, facts.ray_job_id)
         )
 
 

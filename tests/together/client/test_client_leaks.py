@@ -11,7 +11,7 @@ from tests.emulation.fixtures import StartTorch
 LOOP = """
 import gc, random, weakref
 import gpumem_toolkit as toolkit
-model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256)).to("cuda")
+model = torch.nn.Sequential(torch.nn.Linear(256, 16), torch.nn.GELU(), torch.nn.Linear(16, 256)).to("cuda")
 optimizer = torch.optim.AdamW(model.parameters())
 
 class Logger:
