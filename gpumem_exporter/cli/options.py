@@ -23,8 +23,8 @@ from gpumem_exporter.actions.declarations import (
     invalid_fields,
 )
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.completion import SELECTORS as COMPLETIONS
 from gpumem_exporter.cli.completion import JOBS, of_list
+from gpumem_exporter.cli.completion import SELECTORS as COMPLETIONS
 from gpumem_exporter.cli.connection import (
     action_token,
     exporter_trust,

@@ -53,7 +53,7 @@ class Torch:
 def test_a_new_reporter_waits_for_the_recording_of_a_stopped_one_and_not_for_the_user_s() -> None:
     torch = Torch()
     ending, starting = Recorder(torch), Recorder(torch)
-    ending.start()
+    ending.start(1000)
     ends = threading.Timer(0.1, ending.close)
     ends.start()
     assert starting.start_standing()
@@ -63,7 +63,7 @@ def test_a_new_reporter_waits_for_the_recording_of_a_stopped_one_and_not_for_the
     torch.records = True
     assert not starting.start_standing()
     with pytest.raises(CommandRefusedError):
-        starting.start()
+        starting.start(1000)
     assert torch.records, "the user's recording goes on"
 
 
@@ -73,19 +73,19 @@ def test_a_recording_that_the_program_starts_stays_whatever_its_settings_are() -
     recorder = Recorder(torch)
     assert recorder.start_standing()
     ours = torch.history
-    recorder.start()
+    recorder.start(1000)
     recorder.end()
     assert recorder.standing, "the client's own calls end nothing"
     assert torch.history == ours
     record(enabled="all", context="alloc", stacks="python", max_entries=20_000)
     assert not recorder.on
     with pytest.raises(CommandRefusedError):
-        recorder.start()
+        recorder.start(1000)
     recorder.close()
     assert torch.records, "the program's recording goes on"
     assert torch._C._cuda_record_memory_history == in_c, "the hook is removed"
     record(enabled=None)
-    recorder.start()
+    recorder.start(1000)
     record(enabled=None)
     assert not recorder.on, "the program has ended it"
     recorder.end()

@@ -67,15 +67,20 @@ def recorded(work: Any) -> list[int]:
     """Do the work while a recording is on, end it, and return the peak of each device."""
     profiling._CHECK_SECONDS_MAX = 0.1
     wait_for_recording()
+    _end_recordings_after(10**9)
     for index in range(torch.cuda.device_count()):
         torch.cuda.reset_peak_memory_stats(index)
     work()
     peaks = [torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())]
-    for each in gc.get_objects():
-        if type(each) is profiling.Profiling:
-            each._entries_enough = 0
+    _end_recordings_after(0)
     wait_for_recording(False)
     return peaks
+
+
+def _end_recordings_after(entries: int) -> None:
+    for each in gc.get_objects():
+        if type(each) is profiling.Recording:
+            each._entries_enough = entries
 
 
 class Heap:

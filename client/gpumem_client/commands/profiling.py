@@ -50,7 +50,6 @@ class Profiling:
         self._command: Command | None = None
         self._started_seconds = 0.0
         self._recording: Recording | None = None
-        self._entries_enough = 0
         self._check_seconds = 0.0
 
     @property
@@ -117,8 +116,8 @@ class Profiling:
                 self.heap.require_short_pause(searches=command.search_seconds > 0)
             if not records:
                 return live_profile(self.heap, command.id, "action", search_seconds=command.search_seconds)
-            self._entries_enough = self.heap.entries_enough()
-            self._recording = Recording(self.heap, self.recorder, clock=self._clock)
+            enough = self.heap.entries_enough()
+            self._recording = Recording(self.heap, self.recorder, entries=enough, clock=self._clock)
             self._recording.name()
         if not self._ends(self._recording, command):
             return None
@@ -131,10 +130,9 @@ class Profiling:
     def _ends(self, recording: Recording, command: Command) -> bool:
         """Whether the recording ends now."""
         now, end_seconds = self._clock(), self._end_seconds(recording, command)
-        entries = recording.entries()
-        if now < end_seconds and entries < self._entries_enough:
-            # The next look is before the history can be full, at the rate until now.
-            left = (self._entries_enough - entries) * (now - recording.started_seconds) / max(1, entries)
+        left = recording.full_seconds()
+        if now < end_seconds and left > 0:
+            # The next look is before the history can be full.
             self._check_seconds = now + min(max(0.8 * left, _CHECK_SECONDS_MIN), _CHECK_SECONDS_MAX)
             return False
         # A snapshot may disturb a capture.

@@ -27,7 +27,7 @@ _BLOCK_SECONDS = 2e-6
 # The reading of holders, and the slices of the search for referrers, each of which lists all objects again.
 _OBJECT_SECONDS, _SEARCHED_OBJECT_SECONDS = 2e-7, 4e-7
 # The bounds of the number of entries at which a recording ends, and the objects of the process for each.
-_ENTRIES_MIN, _ENTRIES_MAX, _OBJECTS_OF_ENTRY = 15_000, 60_000, 20
+_ENTRIES_MIN, _ENTRIES_MAX, _OBJECTS_OF_ENTRY = 10_000, 60_000, 20
 _Result = TypeVar("_Result")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,6 +19,8 @@ from gpumem_client.wire.reason_codes import ReasonCode
 
 # An index after the last entry.
 _AT_END = 1 << 62
+# The history has space for more entries than end a recording, by one part in this number.
+_SPARE_PART = 4
 
 
 def live_profile(heap: HeapReader, profile_id: str, cause: str, *, search_seconds: float = 0.0) -> Profile:
@@ -58,14 +61,18 @@ class Recording:
         CommandRefusedError: the user's code records, or this allocator cannot record.
     """
 
-    def __init__(self, heap: HeapReader, recorder: Recorder, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, heap: HeapReader, recorder: Recorder, *, entries: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._entries_enough = entries
         self._heap = heap
         self._recorder = recorder
         self._clock = clock
         self._stacks = Stacks()
         heap.pause_seconds = 0.0
         try:
-            self._start = heap.blocks(self._stacks, first=recorder.start)
+            first = functools.partial(recorder.start, entries + entries // _SPARE_PART)
+            self._start = heap.blocks(self._stacks, first=first)
             require_device(self._start)
         except BaseException:
             recorder.end()
@@ -73,17 +80,23 @@ class Recording:
         self.started_seconds = clock()
         self._entries_before = heap.entries()
         self._namings: list[Naming] = []
+        self._name_seconds = 0.0
         self._notes: list[str] = []
 
     def name(self, addresses_read: Callable[[], None] = lambda: None, *, search_seconds: float = 0.0) -> None:
         """Name the owners of what is allocated now. `addresses_read` is called before the longer part of it."""
+        started_seconds = self._clock()
         naming, notes = self._heap.naming(addresses_read, search_seconds=search_seconds)
+        self._name_seconds = self._clock() - started_seconds
         self._namings.insert(0, naming)
         self._notes += notes
 
-    def entries(self) -> int:
-        """Return the number of entries since the start."""
-        return self._heap.entries() - self._entries_before
+    def full_seconds(self) -> float:
+        """Return after how many seconds it must end, so that its history is complete, at the rate until now."""
+        entries = self._heap.entries() - self._entries_before
+        seconds = self._clock() - self.started_seconds
+        # The recording goes on while the owners are named again at its end.
+        return (self._entries_enough - entries) * seconds / max(1, entries) - self._name_seconds
 
     def cancel(self) -> None:
         """End the recording without a profile."""

@@ -11,8 +11,6 @@ from gpumem_client.hooks.recordings import RecordingHook
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.reason_codes import ReasonCode
 
-ENTRIES_MAX = 100_000
-"""The longest history of a recording on each device. A snapshot of it keeps the GIL for half a second."""
 STANDING_ENTRIES_MAX = 20_000
 """The longest history of the standing recording: 6 MiB of the host's memory."""
 # The longest wait for the recording of a stopped reporter: its thread may still search for owners for six seconds.
@@ -53,8 +51,8 @@ class Recorder:
         self._standing = True
         return True
 
-    def start(self) -> None:
-        """Record for a profile. The history starts now.
+    def start(self, entries_max: int) -> None:
+        """Record for a profile. The history starts now, and has the last `entries_max` entries of each device.
 
         Raises:
             CommandRefusedError: the user's code records, or this allocator cannot record.
@@ -64,7 +62,7 @@ class Recorder:
                 "the program records the allocator's history itself; a profile without a recording shows its stacks",
                 ReasonCode.HISTORY_RECORDED,
             )
-        self._start(ENTRIES_MAX)
+        self._start(entries_max)
 
     def end(self) -> None:
         """End the recording for a profile. The standing recording continues with a new history."""

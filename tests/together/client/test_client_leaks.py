@@ -11,7 +11,7 @@ from tests.emulation.fixtures import StartTorch
 LOOP = """
 import gc, random, weakref
 import gpumem_toolkit as toolkit
-model = torch.nn.Sequential(torch.nn.Linear(256, 16), torch.nn.GELU(), torch.nn.Linear(16, 256)).to("cuda")
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256)).to("cuda")
 optimizer = torch.optim.AdamW(model.parameters())
 
 class Logger:
@@ -75,6 +75,29 @@ def test_a_leak_that_fills_the_device_in_80_steps_is_named_before(start_torch: S
     reported = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(FAST)
     assert "kept" in reported["leak"]
     assert reported["step"] < 65
+
+
+TRAINED = """
+import gpumem_client as client
+from gpumem_toolkit.integrations.training_watch import TrainingWatch
+watch, kept = TrainingWatch(leaks=True), []
+before, values = watch.values(), {}
+while "gpumem/leak_bytes_per_step" not in values and len(kept) < 78:
+    watch.step_starts(batch_size=1)
+    kept.append(torch.empty(100 << 20, dtype=torch.uint8, device="cuda"))
+    client.step()
+    watch.step_ends()
+    values = watch.values()
+result = {"before": "gpumem/leak_bytes_per_step" in before, "values": values, "kept": len(kept) * (100 << 20)}
+watch.stop()
+"""
+
+
+def test_a_trainers_logger_gets_the_rate_of_a_leak(start_torch: StartTorch) -> None:
+    found = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(TRAINED)
+    assert not found["before"]
+    assert found["values"]["gpumem/leak_bytes_per_step"] == pytest.approx(100 << 20, rel=0.05)
+    assert found["values"]["gpumem/allocated_peak_bytes"] >= found["kept"]
 
 
 def test_leaks_are_found_within_200_steps_and_their_holder_is_named(start_torch: StartTorch) -> None:

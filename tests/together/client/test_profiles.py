@@ -267,7 +267,7 @@ gpumem_client.start()
     command(exporter, "lost", force=True)
     assert result(exporter, "lost")["reason_code"] == "profile_not_sent"
     exporter.profile_status = 201
-    process.exec("from gpumem_client.profile import recorder; recorder.ENTRIES_MAX = 20")
+    process.exec("from gpumem_client.profile import heap_reader; heap_reader._ENTRIES_MAX = 16")
     command(exporter, "overwritten", force=True, duration_seconds=60)
     process.exec(
         "from tests.programs.profiled import *; recorded(lambda: [torch.empty(8, device='cuda') for _ in range(30)])"
