@@ -167,7 +167,6 @@ def run(job: Job, epochs: int, folder: Path) -> None:
             inputs,
             loss=lambda outputs: mse_loss(outputs, targets),
             repeats=2,
-            reset_peaks=job.device.type == "cuda",
         )
     )
     print(toolkit.recommend_allocator_settings())

@@ -117,13 +117,11 @@ def after_any_error_only_the_previous_checkpoint_exists(folder: str) -> None:
         assert [each.name for each in Path(folder).iterdir()] == ["last.pt"]
         assert path.read_bytes() == before
 
-    full = rf"{path}\b.*{os.strerror(errno.EFBIG)}.*\b"
+    full = rf"{path}\b.*{os.strerror(errno.EFBIG)}"
     storage_error = saving.StorageError
-    fails(
-        storage_error, full + r"16\.0 MiB", lambda: with_little_room(lambda: save(path, weights=torch.zeros(4 * MIB)))
-    )
+    fails(storage_error, full, lambda: with_little_room(lambda: save(path, weights=torch.zeros(4 * MIB))))
     fitting = torch.zeros(MIB // 4 - 64)  # the end of the file does not fit
-    fails(storage_error, full + r"1\.0 MiB", lambda: with_little_room(lambda: save(path, weights=fitting)))
+    fails(storage_error, full, lambda: with_little_room(lambda: save(path, weights=fitting)))
     fails(storage_error, "none", lambda: save(Path(folder) / "none" / "last.pt", step=2))
     fails(ConfigurationError, r"\bUnknown\b.*weights_only=True", lambda: save(path, thing=Unknown()))
     fails(TypeError, "lock", lambda: save(path, thing=threading.Lock()))
@@ -186,8 +184,8 @@ def a_signal_handler_can_save_while_another_checkpoint_is_written(folder: str) -
 
     signal.signal(signal.SIGUSR1, handler)
     torch.serialization.register_package(-(10**6), come, lambda _storage, _location: None)
-    saved = save(f"{folder}/outer.pt", tensors=tensors)
-    assert (len(handled), saved.staged_bytes) == (1, 4 * MIB)
+    save(f"{folder}/outer.pt", tensors=tensors)
+    assert len(handled) == 1
     for name in ("inner", "outer"):
         assert {tensor.device.type for tensor in load(f"{folder}/{name}.pt")["tensors"]} == {"cpu"}
 
@@ -270,7 +268,7 @@ def saving_takes_no_device_memory_and_host_memory_for_the_largest_tensor(folder:
     after = torch.cuda.memory_stats()
     assert [name for name in after if after[name] != statistics.get(name)] == []
     # The largest of 76 MiB of weights and twice as much state. Each copy is freed before the next one.
-    assert saved.staged_bytes == max(staged) == 16 * MIB
+    assert max(staged) == 16 * MIB
     assert saved.file_bytes > 3 * 76 * MIB
     assert str(load(path)["odd"].device) == "cpu"
 

@@ -190,10 +190,9 @@ def recommended(values: dict[str, int], current: str = "", variable: str = "", c
         (FRAGMENTED, "expandable_segments:True", "", ("2.0 GiB",)),
         (RETRIES, "", "expandable_segments:True", ("7 times", "2 times")),
         (RETRIES, "per_process_memory_fraction:0.5", FRACTION, ("7 times",)),
-        ({"requested_bytes": 3 * GIB}, "roundup_power2_divisions:1", "roundup_power2_divisions:8", ("1.0 GiB",)),
         ({**FRAGMENTED, **RETRIES}, "backend:cudaMallocAsync", "", ("cudaMallocAsync",)),
     ],
-    ids=["reclaimable", "fragmented", "expandable", "retries", "retries below a fraction", "rounding", "asynchronous"],
+    ids=["reclaimable", "fragmented", "expandable", "retries", "retries below a fraction", "asynchronous"],
 )
 def test_recommended_settings(values: dict[str, int], current: str, line: str, named: tuple[str, ...]) -> None:
     found = recommended(values, current, "PYTORCH_ALLOC_CONF")

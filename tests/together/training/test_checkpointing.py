@@ -30,7 +30,7 @@ def process(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
         "results_that_differ_are_named",
         "blocks_selections_and_batches_can_be_chosen",
         "errors_name_the_accepted_values",
-        "peaks_are_bounded_or_exact_and_no_statistic_is_reset_by_default",
+        "peaks_are_of_the_step_alone_and_fall_with_more_checkpoints",
         "a_variant_that_runs_out_of_memory_is_reported_and_the_others_are_measured",
     ],
 )

@@ -58,8 +58,8 @@ def test_every_tool_works_without_a_gpu_and_an_exporter(process: TorchProcess, t
     output = run(process, "toolkit.py", *SMALL, "--folder", str(tmp_path))
     assert re.search(r"^3 steps\b.*\b32\b", output, re.MULTILINE)  # the last one of 8 samples
     assert "no CUDA" in output
-    assert re.search(r"^none +0 +.*\bMiB$", output, re.MULTILINE), "the row without checkpointing"
-    assert re.search(r"^every block +2 +.*\bMiB\b", output, re.MULTILINE)
+    assert re.search(r"^none +0 +.*\bms\b", output, re.MULTILINE), "the row without checkpointing"
+    assert re.search(r"^every block +2 +.*\bms\b", output, re.MULTILINE)
     assert str(tmp_path / "last.pt") in output
     load = "result = sorted(torch.load(path, weights_only=True))"
     assert process.exec(load, path=str(tmp_path / "last.pt")) == ["model", "optimizer"]

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.checkpointing.comparison import Difference
-from gpumem_toolkit.training.model_runs import autocasting, call_model, distance_ratio
+from gpumem_toolkit.training.model_runs import autocasting, call_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +168,16 @@ class Results:
         for name, buffer in step.model.named_buffers():
             self._tensors[f"buffer {name}"] = _on_host(buffer)
 
-    def difference(self, other: Results) -> Difference | None:
-        """Compare with another run; None if all results are equal to the bit, or both NaN."""
-        ratios: dict[str, float | None] = {}
-        for name in {**self._tensors, **other._tensors}:
-            one, two = self._tensors.get(name), other._tensors.get(name)
-            if one is None or two is None or one.shape != two.shape:
-                ratios[name] = None
-            elif not torch.isclose(one, two, rtol=0, atol=0, equal_nan=True).all():
-                ratios[name] = distance_ratio(one, two)
-        known = [ratio for ratio in ratios.values() if ratio is not None]
-        return Difference(tuple(ratios), max(known) if len(known) == len(ratios) else None) if ratios else None
+    def differing(self, other: Results) -> tuple[str, ...]:
+        """Return the names of the results that are not equal to the bit in another run, or both NaN."""
+        names = dict.fromkeys((*self._tensors, *other._tensors))
+        return tuple(name for name in names if not _same(self._tensors.get(name), other._tensors.get(name)))
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ def compare_checkpointing(
     every: Iterable[int] | None = None,
     repeats: int = 5,
     autocast: torch.dtype | None = None,
-    reset_peaks: bool = False,
 ) -> CheckpointingComparison:
     """Measure one training step, forward and backward, with more and more blocks recomputed in backward.
 
@@ -39,10 +38,10 @@ def compare_checkpointing(
     optimizer does. The results of the variants are compared to the bit. They differ if a block draws random numbers
     from another generator, or changes something in forward, as batch normalization does.
 
-    The peak is above what was allocated before the step, on the device of the model's first parameter. Without
-    `reset_peaks` it has bounds only, unless it is higher than the process' earlier peaks. In a distributed job every
-    rank calls this. Not thread-safe: no other thread may use the model during the call. Raises ConfigurationError if an
-    argument is invalid, or if the model cannot be trained that way.
+    The peak is above what was allocated before the step, on the device of the model's first parameter. The allocator's
+    peaks are reset for it. In a distributed job every rank calls this. Not thread-safe: no other thread may use the
+    model during the call. Raises ConfigurationError if an argument is invalid, or if the model cannot be trained that
+    way.
 
     Args:
         model: the model, on the device where it trains. During the call it is in training mode.
@@ -53,23 +52,16 @@ def compare_checkpointing(
         every: 2 checkpoints every second block, starting with the first. Default: 2 and 4, if there are more blocks.
         repeats: number of timed runs.
         autocast: the dtype of the forward pass, such as `torch.bfloat16`.
-        reset_peaks: make the peak exact: reset the allocator's peaks before the run.
     """
     step = Step(model, batch, loss, autocast)
-    _check(step, repeats, reset_peaks)
+    check_autocast(autocast)
+    if repeats < 1:
+        raise ConfigurationError(f"invalid repeats {repeats}: it must be at least 1")
     description, names = _choose(model, blocks)
     selections = _from_least_memory(every, len(names))
     with left_as_it_was(step) as restore:
-        rows = _Variants(step, names, restore).rows(selections, repeats, reset_peaks)
+        rows = _Variants(step, names, restore).rows(selections, repeats)
     return CheckpointingComparison(type(model).__name__, str(step.device), description, repeats, tuple(rows))
-
-
-def _check(step: Step, repeats: int, reset_peaks: bool) -> None:
-    if repeats < 1:
-        raise ConfigurationError(f"invalid repeats {repeats}: it must be at least 1")
-    check_autocast(step.autocast)
-    if reset_peaks and step.device.type != "cuda":
-        raise ConfigurationError(f"reset_peaks is for models on CUDA; this model is on {step.device}")
 
 
 def _choose(model: nn.Module, blocks: Iterable[nn.Module] | None) -> tuple[str, list[str]]:
@@ -88,7 +80,6 @@ def _choose(model: nn.Module, blocks: Iterable[nn.Module] | None) -> tuple[str, 
 
 def _from_least_memory(every: Iterable[int] | None, blocks: int) -> list[int | None]:
     """Return the selections in the order of their peaks."""
-    # In this order each raises the allocator's peak, and so has an exact peak without a reset.
     if every is None:
         return [1, *(k for k in (2, 4) if k < blocks), None]
     selections = sorted({1, *every})
@@ -106,11 +97,11 @@ class _Variants:
         self._names = names
         self._restore = restore
 
-    def rows(self, selections: Sequence[int | None], repeats: int, reset_peaks: bool) -> Sequence[CheckpointingRow]:
+    def rows(self, selections: Sequence[int | None], repeats: int) -> Sequence[CheckpointingRow]:
         """Return the rows of the comparison, from no checkpointed blocks to all."""
-        return self._compare([self._measure(every, repeats, reset_peaks) for every in selections][::-1])
+        return self._compare([self._measure(every, repeats) for every in selections][::-1])
 
-    def _measure(self, every: int | None, repeats: int, reset_peaks: bool) -> CheckpointingRow:
+    def _measure(self, every: int | None, repeats: int) -> CheckpointingRow:
         """Measure time and peak of one variant."""
         device = self._step.device
         seconds: list[float] = []
@@ -119,15 +110,15 @@ class _Variants:
             with self._checkpointed(chosen):
                 self._run_once()  # warms up
                 self._restore()
-                bounds = measure_peak(self._run, device, reset_peaks=reset_peaks)
+                peak_bytes = measure_peak(self._run, device)
                 for _ in range(repeats):
                     self._restore()
                     seconds.append(run_seconds(self._run, device))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return CheckpointingRow(every, len(chosen), None, None, None, out_of_memory=True)
-        return CheckpointingRow(every, len(chosen), statistics.median(seconds), *bounds)
+            return CheckpointingRow(every, len(chosen), None, None, out_of_memory=True)
+        return CheckpointingRow(every, len(chosen), statistics.median(seconds), peak_bytes)
 
     def _compare(self, rows: Sequence[CheckpointingRow]) -> list[CheckpointingRow]:
         """Add to each row how its results differ from the results of the first row that runs, which runs twice."""
@@ -139,11 +130,11 @@ class _Variants:
                 try:
                     with self._checkpointed(self._chosen(row.every)):
                         reference = reference or Results(self._step, self._run_once())
-                        row = replace(row, difference=reference.difference(Results(self._step, self._run_once())))
+                        row = replace(row, differs=reference.differing(Results(self._step, self._run_once())))
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                    row = CheckpointingRow(row.every, row.blocks, None, None, None, out_of_memory=True)
+                    row = CheckpointingRow(row.every, row.blocks, None, None, out_of_memory=True)
             compared.append(row)
         return compared
 

@@ -12,24 +12,12 @@ from typing import Any, TypeVar
 
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.steps import process_steps
+from gpumem_client.phases.measured import DeviceUse
 from gpumem_client.torch_access import process_statistics, without_torch_function
-from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
+from gpumem_client.wire.units import ShownAsText
 from gpumem_toolkit.measure.components import inner_optimizer
 
 _Item = TypeVar("_Item")
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMilestone:
-    """One device's allocator at a milestone."""
-
-    index: int
-    allocated_bytes: int
-    reserved_bytes: int
-    peak_bytes: int
-    """Peak of the allocated bytes since the last reset."""
-    growth_bytes: int
-    """Allocated bytes minus those at the previous milestone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +27,11 @@ class Milestone(ShownAsText):
     name: str
     seconds: float
     """Seconds since the first milestone."""
-    devices: tuple[DeviceMilestone, ...]
+    devices: tuple[DeviceUse, ...]
+    """The use since the previous milestone; the peak is that since the last reset."""
 
     def __str__(self) -> str:
-        devices = "; ".join(
-            f"cuda:{device.index} allocated {human_bytes(device.allocated_bytes)}"
-            f" ({human_growth(device.growth_bytes)}), peak {human_bytes(device.peak_bytes)}"
-            f", reserved {human_bytes(device.reserved_bytes)}"
-            for device in self.devices
-        )
-        return f"{self.name}: {devices or 'no CUDA'}"
+        return f"{self.name}: {'; '.join(map(str, self.devices)) or 'no CUDA'}"
 
 
 class Milestones(ShownAsText):
@@ -63,17 +46,16 @@ class Milestones(ShownAsText):
 
     def record(self, name: str) -> Milestone:
         """Record and log a milestone."""
-        devices: list[DeviceMilestone] = []
+        devices: list[DeviceUse] = []
         statistics = process_statistics()
-        before = {each.index: each.allocated_bytes for each in self.records[-1].devices} if self.records else {}
+        before = {each.index: each.after_bytes for each in self.records[-1].devices} if self.records else {}
         with guest_safety(lambda error: log.debug("no memory values for milestone %s: %r", name, error)):
             for index in () if statistics is None else statistics.devices():
                 state = statistics.state(index) if statistics is not None else None
                 if state is not None:
-                    allocated, reserved = state["allocated_bytes"], state["reserved_bytes"]["current"]
-                    now = allocated["current"]
-                    growth = now - before.get(index, 0)
-                    devices.append(DeviceMilestone(index, now, reserved, allocated["peak"], growth))
+                    allocated = state["allocated_bytes"]
+                    now, peak = allocated["current"], allocated["peak"]
+                    devices.append(DeviceUse(index, before.get(index, 0), now, peak, peak))
         milestone = Milestone(name, time.monotonic() - self._started_seconds, tuple(devices))
         self.records = (*self.records, milestone)
         log.log(self._level, "%s", milestone)

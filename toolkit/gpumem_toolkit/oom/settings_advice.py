@@ -19,7 +19,6 @@ from gpumem_client.wire.units import ShownAsText, counted, human_bytes
 
 _FRAGMENTED_SHARE = 0.1
 _FRAGMENTED_LEAST = 256 << 20
-_ROUNDED_SHARE = 0.1
 _RETRIES_MANY = 3
 # A setting and its value, both empty if none helps; what was observed; the effect of the setting, or other advice.
 _Cause = tuple[str, str, str, str]
@@ -84,7 +83,7 @@ def recommend(
     reasons: list[str] = []
     for index, sample in devices.items():
         name = f"cuda:{index}"
-        for causes in (_fragmentation, _rounding, _retries):
+        for causes in (_fragmentation, _retries):
             for setting, value, observation, effect in causes(name, sample, settings):
                 if setting == "expandable_segments" and expandable_segments_conflict:
                     reasons.append(f"{observation}; {_NO_OPTION.format(expandable_segments_conflict)}")
@@ -111,15 +110,6 @@ def _fragmentation(name: str, sample: DeviceSample, settings: Mapping[str, str])
         return
     remove = "; max_split_size_mb has no effect then: remove it" if "max_split_size_mb" in settings else ""
     yield "expandable_segments", "True", share, f"expandable segments are unmapped and reused by the page{remove}"
-
-
-def _rounding(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:
-    if not sample.requested_bytes or sample.allocated_bytes is None or "roundup_power2_divisions" not in settings:
-        return
-    rounded = sample.allocated_bytes - sample.requested_bytes
-    if rounded >= max(_FRAGMENTED_LEAST, _ROUNDED_SHARE * sample.allocated_bytes):
-        share = f"on {name} {human_bytes(rounded)} of {human_bytes(sample.allocated_bytes)} are rounding"
-        yield "roundup_power2_divisions", "8", share, "finer divisions round less"
 
 
 def _retries(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpumem_client.phases.measured import Measured
 from gpumem_client.wire.errors import ConfigurationError
@@ -67,29 +66,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def distance_ratio(kept: Tensor, tensor: Tensor) -> float:
-    """Return the distance of a tensor from `kept`, divided by the norm of `kept`. Both are on the CPU."""
-    before = kept.to(torch.float64).flatten()
-    size, distance = float(before.norm()), float((tensor.to(torch.float64).flatten() - before).norm())
-    if not distance:
-        return 0.0
-    return distance / size if size else math.inf
+def measure_peak(run: Callable[[], object], device: torch.device) -> int | None:
+    """Run once, reset the allocator's peaks for that, and return the peak above the allocated bytes before.
 
-
-def measure_peak(
-    run: Callable[[], object], device: torch.device, *, reset_peaks: bool
-) -> tuple[int | None, int | None]:
-    """Run once, and return the bounds of the peak above the allocated bytes before; None where they are unknown.
-
-    Without CUDA it does not run. With `reset_peaks` the bounds are equal.
+    Returns None without CUDA, where it does not run.
     """
     if device.type != "cuda":
-        return None, None
-    with Measured("peak", kept=False, reset_peaks=reset_peaks) as use:
+        return None
+    with Measured("peak", kept=False, reset_peaks=True) as use:
         run()
     index = torch.cuda.current_device() if device.index is None else device.index
-    measured = next((each for each in use.devices if each.index == index), None)
-    if measured is None:
-        return None, None
-    most = measured.peak_at_most_bytes
-    return measured.peak_bytes - measured.before_bytes, None if most is None else most - measured.before_bytes
+    return next((each.peak_bytes - each.before_bytes for each in use.devices if each.index == index), None)

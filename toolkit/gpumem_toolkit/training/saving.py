@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import secrets
-import shutil
 import stat
 import sys
 import threading
@@ -25,8 +24,6 @@ _log = logging.getLogger("gpumem_toolkit")
 # Lower than the priorities of torch's taggers (10 and up). Must be unique: torch cannot sort equal priorities.
 _PRIORITY = -9844
 
-# The bytes of the saved storages, by type of device and address.
-_Sizes = dict[tuple[str, int], int]
 _GATHER = (
     "gather the state on all ranks"
     " (torch.distributed.checkpoint.state_dict.get_model_state_dict, get_optimizer_state_dict,"
@@ -42,14 +39,11 @@ class SavedCheckpoint(ShownAsText):
     path: Path
     """The file, with links resolved."""
     file_bytes: int
-    staged_bytes: int
-    """Host memory for copies of device tensors: the largest storage, or 0 if all are on the CPU."""
     duration_seconds: float
     """Seconds until the file was synced to the disk."""
 
     def __str__(self) -> str:
-        staged = f", {human_bytes(self.staged_bytes)} of host memory at most" if self.staged_bytes else ""
-        return f"{self.path}: {human_bytes(self.file_bytes)} in {self.duration_seconds:.1f} s{staged}"
+        return f"{self.path}: {human_bytes(self.file_bytes)} in {self.duration_seconds:.1f} s"
 
 
 def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheckpoint:
@@ -76,15 +70,12 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     _refuse_collective(parts)
     tree = {name: value.state_dict() if _has_state(value) else value for name, value in parts.items()}
     _refuse_shards(tree)
-    sizes: _Sizes = {}
-    written_bytes = _write(tree, target, mode, sizes)
-    staged_bytes = max((size for (kind, _), size in sizes.items() if kind != "cpu"), default=0)
-    saved = SavedCheckpoint(target, written_bytes, staged_bytes, time.monotonic() - started)
+    saved = SavedCheckpoint(target, _write(tree, target, mode), time.monotonic() - started)
     _log.info("saved %s", saved)
     return saved
 
 
-def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Sizes) -> int:
+def _write(tree: Mapping[str, Any], target: Path, mode: int | None) -> int:
     """Write a checkpoint and return its size in bytes. After an error no part of it remains."""
     import torch
 
@@ -101,7 +92,7 @@ def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Size
                 with contextlib.suppress(OSError):  # a file system without permissions
                     part.chmod(mode)
             # Otherwise the file would load CUDA tensors onto the device, and a machine without a GPU could not load it.
-            with _tagger.saving(sizes):
+            with _tagger.saving():
                 torch.save(tree, cast(IO[bytes], file))
             _refuse_unloadable(part)
             os.fsync(file.fileno())
@@ -113,8 +104,7 @@ def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Size
         # Torch replaces a write error by its own error.
         cause = file.error if file is not None and file.error is not None else error
         if isinstance(cause, OSError):
-            room = "" if file is None else _room(target.parent, sum(sizes.values()))
-            raise StorageError(f"{target} cannot be written: {cause.strerror or cause}{room}") from cause
+            raise StorageError(f"{target} cannot be written: {cause.strerror or cause}") from cause
         context = error.__context__  # torch's RuntimeError must not replace a KeyboardInterrupt
         if context is not handled and not isinstance(context, Exception | None):
             raise context from None
@@ -212,14 +202,6 @@ def _mode(target: Path) -> int | None:
     return stat.S_IMODE(mode)
 
 
-def _room(folder: Path, needed_bytes: int) -> str:
-    try:
-        free = human_bytes(shutil.disk_usage(folder).free)
-    except OSError:
-        return ""
-    return f"; it needs {human_bytes(needed_bytes)}, and {free} are free"
-
-
 class _Tagger:
     """Makes torch save storages of a device as if they were in host memory, by its registry of storage locations.
 
@@ -233,18 +215,18 @@ class _Tagger:
         self._registered: tuple[Any, ...] | None = None
 
     @contextlib.contextmanager
-    def saving(self, sizes: _Sizes) -> Iterator[None]:
-        """Tag the storages that this thread saves in the block, and note their sizes. May be nested."""
+    def saving(self) -> Iterator[None]:
+        """Tag the storages that this thread saves in the block. May be nested."""
         with self._lock:
             self._users += 1
             if self._registered is None:
                 self._registered = (_PRIORITY, self._tag, lambda _storage, _location: None)  # restores no storage
                 sys.modules["torch.serialization"].register_package(*self._registered)
-        outer, self._thread.sizes = getattr(self._thread, "sizes", None), sizes
+        outer, self._thread.saves = getattr(self._thread, "saves", False), True
         try:
             yield
         finally:
-            self._thread.sizes = outer
+            self._thread.saves = outer
             with self._lock:
                 self._users -= 1
                 if not self._users:
@@ -253,11 +235,7 @@ class _Tagger:
                     self._registered = None
 
     def _tag(self, storage: Any) -> str | None:
-        sizes: _Sizes | None = getattr(self._thread, "sizes", None)
-        if sizes is None or storage.device.type == "meta":
-            return None
-        sizes[storage.device.type, storage.data_ptr()] = storage.nbytes()
-        return "cpu"
+        return "cpu" if getattr(self._thread, "saves", False) and storage.device.type != "meta" else None
 
 
 _tagger = _Tagger()
