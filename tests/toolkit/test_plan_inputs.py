@@ -11,7 +11,7 @@ import pytest
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning import planner
 from gpumem_toolkit.planning.devices import Gpu, parse_bytes, parse_gpu
-from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor, read_arguments
+from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor, parse_value, read_arguments
 from gpumem_toolkit.planning.worker import place, run_in_worker
 from tests.support.running_command import run_python
 
@@ -67,9 +67,9 @@ def test_an_invalid_size_is_rejected(text: str) -> None:
 
 def test_a_gpu_is_a_size_or_a_name_and_has_overhead() -> None:
     assert parse_gpu("H100 80GB") == parse_gpu("h100-80gb")
-    assert parse_gpu("80GiB", 2 * GIB) == Gpu("80GiB", 80 * GIB, 2 * GIB)
-    assert parse_gpu("80GiB", 2 * GIB).free_bytes == 78 * GIB
-    assert parse_gpu("1GiB", 2 * GIB).free_bytes == 0
+    assert parse_gpu("80GiB") == Gpu("80GiB", 80 * GIB)
+    assert Gpu("80GiB", 80 * GIB, 2 * GIB).free_bytes == 78 * GIB
+    assert Gpu("1GiB", GIB, 2 * GIB).free_bytes == 0
     with pytest.raises(ConfigurationError, match="h100-80gb"):
         parse_gpu("h1000")
 
@@ -116,11 +116,19 @@ def test_training_arguments_are_a_dictionary_a_file_or_the_arguments_of_a_script
             read_arguments(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0.9", 0.9), ("8", 8), ("False", False), ("none", None), ("adamw", "adamw"), ("(0.9,1)", (0.9, 1))],
+)
+def test_the_value_of_an_option_is_a_literal_or_a_word(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
 def test_an_inconsistent_description_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match=r"1000000000\b.*\b32\b.*4096\b.*32000"):
         Description(32, 4096, 2048, parameters=10**9).job()
-    with pytest.raises(ConfigurationError, match="7 heads"):
-        Description(2, 64, 16, heads=7).job()
+    with pytest.raises(ConfigurationError, match="hidden 200"):
+        Description(2, 200, 16).job()
     with pytest.raises(ConfigurationError, match="layers 0"):
         Description(0, 64, 16).job()
 

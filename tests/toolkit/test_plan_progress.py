@@ -40,12 +40,3 @@ def test_a_log_has_a_line_about_a_plan_that_takes_long(monkeypatch: pytest.Monke
         now[0] = 45.0
         wait_for(stream.getvalue, "the line")
     assert stream.getvalue() == "planning for 45 s: run 1: checkpointing, batch 315\n"
-
-
-def test_the_time_limit_passes_on_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    expired: list[str] = []
-    progress = Progress(0.05, expired.append)
-    progress.of("checkpointing")(315)
-    with progress:
-        wait_for(lambda: expired, "the end of the time limit")
-    assert expired == ["run 1: checkpointing, batch 315"]

@@ -37,12 +37,12 @@ class Made(Sizing):
     """
 
     def __init__(self, *, jumps: bool = False, workspace: Callable[[int], int] = lambda _: 0) -> None:
-        super().__init__(JOB)
+        super().__init__(JOB, make=self._steps)
         self.made = 0
         self._jumps = jumps
         self._workspace = workspace
 
-    def _make(self, batch: int) -> Trace:
+    def _steps(self, batch: int) -> Trace:
         self.made += 1
         trace = steps(batch, workspace=self._workspace(batch))
         if self._jumps and batch % 2:
@@ -51,9 +51,9 @@ class Made(Sizing):
 
 
 def test_the_breakdown_is_that_of_the_peak() -> None:
-    shares = steps(10).peak()
+    shares, _ = steps(10).shares()
     assert (shares["parameters"], shares["activations"], shares["temporaries"]) == (100 * MIB, 30 * MIB, 40 * MIB)
-    assert steps(1).highs()["activations"] == 3 * MIB
+    assert steps(1).shares()[1]["activations"] == 3 * MIB
 
 
 def test_consecutive_frees_have_a_fixed_order() -> None:
@@ -122,8 +122,7 @@ def test_the_largest_batch_is_a_multiple_of_the_requested_number() -> None:
 
 def test_sharding_divides_only_parameters_gradients_and_optimizer_state() -> None:
     whole = Made()
-    whole.gathered_bytes = 7 * MIB
-    assert whole.sharded(5).peaks(10).allocated_bytes == whole.peaks(10).allocated_bytes - 80 * MIB + 7 * MIB
+    assert whole.sharded(5, 7 * MIB).peaks(10).allocated_bytes == whole.peaks(10).allocated_bytes - 80 * MIB + 7 * MIB
     assert whole.made == 1, "the trace is the same one"
 
 

@@ -6,17 +6,18 @@ import json
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.planning.configuration import apply, backup_of, diff, parse_map, planned_text, restore
+from gpumem_toolkit.planning.configuration import apply, backup_of, diff, parse_map, planned_text
 from gpumem_toolkit.planning.devices import parse_bytes, parse_gpu, smallest_gpu
-from gpumem_toolkit.planning.job import Description, Job, TransformersJob, parse_tensor, read_arguments
-from gpumem_toolkit.planning.plan import Plan, Target
-from gpumem_toolkit.planning.planner import config_job, plan_in_worker, profile_in_worker
-from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, named
+from gpumem_toolkit.planning.job import Description, parse_value
+from gpumem_toolkit.planning.plan import Plan
+from gpumem_toolkit.planning.planner import plan
+from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS
 
 _DESCRIPTION = """\
 Predict the GPU memory of a training job before it runs.
@@ -42,15 +43,17 @@ Examples:
   %(prog)s train:make_model --input 'int64[B,1024]' --profile --batch 4
   %(prog)s train:make_model --input 'float32[B,256]' --gpu 24GiB \\
       --apply config.yaml --map train.batch_size=batch --map train.accumulation=accumulation
-  %(prog)s --restore config.yaml
   %(prog)s train:make_model --input 'float32[B,256]' --gpu 24GiB --json > plan.json
   gpumem-run --plan plan.json -- python train.py    # exports the error of the plan
 """
 
 # The values of a plan that `--map` assigns to keys.
 _PLANNED = ("batch", "accumulation", "effective_batch")
-
-_PROFILED_BATCH = 8
+# The options that are not arguments of `plan`.
+_OWN = (
+    *("model", "script", "layers", "hidden", "parameters", "vocabulary", "gpu", "overhead"),
+    *("apply", "map", "dry_run", "json", "help"),
+)
 # Ended by Ctrl-C: 128 plus the number of the signal, as in a shell.
 _INTERRUPTED = 130
 
@@ -60,11 +63,11 @@ def main(words: Sequence[str] | None = None, program: str = "gpumem-plan") -> in
     try:
         parser, words = _parser(program), list(sys.argv[1:] if words is None else words)
         end = words.index("--") if "--" in words else len(words)
-        options = parser.parse_args(words[:end], Namespace(script=words[end + 1 :]))
+        options = parser.parse_args(words[:end], Namespace(script=words[end + 1 :], vocabulary=32000))
         if options.help:
             parser.print_help()
             return 0
-        return _restore_files(options.restore) if options.restore else _plan_and_apply(options)
+        return _plan_and_apply(options)
     except ConfigurationError as error:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -88,25 +91,24 @@ def _parser(program: str) -> ArgumentParser:
         allow_abbrev=False,
     )
 
-    def flag(name: str, text: str, **settings: Any) -> None:
-        parser.add_argument(name, action="store_true", help=text, **settings)
+    # Options that are not given are None, and `plan` has their defaults.
+    def flag(name: str, text: str, *names: str) -> None:
+        parser.add_argument(*names, name, action="store_true", default=None, help=text)
 
     def value(name: str, text: str, kind: type = str, default: Any = None, metavar: str = "", **settings: Any) -> None:
-        shown = text if default in (None, []) else f"{text}  [default: %(default)s]"
-        metavar = metavar or f"<{kind.__name__}>"
-        parser.add_argument(name, help=shown, type=kind, default=default, metavar=metavar, **settings)
+        shown = text if default is None else f"{text}  [default: {default}]"
+        parser.add_argument(name, help=shown, type=kind, metavar=metavar or f"<{kind.__name__}>", **settings)
 
-    several = partial(value, action="append", default=[])
+    several = partial(value, action="append")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="MODULE:FACTORY, or a config of transformers.")
-    several("--input", "An argument of the model: float32[B,3,224,224].", metavar="TENSOR")
-    several("--target", "An argument of the loss after the output: int64[B].", metavar="TENSOR")
+    several("--input", "An argument of the model: float32[B,3,224,224].", metavar="TENSOR", dest="inputs")
+    several("--target", "An argument of the loss after the output: int64[B].", metavar="TENSOR", dest="targets")
     value("--loss", "auto, cross_entropy, mse, mean, sum, output, or MODULE:FUNCTION.", default="auto")
-    optimizers = (
-        "An optimizer of torch.optim such as adamw, adamw8bit, described (--optimizer-option bytes=2.06: state per "
-        "trainable parameter), none, or MODULE:FACTORY."
+    value(
+        "--optimizer", "An optimizer of torch.optim such as adamw, adamw8bit, none, or MODULE:FACTORY.", default="adamw"
     )
-    value("--optimizer", optimizers, default="adamw")
-    several("--optimizer-option", "Such as fused=true or momentum=0.9.", metavar="NAME=VALUE")
+    named = {"metavar": "NAME=VALUE", "dest": "optimizer_options"}
+    several("--optimizer-option", "Such as fused=true or momentum=0.9.", **named)
     value("--precision", "fp32; bf16 or fp16 (autocast); pure-bf16 or pure-fp16.", default="fp32")
     value("--attention", "auto, flash, efficient, math or cudnn.", default="auto")
     value("--convolution", "cudnn, or native if cuDNN is off.", default="cudnn")
@@ -126,24 +128,20 @@ def _parser(program: str) -> ArgumentParser:
     value("--overhead", "Memory of context and driver. Default: 1152MiB.", metavar="SIZE")
     value("--margin", "Part of the free memory that the plan uses.", float, 0.85)
     value("--target-effective-batch", "Samples in one optimizer step over all devices.", int)
-    batches = (
-        "Plan this batch size instead of the largest. With --profile: the larger batch size measured, default "
-        f"{_PROFILED_BATCH}."
-    )
+    batches = "Plan this batch size instead of the largest. With --profile: the larger batch size measured, default 8."
     value("--batch", batches, int)
     value("--accumulation", "Backward passes before each step of the optimizer.", int, 1)
     value("--devices", "Data-parallel processes.", int, 1)
     value("--multiple-of", "Batch sizes are multiples of this number.", int, 1)
     changes = "Also plan changes that save memory; takes longer.  [default: changes]"
-    parser.add_argument("--changes", action=BooleanOptionalAction, default=True, help=changes)
+    parser.add_argument("--changes", action=BooleanOptionalAction, help=changes)
     flag("--profile", "Measure two steps on this machine's first GPU.")
-    value("--timeout", "Time limit of the plan.", float, TIMEOUT_SECONDS, "SECONDS")
+    value("--timeout", "Time limit of the plan.", float, TIMEOUT_SECONDS, "SECONDS", dest="timeout_seconds")
     several("--apply", "Write the plan into a .yaml or .toml file; keeps FILE.backup.", Path, metavar="FILE")
     several("--map", "The key that receives batch, accumulation or effective_batch.", metavar="KEY=VALUE")
     flag("--dry-run", "With --apply: show the change, write nothing.")
-    several("--restore", "Restore FILE from its backup; plans nothing.", Path, metavar="FILE")
     flag("--json", "Print JSON, sizes in bytes.")
-    parser.add_argument("-h", "--help", action="store_true", help="Show this message and exit.")
+    flag("--help", "Show this message and exit.", "-h")
     return parser
 
 
@@ -152,35 +150,41 @@ def _plan_and_apply(options: Namespace) -> int:
         raise ConfigurationError("--apply FILE and --map KEY=VALUE must be used together")
     # Planning can take minutes: first check that the files can be changed.
     _planned_texts(options, dict.fromkeys(_PLANNED, 1))
-    plan = _plan(options)
-    print(json.dumps(plan.as_dict(), indent=2) if options.json else plan)
-    if not plan.fits:
+    planned = _plan(options)
+    print(json.dumps(planned.as_dict(), indent=2) if options.json else planned)
+    if not planned.fits:
         return 1
     # With --json, standard output has only the JSON document.
-    _change_files(options, plan, sys.stderr if options.json else sys.stdout)
+    _change_files(options, planned, sys.stderr if options.json else sys.stdout)
     return 0
 
 
 def _plan(options: Namespace) -> Plan:
-    job, source = _job(options)
-    overhead = None if options.overhead is None else parse_bytes(options.overhead)
-    names = [name for text in options.gpu for name in text.split(",")]
-    gpus = [parse_gpu(name, overhead) for name in names] or [smallest_gpu(overhead)]
-    chosen = None if options.profile else options.batch
-    target = Target(options.target_effective_batch, options.devices, options.margin, options.multiple_of, chosen)
-    if not options.profile:
-        return plan_in_worker(
-            job, gpus, target, source=source, changes=options.changes, timeout_seconds=options.timeout
-        )
-    if not isinstance(job, Job):
-        raise ConfigurationError("--profile needs MODULE:FACTORY, not a config")
-    measured = _PROFILED_BATCH if options.batch is None else options.batch
-    return profile_in_worker(job, gpus[0], target, batch=measured, timeout_seconds=options.timeout)
+    given = {name: value for name, value in vars(options).items() if value is not None and name not in _OWN}
+    if options.script:
+        if options.training_arguments:
+            raise ConfigurationError("give TrainingArguments either after -- or with --training-arguments")
+        given["training_arguments"] = options.script
+    if options.optimizer_options:
+        given["optimizer_options"] = dict(map(_named_value, options.optimizer_options))
+    model = options.model
+    if model is None:
+        sizes = options.layers, options.hidden, given.pop("sequence", None)
+        if None in sizes:
+            raise ConfigurationError("use MODULE:FACTORY, or describe a transformer: --layers, --hidden and --sequence")
+        parameters = None if options.parameters is None else int(options.parameters)
+        model = Description(*sizes, parameters, options.vocabulary)
+    elif options.layers or options.parameters:
+        raise ConfigurationError("use either a model or --layers and --parameters, not both")
+    gpus = [parse_gpu(name) for text in options.gpu or () for name in text.split(",")] or [smallest_gpu()]
+    if options.overhead is not None:
+        gpus = [replace(gpu, overhead_bytes=parse_bytes(options.overhead)) for gpu in gpus]
+    return plan(model, gpu=gpus, **given)
 
 
-def _change_files(options: Namespace, plan: Plan, output: IO[str]) -> None:
+def _change_files(options: Namespace, planned: Plan, output: IO[str]) -> None:
     """Print the changes of each file. Write the files after all of them have been checked."""
-    texts = _planned_texts(options, {name: getattr(plan, name) for name in _PLANNED})
+    texts = _planned_texts(options, {name: getattr(planned, name) for name in _PLANNED})
     for path, before, after in texts:
         print(diff(path, before, after) or f"{path} already has these values\n", end="", file=output)
     for path, before, after in () if options.dry_run else texts:
@@ -191,74 +195,12 @@ def _change_files(options: Namespace, plan: Plan, output: IO[str]) -> None:
 
 def _planned_texts(options: Namespace, planned: Mapping[str, int]) -> list[tuple[Path, str, str]]:
     """Return the path of each file and its text before and after the change."""
-    values = parse_map(options.map, planned)
-    return [(path, *planned_text(path, values)) for path in options.apply]
-
-
-def _restore_files(paths: Sequence[Path]) -> int:
-    for path in paths:
-        restore(path)
-        print(f"restored {path}")
-    return 0
-
-
-def _job(options: Namespace) -> tuple[Job | TransformersJob, str]:
-    """Return the job, and the source of its plan."""
-    config = options.model is not None and (":" not in options.model or Path(options.model).exists())
-    if not config and (options.script or options.training_arguments):
-        raise ConfigurationError("TrainingArguments are for a config of transformers, not for a factory or dimensions")
-    if options.model is None:
-        return _described_job(options), "description"
-    if options.layers is not None or options.parameters is not None:
-        raise ConfigurationError("use either a model or --layers and --parameters, not both")
-    inputs, targets = (tuple(map(parse_tensor, texts)) for texts in (options.input, options.target))
-    if config:
-        if targets:
-            raise ConfigurationError(
-                "--target is for MODULE:FACTORY: a model of transformers gets its labels as --input"
-            )
-        if options.script and options.training_arguments:
-            raise ConfigurationError("give TrainingArguments either after -- or with --training-arguments")
-        arguments = read_arguments(options.training_arguments or options.script)
-        defaults = _job_options(_parser("").parse_args([]))
-        given = {name: value for name, value in _job_options(options).items() if value != defaults[name]}
-        if options.loss != "auto":
-            given["loss"] = _name_or_callable(options.loss)
-        return config_job(options.model, arguments, options.sequence, inputs, **given), "transformers"
-    if not inputs:
-        raise ConfigurationError("no --input; give the model's arguments, such as --input 'float32[B,3,224,224]'")
-    return Job(named(options.model), inputs, targets, _name_or_callable(options.loss), **_job_options(options)), "model"
-
-
-def _described_job(options: Namespace) -> Job:
-    if options.layers is None or options.hidden is None or options.sequence is None:
-        raise ConfigurationError("use MODULE:FACTORY, or describe a transformer: --layers, --hidden and --sequence")
-    count = None if options.parameters is None else int(options.parameters)
-    description = Description(options.layers, options.hidden, options.sequence, count, options.vocabulary)
-    return description.job(**_job_options(options))
-
-
-def _job_options(options: Namespace) -> dict[str, Any]:
-    same = ("precision", "attention", "convolution", "accumulation", "checkpointing", "loop")
-    return {
-        "optimizer": _name_or_callable(options.optimizer),
-        "optimizer_options": dict(map(_named_value, options.optimizer_option)),
-        **{name: getattr(options, name) for name in same},
-    }
-
-
-def _name_or_callable(text: str) -> Any:
-    return named(text) if ":" in text else text
+    values = parse_map(options.map or (), planned)
+    return [(path, *planned_text(path, values)) for path in options.apply or ()]
 
 
 def _named_value(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise ConfigurationError(f"invalid --optimizer-option {text!r}: write NAME=VALUE, such as momentum=0.9")
-    words = {"true": True, "false": False, "none": None}
-    if value.lower() in words:
-        return name, words[value.lower()]
-    try:
-        return name, float(value) if any(c in value for c in ".e") else int(value)
-    except ValueError:
-        return name, value
+    return name, parse_value(value)

@@ -1,4 +1,4 @@
-"""Writes planned values into YAML and TOML files, and restores the files.
+"""Writes planned values into YAML and TOML files.
 
 Only the values change. Comments, order and line ends stay. The first change of a file saves the original as
 `NAME.backup`.
@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
 
-Value = int | str
 
-
-def parse_map(texts: Sequence[str], values: Mapping[str, Value]) -> dict[str, Value]:
+def parse_map(texts: Sequence[str], values: Mapping[str, int]) -> dict[str, int]:
     """Parse assignments such as `train.batch_size=batch`, and return the planned value of each key."""
-    chosen: dict[str, Value] = {}
+    chosen: dict[str, int] = {}
     for text in texts:
         key, equals, name = text.partition("=")
         if not (key.strip() and equals):
@@ -33,22 +28,19 @@ def parse_map(texts: Sequence[str], values: Mapping[str, Value]) -> dict[str, Va
     return chosen
 
 
-def planned_text(path: Path, values: Mapping[str, Value]) -> tuple[str, str]:
+def planned_text(path: Path, values: Mapping[str, int]) -> tuple[str, str]:
     """Return the text of a .yaml, .yml or .toml file before and after the change. Writes nothing.
 
     The planned values are by the dotted path of an existing key, such as `train.loader.batch_size` or `stages.0.batch`.
     """
+    edit = {".yaml": _edit_yaml, ".yml": _edit_yaml, ".toml": _edit_toml}.get(path.suffix.lower())
+    if edit is None:
+        raise ConfigurationError(f"{path}: only .yaml, .yml and .toml files can be changed")
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
-        raise ConfigurationError(f"{path}: {reason}") from error
-    suffix = path.suffix.lower()
-    if suffix in (".yaml", ".yml"):
-        return text, _edit_yaml(text, values, path)
-    if suffix == ".toml":
-        return text, _edit_toml(text, values, path)
-    raise ConfigurationError(f"{path}: only .yaml, .yml and .toml files can be changed")
+        raise ConfigurationError(f"{path}: {error}") from error
+    return text, edit(text, values, path)
 
 
 def diff(path: Path, before: str, after: str) -> str:
@@ -60,21 +52,11 @@ def diff(path: Path, before: str, after: str) -> str:
 
 
 def apply(path: Path, before: str, after: str) -> None:
-    """Write the new text atomically. Keep the original in the backup, unless there is one already."""
+    """Write the new text. Keep the original in the backup, unless there is one already."""
     try:
         if not backup_of(path).exists():
-            _replace(backup_of(path), before, path)
-        _replace(path, after, path)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}") from error
-
-
-def restore(path: Path) -> None:
-    """Restore a file from its backup, and remove the backup."""
-    try:
-        backup_of(path).replace(path.resolve())
-    except FileNotFoundError as error:
-        raise ConfigurationError(f"{path}: there is no {backup_of(path).name} to restore it from") from error
+            backup_of(path).write_bytes(before.encode("utf-8"))
+        path.write_bytes(after.encode("utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
 
@@ -84,29 +66,12 @@ def backup_of(path: Path) -> Path:
     return path.with_name(path.name + ".backup")
 
 
-def _replace(path: Path, text: str, like: Path) -> None:
-    # The target of a link is replaced, not the link. The new file is in the same folder, because a rename is atomic
-    # only within a file system.
-    path = path.resolve()
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text.encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.copymode(like, name)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _edit_yaml(text: str, values: Mapping[str, Value], path: Path) -> str:
+def _edit_yaml(text: str, values: Mapping[str, int], path: Path) -> str:
     yaml = _package("ruamel.yaml", path)
     try:
         root = yaml.YAML(typ="rt", pure=True).compose(text)
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path} is not valid YAML: {_first_line(error)}") from error
+        raise ConfigurationError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     # Only the text of the values is replaced: a dump of the document would change quotes, indents and long lines.
     places = []
     for key, value in values.items():
@@ -143,12 +108,12 @@ def _inside(node: Any, part: str) -> tuple[Any, Any]:
     return None, pairs[int(part)] if part.isdecimal() and int(part) < len(pairs) else None
 
 
-def _edit_toml(text: str, values: Mapping[str, Value], path: Path) -> str:
+def _edit_toml(text: str, values: Mapping[str, int], path: Path) -> str:
     tomlkit = _package("tomlkit", path)
     try:
         document = tomlkit.parse(text)
     except tomlkit.exceptions.ParseError as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {_first_line(error)}") from error
+        raise ConfigurationError(f"{path} is not valid TOML: {' '.join(str(error).split())}") from error
     for key, value in values.items():
         *parents, last = key.split(".")
         holder: Any = document
@@ -161,11 +126,7 @@ def _edit_toml(text: str, values: Mapping[str, Value], path: Path) -> str:
             raise ConfigurationError(f"{path} has no key {key!r}; add it first") from error
         if isinstance(former, dict | list):
             raise ConfigurationError(f"{path}: {key!r} is not a single value")
-        item = tomlkit.item(value)
-        if hasattr(former, "trivia"):
-            item.trivia.indent, item.trivia.comment_ws = former.trivia.indent, former.trivia.comment_ws
-            item.trivia.comment, item.trivia.trail = former.trivia.comment, former.trivia.trail
-        holder[index] = item
+        holder[index] = value
     return str(tomlkit.dumps(document))
 
 
@@ -174,7 +135,3 @@ def _package(name: str, path: Path) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"changing {path.name} needs the Python package {name}: pip install {name}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -27,9 +27,7 @@ _FLOAT32 = (
 )
 
 # CUDA's autocast sets the argument `dtype` of these to float32.
-_FLOAT32_DTYPE = (
-    *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList"),
-)
+_FLOAT32_DTYPE = "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList"
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_FLASH_HEAD = 256
@@ -44,10 +42,9 @@ def cuda_rules(attention_kernel: str, convolution: str) -> Iterator[None]:
     try:
         for name in _rules_of("AutocastCPU") - _rules_of("AutocastCUDA"):
             library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
-        for name in _FLOAT32:
-            _register(library, name, _in_float32)
-        for name in _FLOAT32_DTYPE:
-            _register(library, name, _with_float32_dtype)
+        for make, names in ((_in_float32, _FLOAT32), (_with_float32_dtype, _FLOAT32_DTYPE)):
+            for name in names:
+                _register(library, name, make)
         for name in recurrent.LOWER_PRECISION:
             _register(library, name, _in_lower_precision)
         for name, rule in recurrent.rules(cudnn=convolution == "cudnn").items():
@@ -68,13 +65,11 @@ def _rules_of(key: str) -> set[str]:
 
 
 def _register(library: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    qualified = f"aten::{name}"
-    if not torch._C._dispatch_has_kernel(qualified):
-        return  # this release of torch does not have the operator
-    if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "AutocastCPU"):
-        return  # the CPU has the same rule
-    packet, _, overload = name.partition(".")
-    library.impl(name, make(getattr(getattr(torch.ops.aten, packet), overload or "default")), "AutocastCPU")
+    exists, has_rule = torch._C._dispatch_has_kernel, torch._C._dispatch_has_kernel_for_dispatch_key
+    # Some releases of torch do not have the operator. For some operators the CPU has the same rule.
+    if exists(f"aten::{name}") and not has_rule(f"aten::{name}", "AutocastCPU"):
+        packet, _, overload = name.partition(".")
+        library.impl(name, make(getattr(getattr(torch.ops.aten, packet), overload or "default")), "AutocastCPU")
 
 
 def _in_float32(operator: Any) -> Callable[..., Any]:
@@ -90,8 +85,7 @@ def _cast(operator: Any, target: Callable[[], torch.dtype], sources: tuple[torch
         return value.to(target()) if isinstance(value, Tensor) and value.dtype in sources else value
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Without autocast, as in its own kernels: the operator would otherwise come here again.
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        with _without_autocast():
             return operator(*tree_map(cast, args), **tree_map(cast, kwargs))
 
     return run
@@ -99,8 +93,8 @@ def _cast(operator: Any, target: Callable[[], torch.dtype], sources: tuple[torch
 
 def _with_float32_dtype(operator: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        low = [t for t in args if isinstance(t, Tensor) and t.dtype in _HALF]
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        low = any(isinstance(each, Tensor) and each.dtype in _HALF for each in args)
+        with _without_autocast():
             if not low or any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
                 return operator(*args, **kwargs)
             names = [argument.name for argument in operator._schema.arguments]
@@ -109,25 +103,22 @@ def _with_float32_dtype(operator: Any) -> Callable[..., Any]:
     return run
 
 
+def _without_autocast() -> Any:
+    # As in autocast's own kernels: the operator would otherwise come here again.
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
 def _attention(kernel: str) -> Callable[..., Tensor]:
     """Return `scaled_dot_product_attention` as one kernel. Autograd then saves the same tensors as on a GPU."""
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        dropout: float = 0.0,
-        causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        query: Tensor, key: Tensor, value: Tensor, mask: Any = None, p: float = 0.0, causal: bool = False, **named: Any
     ) -> Tensor:
-        aten: Any = torch.ops.aten
+        aten, scale = torch.ops.aten, named.get("scale")
         chosen = _choose(query, key, value, mask) if kernel == "auto" else kernel
         if chosen in ("flash", "cudnn"):
             flash = aten._scaled_dot_product_flash_attention.default
-            return flash(query, key, value, dropout, causal, False, scale=scale)[0]
+            return flash(query, key, value, p, causal, False, scale=scale)[0]
         if chosen == "efficient":
             training = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
             if mask is not None:
@@ -136,9 +127,8 @@ def _attention(kernel: str) -> Callable[..., Tensor]:
                     mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
                 mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
             efficient = aten._scaled_dot_product_efficient_attention.default
-            return efficient(query, key, value, mask, training, dropout, causal, scale=scale)[0]
-        math = aten._scaled_dot_product_attention_math.default
-        return math(query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+            return efficient(query, key, value, mask, training, p, causal, scale=scale)[0]
+        return aten._scaled_dot_product_attention_math.default(query, key, value, mask, p, causal, None, **named)[0]
 
     return run
 

@@ -51,22 +51,21 @@ class Gpu:
         return max(0, self.total_bytes - self.overhead_bytes)
 
 
-def parse_gpu(text: str, overhead_bytes: int | None = None) -> Gpu:
+def parse_gpu(text: str) -> Gpu:
     """Parse a name (`h100-80gb`) or a size (`80GiB`)."""
-    overhead = DEFAULT_OVERHEAD_BYTES if overhead_bytes is None else overhead_bytes
     name = re.sub(r"[\s_]+", "-", text.strip().lower())
     if name in KNOWN_GPUS:
-        return Gpu(name, KNOWN_GPUS[name] * MIB, overhead)
+        return Gpu(name, KNOWN_GPUS[name] * MIB)
     try:
         total_bytes = parse_bytes(text)
     except ConfigurationError as error:
         raise ConfigurationError(
             f"invalid GPU {text!r}: use its memory, such as 80GiB, or one of {', '.join(KNOWN_GPUS)}"
         ) from error
-    return Gpu(text.strip(), total_bytes, overhead)
+    return Gpu(text.strip(), total_bytes)
 
 
-def smallest_gpu(overhead_bytes: int | None = None) -> Gpu:
+def smallest_gpu() -> Gpu:
     """Return the smallest GPU that CUDA shows to this process."""
     try:
         import torch
@@ -81,7 +80,7 @@ def smallest_gpu(overhead_bytes: int | None = None) -> Gpu:
         raise ConfigurationError("give --gpu, such as --gpu 80GiB; this node has no GPU that PyTorch can use")
     smallest = min(devices, key=lambda device: device.total_memory)
     # CUDA's total, unlike NVML's, is without the driver's reserve.
-    return Gpu(smallest.name, smallest.total_memory, CONTEXT_BYTES if overhead_bytes is None else overhead_bytes)
+    return Gpu(smallest.name, smallest.total_memory, CONTEXT_BYTES)
 
 
 def parse_bytes(text: str) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,27 +15,18 @@ from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
 
-PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16", "pure-fp16")
-"""`fp32`; `bf16` and `fp16`: autocast over fp32 parameters; `pure-…`: parameters in bf16 or fp16."""
-OPTIMIZERS = (
-    *("adam", "adamw", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "adafactor", "asgd"),
-    *("lbfgs", "muon", "rprop", "sparseadam", "adam8bit", "adamw8bit", "described", "none"),
-)
-"""All of `torch.optim`; 8-bit Adam as in bitsandbytes; `described`: its option `bytes` is the state per parameter."""
-LOOPS = ("script", "trainer", "lightning")
-"""`script`: `out = model(**batch); out.loss.backward()`; `trainer`: the output is dropped before backward; `lightning`:
-the gradients also stay until the next backward."""
-ATTENTIONS = ("auto", "flash", "efficient", "math", "cudnn")
-CONVOLUTIONS = ("cudnn", "native")
-LOSSES = ("auto", "cross_entropy", "mse", "mean", "sum", "output")
-_CHOICES = {
-    "precision": PRECISIONS,
-    "optimizer": OPTIMIZERS,
-    "loss": LOSSES,
-    "loop": LOOPS,
-    "attention": ATTENTIONS,
-    "convolution": CONVOLUTIONS,
+CHOICES = {
+    "precision": ("fp32", "bf16", "fp16", "pure-bf16", "pure-fp16"),
+    "optimizer": (
+        *("adam", "adamw", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "adafactor", "asgd"),
+        *("muon", "rprop", "adam8bit", "adamw8bit", "none"),
+    ),
+    "loss": ("auto", "cross_entropy", "mse", "mean", "sum", "output"),
+    "loop": ("script", "trainer", "lightning"),
+    "attention": ("auto", "flash", "efficient", "math", "cudnn"),
+    "convolution": ("cudnn", "native"),
 }
+"""The accepted values of options of a job."""
 
 _PLAIN = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _SHORT = {"double": "float64", "float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16"}
@@ -70,18 +64,13 @@ def parse_tensor(text: str) -> TensorSpec:
 
 
 def _dimension(word: str, text: str) -> tuple[int, bool]:
-    factor, batches = 1, 0
-    for part in word.split("*"):
-        part = part.strip()
-        if part in ("B", "b"):
-            batches += 1
-        elif part.isdecimal() and int(part) > 0:
-            factor *= int(part)
-        else:
-            raise ConfigurationError(f"invalid dimension {word!r} in {text!r}: use a number, B, or a product of them")
-    if batches > 1:
+    parts = [part.strip() for part in word.split("*")]
+    numbers = [part for part in parts if part not in ("B", "b")]
+    if not all(part.isdecimal() and int(part) > 0 for part in numbers):
+        raise ConfigurationError(f"invalid dimension {word!r} in {text!r}: use a number, B, or a product of them")
+    if len(numbers) < len(parts) - 1:
         raise ConfigurationError(f"dimension {word!r} in {text!r} contains the batch size more than once")
-    return factor, batches == 1
+    return math.prod(map(int, numbers)), len(numbers) < len(parts)
 
 
 @dataclass(frozen=True)
@@ -92,18 +81,20 @@ class Job:
         make_model: returns the module. It is called under a FakeTensorMode, so that the model takes no memory.
         inputs: the arguments of the model.
         targets: the arguments of the loss after the model's output.
-        loss: one of LOSSES, or a callable of the output and the targets. `auto` uses an output that is one number or
-            has a `loss`; otherwise `cross_entropy` for integer targets, `mse` for others, and `mean` without targets.
-            An output whose `loss` is None needs targets.
-        optimizer: one of OPTIMIZERS, or a callable of the parameters.
+        loss: `cross_entropy`, `mse`, `mean`, `sum`, `output`, or a callable of the output and the targets. `auto` uses
+            an output that is one number or has a `loss`; otherwise `cross_entropy` for integer targets, `mse` for
+            others, and `mean` without targets. An output whose `loss` is None needs targets.
+        optimizer: of `torch.optim` in lower case, bitsandbytes' `adam8bit` or `adamw8bit`, `none`, or a callable of the
+            parameters.
         optimizer_options: keyword arguments of the optimizer, such as `fused=True` or `momentum=0.9`.
-        precision: one of PRECISIONS.
-        attention: the kernel of scaled dot-product attention, one of ATTENTIONS.
+        precision: `fp32`; `bf16` or `fp16`: autocast over fp32 parameters; `pure-bf16` or `pure-fp16`: parameters too.
+        attention: the kernel of scaled dot-product attention: `auto`, `flash`, `efficient`, `math` or `cudnn`.
         convolution: `cudnn`, or `native` if cuDNN is off.
         accumulation: backward passes before each optimizer step.
         checkpointing: recompute the model's repeated blocks in backward, in addition to the model's own checkpointing.
-        frozen: train only the last layer that has parameters.
-        loop: one of LOOPS. In a `script` the model's output lives until the next forward pass has ended.
+        loop: `script`: `out = model(**batch); out.loss.backward()`, and the output lives until the next forward pass
+            has ended; `trainer`: the output is dropped before backward; `lightning`: the gradients also stay until the
+            next backward.
     """
 
     make_model: Callable[[], Any]
@@ -117,11 +108,10 @@ class Job:
     convolution: str = "cudnn"
     accumulation: int = 1
     checkpointing: bool = False
-    frozen: bool = False
     loop: str = "script"
 
     def __post_init__(self) -> None:
-        for name, accepted in _CHOICES.items():
+        for name, accepted in CHOICES.items():
             value = getattr(self, name)
             if isinstance(value, str) and value not in accepted:
                 raise ConfigurationError(f"invalid {name} {value!r}: use one of {', '.join(accepted)}")
@@ -129,34 +119,32 @@ class Job:
             raise ConfigurationError(f"invalid accumulation {self.accumulation}: it must be at least 1")
 
 
-def read_arguments(given: str | Path | Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+def read_arguments(given: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
     """Return TrainingArguments from a dictionary, a JSON file, or the arguments of a script."""
     if isinstance(given, Mapping):
         return dict(given)
-    if isinstance(given, str | Path):
+    if isinstance(given, str | os.PathLike):
         try:
-            document = json.loads(Path(given).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(f"training arguments {given}: {error}") from error
-        if not isinstance(document, dict):
-            raise ConfigurationError(f"training arguments {given}: the file has no JSON object")
-        return document
+            return {**json.loads(Path(given).read_text(encoding="utf-8"))}
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigurationError(f"training arguments {given}: {error}; give a file with a JSON object") from error
     # As HfArgumentParser reads them. Arguments of the script itself are among them.
     found: dict[str, Any] = {}
     name = ""
     for word in given:
         if word.startswith("--"):
             name, equals, value = word[2:].replace("-", "_").partition("=")
-            found[name] = _value(value) if equals else True
+            found[name] = parse_value(value) if equals else True
         elif name:
-            found[name] = _value(word)
+            found[name] = parse_value(word)
     return found
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """Return a literal of Python as its value, `true`, `false` and `none` in any case, and other words as they are."""
     try:
-        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
-    except ValueError:
+        return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
+    except (ValueError, SyntaxError):
         return text
 
 
@@ -175,6 +163,7 @@ class TransformersJob:
 
 
 _HEAD = 64
+"""The width of an attention head of a described transformer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,25 +176,20 @@ class Description:
     parameters: int | None = None
     """Total number of parameters; None means a feed-forward part of four times the width."""
     vocabulary: int = 32000
-    heads: int | None = None
-    """None means heads of width 64, at least one."""
 
     def job(self, **options: Any) -> Job:
         """Return the job that trains the transformer to predict the next token, with these options of Job."""
-        make: Callable[[], Any] = partial(
-            _make, self.layers, self.hidden, self._heads(), self._feed_forward(), self.vocabulary
-        )
-        tokens = parse_tensor(f"int64[B,{self.sequence}]")
-        return Job(make, (tokens,), (parse_tensor(f"int64[B*{self.sequence}]"),), **options)
-
-    def _heads(self) -> int:
         for name in ("layers", "hidden", "sequence", "vocabulary"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"invalid {name} {getattr(self, name)}: it must be at least 1")
-        heads = self.heads if self.heads is not None else max(1, self.hidden // _HEAD)
-        if heads < 1 or self.hidden % heads:
-            raise ConfigurationError(f"hidden {self.hidden} is not divisible by {heads} heads")
-        return heads
+        heads = max(1, self.hidden // _HEAD)
+        if self.hidden % heads:
+            raise ConfigurationError(f"invalid hidden {self.hidden}: it must be a multiple of {_HEAD}")
+        make: Callable[[], Any] = partial(
+            _make_decoder, self.layers, self.hidden, heads, self._feed_forward(), self.vocabulary
+        )
+        tokens, targets = f"int64[B,{self.sequence}]", f"int64[B*{self.sequence}]"
+        return Job(make, (parse_tensor(tokens),), (parse_tensor(targets),), **options)
 
     def _feed_forward(self) -> int:
         """Return the width of the feed-forward part that results in the number of parameters."""
@@ -222,7 +206,7 @@ class Description:
         return width
 
 
-def _make(layers: int, hidden: int, heads: int, wide: int, vocabulary: int) -> Any:
+def _make_decoder(*sizes: int) -> Any:
     from gpumem_toolkit.planning.decoder import Decoder  # imports torch
 
-    return Decoder(layers, hidden, heads, wide, vocabulary)
+    return Decoder(*sizes)

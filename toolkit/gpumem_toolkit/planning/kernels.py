@@ -81,14 +81,12 @@ def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -
     if packet is _aten._scaled_dot_product_efficient_attention_backward:
         return _attention_backward(args[1], args[3])
     if packet is _aten.convolution:
-        x, weight, _, stride, padding, dilation, transposed, _, groups = args
-        return (_convolution(x, weight, stride, padding, dilation, transposed, groups, convolution),)
+        return (_convolution(convolution, *args[:2], args[3:], backward=False),)
     if packet is _aten.convolution_backward:
-        gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = args
-        columns = _convolution(x, weight, stride, padding, dilation, transposed, groups, convolution, backward=True)
+        columns = _convolution(convolution, *args[1:3], args[4:10], backward=True)
         if result[2] is None:
             return (columns,)
-        gradient = gradient.contiguous() if convolution == "native" and columns else gradient
+        gradient = args[0].contiguous() if convolution == "native" and columns else args[0]
         return (columns, *_reduction(gradient, result[2], [0, *range(2, gradient.dim())]))
     return ()
 
@@ -111,18 +109,10 @@ def _attention_backward(query: torch.Tensor, value: torch.Tensor) -> Sequence[tu
 
 
 def _convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    groups: int,
-    kind: str,
-    *,
-    backward: bool = False,
+    kind: str, x: torch.Tensor, weight: torch.Tensor, geometry: Sequence[Any], *, backward: bool
 ) -> tuple[int, ...]:
     """The workspace of cuDNN; without cuDNN, one sample as columns, which is multiplied (`ConvolutionMM2d.cu`)."""
+    stride, padding, dilation, transposed, _, groups = geometry
     kernel, size = weight.shape[2:], x.element_size()
     if kind == "cudnn":
         # cuDNN chooses an algorithm at run time. This assumes a copy of the input in another layout.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,19 +14,11 @@ from gpumem_toolkit.measure.tensor_bytes import Storages
 from gpumem_toolkit.planning.devices import Gpu
 from gpumem_toolkit.planning.job import Job
 from gpumem_toolkit.planning.model import DTYPES, checkpoint_blocks
-from gpumem_toolkit.planning.plan import Plan, Target, accumulate
-from gpumem_toolkit.planning.stepping import Event, train
+from gpumem_toolkit.planning.plan import Fit, Plan, Target, accumulate
+from gpumem_toolkit.planning.stepping import make_optimizer, train
 
 # The steps of a measurement. The first one creates the optimizer state, which the second one has from its start.
 STEPS = 2
-
-
-class _Measured(NamedTuple):
-    """The peaks of one batch size in bytes, and the bytes of each kind."""
-
-    allocated: int
-    reserved: int
-    shares: dict[str, int]
 
 
 def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int, notify: Callable[[int], None]) -> Plan:
@@ -44,19 +35,20 @@ def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int, notify: Calla
         raise ConfigurationError(f"invalid batch {batch}: it must be at least 2, because half of it is measured too")
     accumulating = replace(job, accumulation=2) if target.effective_batch is not None else job
     try:
-        small, large = (_measure(accumulating, size, notify) for size in (batch // 2, batch))
+        small, _, _ = _measure(accumulating, batch // 2, notify)
+        large, reserved, shares = _measure(accumulating, batch, notify)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(f"batch {batch} does not fit: measure a smaller one with --batch") from error
     span = batch - batch // 2
-    slope = max(1, -(-(large.allocated - small.allocated) // span))
+    slope = max(1, -(-(large - small) // span))
     # The allocator's rounding and cache grow with the allocated bytes.
-    slack = large.reserved / max(1, large.allocated)
-    fixed = large.allocated - slope * batch
-    limit = gpu.free_bytes * target.margin / slack
-    largest = max(0, int((limit - fixed) // slope)) // target.multiple_of * target.multiple_of
+    slack = reserved / max(1, large)
+    fixed = large - slope * batch
+    limit = gpu.free_bytes * target.margin
+    largest = max(0, int((limit / slack - fixed) // slope)) // target.multiple_of * target.multiple_of
     size, accumulation = accumulate(largest, target)
     allocated = fixed + slope * size
-    rest = max(0, allocated - sum(large.shares.values()))
+    peak, rest = int(allocated * slack), max(0, allocated - sum(shares.values()))
     return Plan(
         source="profile",
         gpu=gpu,
@@ -67,12 +59,14 @@ def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int, notify: Calla
         target_effective_batch=target.effective_batch,
         devices=target.devices,
         allocated_peak_bytes=allocated,
-        reserved_peak_bytes=int(allocated * slack),
-        breakdown={**large.shares, "activations": rest, "overhead": int(allocated * (slack - 1))},
+        reserved_peak_bytes=peak,
+        breakdown={**shares, "activations": rest, "overhead": int(allocated * (slack - 1))},
+        on=(Fit(gpu, size <= largest, int(limit) - peak, largest),),
     )
 
 
-def _measure(job: Job, batch: int, notify: Callable[[int], None]) -> _Measured:
+def _measure(job: Job, batch: int, notify: Callable[[int], None]) -> tuple[int, int, dict[str, int]]:
+    """Return the allocated and the reserved peak of a batch size, and the bytes of each kind."""
     notify(batch)
     torch.cuda.init()
     gc.collect()
@@ -84,14 +78,15 @@ def _measure(job: Job, batch: int, notify: Callable[[int], None]) -> _Measured:
     if job.checkpointing:
         checkpoint_blocks(model)
     shares: dict[str, int] = {}
-    for event, optimizer, _ in train(job, model, batch, STEPS, "cuda"):
-        if event is Event.OPTIMIZER:
+    optimizer, _ = make_optimizer(job, model)
+    for event in train(job, model, optimizer, batch, STEPS, "cuda"):
+        if event == "optimizer":
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             kinds = {"parameters": model.parameters(), "buffers": model.buffers(), "gradients": gradients}
             shares = {kind: Storages(torch, tensors).total() for kind, tensors in kinds.items()} | {"optimizer": 0}
-        elif event is Event.STEPPED and optimizer is not None:
+        elif event == "stepped":
             values = [value for state in optimizer.state.values() for value in state.values()]
             on_device = (value for value in values if isinstance(value, Tensor) and value.is_cuda)
             shares["optimizer"] = Storages(torch, on_device).total()
     torch.cuda.synchronize()
-    return _Measured(torch.cuda.max_memory_allocated(0), torch.cuda.max_memory_reserved(0), shares)
+    return torch.cuda.max_memory_allocated(0), torch.cuda.max_memory_reserved(0), shares

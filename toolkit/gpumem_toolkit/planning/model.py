@@ -1,29 +1,46 @@
-"""Builds the job's model from fake tensors, and applies the job's options to it."""
+"""Builds the job's model from fake tensors, applies the job's options to it, and explains its errors."""
 
 from __future__ import annotations
 
-import inspect
 import os
+import re
 import sys
-import weakref
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.planning.failures import NEEDS_VALUES, explain
 from gpumem_toolkit.planning.job import Job
-
-_FEW_VALUES = 4096
+from gpumem_toolkit.planning.worker import place
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
+
+
+_FEW_VALUES = 4096
+_PROFILE = "plan from measured steps instead: --profile on a machine with a GPU"
+_SPARSE = "SparseTensorImpl"  # in the error of every access to the memory of a sparse tensor
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_DEVICE = re.compile(r"\bcuda\b|nvidia driver", re.IGNORECASE)
+# Code that runs only on a device, by the start of its module's name.
+_ONLY_ON_DEVICES = {
+    "triton": "a Triton kernel",
+    "torch.nn.attention.flex_attention": "FlexAttention",
+    "bitsandbytes": "bitsandbytes",
+    "transformers.quantizers.quantizer_bnb": "bitsandbytes",
+}
 
 
 def make_fake_mode() -> FakeTensorMode:
@@ -64,15 +81,6 @@ def without_values() -> Iterator[None]:
 def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
     """Build the module in training mode. `mode` must not be active. Raises ConfigurationError if the factory fails."""
     try:
-        inspect.signature(job.make_model).bind()
-    except ValueError:
-        pass  # a callable of C without a signature
-    except TypeError as error:
-        raise ConfigurationError(
-            f"the model factory is called without arguments: {error}; write a function that takes none and returns the "
-            "model"
-        ) from error
-    try:
         model = _built(job, mode)
     except ConfigurationError:
         raise
@@ -82,9 +90,9 @@ def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
         raise ConfigurationError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
     with mode:
         if job.precision.startswith("pure-"):
-            _cast(model, DTYPES[job.precision])
-        if job.frozen:
-            _freeze(model)
+            # `Module.to(dtype)` refuses to swap fake parameters with other references.
+            dtype = DTYPES[job.precision]
+            _replace(model, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
         if job.checkpointing:
             checkpoint_blocks(model)
     return model.train()
@@ -94,7 +102,7 @@ def _built(job: Job, mode: FakeTensorMode) -> Any:
     try:
         with mode:
             return job.make_model()
-    except NEEDS_VALUES:
+    except _NEEDS_VALUES:
         # The factory reads values, for example with `.tolist()` or `torch.unique`: build the model in memory, then
         # replace its tensors.
         with _Uninitialized():
@@ -102,19 +110,6 @@ def _built(job: Job, mode: FakeTensorMode) -> Any:
         if isinstance(model, nn.Module):
             _replace(model, mode.from_tensor)
         return model
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether `torch.compile` was applied to the model, to a part of it, or to a `forward`."""
-    return any(
-        "_orig_mod" in module._modules
-        or module._compiled_call_impl is not None
-        or (
-            hasattr(module.forward, "_torchdynamo_orig_callable")
-            and not hasattr(module.forward, "_torchdynamo_disable")
-        )
-        for module in model.modules()
-    )
 
 
 @contextmanager
@@ -125,41 +120,11 @@ def eager() -> Iterator[None]:
 
 
 class _Uninitialized(TorchDispatchMode):
-    """Skips operators that fill large tensors: initial weights take most of the time, and hardly any code reads them.
-
-    Reading a value that depends on a skipped operator raises DataDependentOutputException.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
+    """Skips operators that fill large tensors: initial weights take most of the time; hardly any code reads them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         skipped = func._schema.name.endswith("_") and isinstance(args[0], Tensor) and args[0].numel() > _FEW_VALUES
-        unknown = skipped or any(storage in self._unknown for storage in _storages((args, kwargs)))
-        # A loop that waits for such a value may never end.
-        if unknown and func is torch.ops.aten._local_scalar_dense.default:
-            raise DataDependentOutputException(func)
-        result = args[0] if skipped else func(*args, **(kwargs or {}))
-        if unknown:
-            self._unknown.update(_storages(result))
-        return result
-
-
-def _storages(values: Any) -> Iterator[Any]:
-    tensors = (value for value in tree_iter(values) if isinstance(value, Tensor) and value.layout is torch.strided)
-    return (tensor.untyped_storage() for tensor in tensors)
-
-
-def in_moving_order(module: nn.Module) -> list[nn.Module]:
-    """Return the modules in the order in which `Module.to` moves their tensors: children first."""
-    return [m for child in module.children() for m in in_moving_order(child)] + [module]
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a model."""
-    # `Module.to(dtype)` refuses to swap fake parameters with other references.
-    _replace(model, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        return args[0] if skipped else func(*args, **(kwargs or {}))
 
 
 def _replace(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -177,14 +142,6 @@ def _replace(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
             if buffer is not None:
                 kept.append(buffer)
                 module._buffers[name] = made.setdefault(id(buffer), change(buffer))
-
-
-def _freeze(model: nn.Module) -> None:
-    """Freeze all parameters except the parameters of the last module that has parameters of its own."""
-    last = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))][-1]
-    kept = {id(p) for p in last.parameters(recurse=False)}
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in kept)
 
 
 def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
@@ -221,3 +178,42 @@ def checkpoint_blocks(model: nn.Module) -> None:
     """Checkpoint the model's repeated blocks."""
     for block in find_blocks(model)[1]:
         block.forward = recomputed(block.forward)
+
+
+def explain(error: Exception, *, factory: bool = False) -> str:
+    """Return one line about an error of the factory or of a training step: what failed, where, and the next step."""
+    text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    met = _met(error.__traceback__)
+    if met is not None:
+        name, depth = met
+        return f"uses {name}, which needs a device: {text} at {place(frames[:depth])}; {_PROFILE}"
+    where = place(frames)
+    if isinstance(error, _NEEDS_VALUES):
+        return f"reads a value, which tensors without values do not have: {error.func} at {where}; {_PROFILE}"
+    if _SPARSE in str(error):
+        return f"has sparse gradients, whose size depends on values: plan with sparse=False (larger), or {_PROFILE}"
+    if _DEVICE.search(str(error)):
+        return (
+            f"names a device, and the planner's tensors are on the CPU: {text} at {where}; "
+            "use the device of an input or a parameter, such as x.to(self.weight.device)"
+        )
+    if factory:
+        return f"fails: {text} at {where}; call it once without the planner; if it works there, {_PROFILE}"
+    if isinstance(error, TypeError) and "argument" in str(error):
+        return f"fails: {text}; name the model's arguments with --input NAME=TENSOR, such as input_ids=int64[B,512]"
+    return (
+        f"fails on tensors without values: {text} at {where}; "
+        f"run the model once on the CPU with the same shapes, or {_PROFILE}"
+    )
+
+
+def _met(trace: TracebackType | None) -> tuple[str, int] | None:
+    """Return the first code of a traceback that runs only on a device, and the number of frames before it."""
+    for depth, (frame, _) in enumerate(traceback.walk_tb(trace)):
+        module = str(frame.f_globals.get("__name__"))
+        for start, name in _ONLY_ON_DEVICES.items():
+            if module == start or module.startswith((f"{start}.", f"{start}_")):
+                kernel = getattr(frame.f_locals.get("self"), "__name__", "")
+                return f"{name} {kernel}".strip() if start == "triton" else name, depth
+    return None

@@ -43,6 +43,8 @@ class Target:
                 raise ConfigurationError(f"invalid {name.replace('_', ' ')} {value}: it must be at least 1")
         if self.batch is not None and self.batch % self.multiple_of:
             raise ConfigurationError(f"invalid batch {self.batch}: it must be a multiple of {self.multiple_of}")
+        if self.batch is not None and self.effective_batch is not None:
+            raise ConfigurationError("a target effective batch determines the batch: give one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +117,9 @@ class Plan(ShownAsText):
         return self.batch * self.accumulation * self.devices
 
     def __str__(self) -> str:
-        on = self.on or (self._fit(),)
         devices = [("device", "total", "fits", "to spare", "largest batch")]
-        for fit in on:
-            sign = "" if fit.spare_bytes >= 0 else "-"
-            spare, total = f"{sign}{human_bytes(abs(fit.spare_bytes))}", human_bytes(fit.gpu.total_bytes)
+        for fit in self.on:
+            spare, total = human_bytes(fit.spare_bytes), human_bytes(fit.gpu.total_bytes)
             devices.append((fit.gpu.name, total, "yes" if fit.fits else "no", spare, str(fit.largest_batch)))
         memory = [("memory", "at the peak", "at most" if self.highest else "")]
         for kind, size in self.breakdown.items():
@@ -127,14 +127,10 @@ class Plan(ShownAsText):
         changes = [("change", "peak", "largest batch", "fits on", "cost")] if self.changes else []
         for change in self.changes:
             largest = UNKNOWN if change.largest_batch is None else str(change.largest_batch)
-            fits_on = _fits_on(change.fits_on, len(on))
-            changes.append((change.name, human_bytes(change.reserved_peak_bytes), largest, fits_on, change.note))
+            peak = human_bytes(change.reserved_peak_bytes)
+            changes.append((change.name, peak, largest, self._fits_on(change.fits_on), change.note))
         tables = [["", *_aligned(rows)] for rows in (devices, memory, changes) if rows]
         return "\n".join(line for part in (self._answer(), *tables) for line in part)
-
-    def _fit(self) -> Fit:
-        spare = int(self.gpu.free_bytes * self.margin) - self.reserved_peak_bytes
-        return Fit(self.gpu, self.fits, spare, self.largest_batch)
 
     def _answer(self) -> list[str]:
         steps = f"accumulate {self.accumulation}, " if self.accumulation > 1 else ""
@@ -144,31 +140,23 @@ class Plan(ShownAsText):
             use += f" (requested {self.target_effective_batch}, which does not divide evenly)"
         peaks = f"{human_bytes(self.reserved_peak_bytes)} reserved, {human_bytes(self.allocated_peak_bytes)} allocated"
         margin = f"margin  the plan uses {self.margin:.0%} of what context and driver leave"
-        return [f"from    {_SOURCES[self.source]}", use, f"peak    {peaks}", margin, *self._notes()]
+        notes = [f"note    {note}" for note in self.notes]
+        return [f"from    {_SOURCES[self.source]}", use, f"peak    {peaks}", margin, *notes]
 
-    def _notes(self) -> list[str]:
-        return [f"note    {note}" for note in self.notes]
-
-    def error_ratio(self, reserved_peak_bytes: int) -> float:
-        """Compare with a measured `torch.cuda.max_memory_reserved`: 0.05 means that the plan is 5 % too large."""
-        return self.reserved_peak_bytes / reserved_peak_bytes - 1
+    def _fits_on(self, names: Sequence[str]) -> str:
+        """Name the devices of the plan on which a batch fits."""
+        if len(self.on) == 1:
+            return "yes" if names else "no"
+        return "all" if len(names) == len(self.on) else ", ".join(names) or "none"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible values."""
         document = asdict(self)
-        document["gpu"]["free_bytes"] = self.gpu.free_bytes
-        for fit, given in zip(document["on"], self.on, strict=True):
-            fit["gpu"]["free_bytes"] = given.gpu.free_bytes
+        for gpu in (document["gpu"], *(fit["gpu"] for fit in document["on"])):
+            gpu["free_bytes"] = Gpu(**gpu).free_bytes
         document["breakdown_bytes"] = document.pop("breakdown")
         document["highest_bytes"] = document.pop("highest")
         return {**document, "fits": self.fits, "effective_batch": self.effective_batch}
-
-
-def _fits_on(names: Sequence[str], devices: int) -> str:
-    """Name the devices on which a batch fits, of a number of devices."""
-    if devices == 1:
-        return "yes" if names else "no"
-    return "all" if len(names) == devices else ", ".join(names) or "none"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -27,10 +28,10 @@ def rules(cudnn: bool) -> dict[str, Callable[..., Any]]:
     `cudnnGetRNNTempSpaceSizes` answers only on a device. cuDNN never runs the single cells.
     """
     networks: dict[str, Callable[..., Any]] = {
-        "lstm.input": _lstm,
-        "gru.input": _network(_gru_step(_transposed)),
-        "rnn_tanh.input": _network(_simple_step(torch.tanh)),
-        "rnn_relu.input": _network(_simple_step(torch.relu)),
+        "lstm.input": partial(_run, _lstm_step(_transposed)),
+        "gru.input": partial(_run, _gru_step(_transposed)),
+        "rnn_tanh.input": partial(_run, _simple_step(torch.tanh)),
+        "rnn_relu.input": partial(_run, _simple_step(torch.relu)),
     }
     if cudnn:
         networks = {name: _refusal(name.partition(".")[0]) for name in networks}
@@ -81,47 +82,23 @@ def _simple_step(activation: Callable[[Tensor], Tensor]) -> _Step:
     return step
 
 
-def _lstm_cell(
-    x: Tensor,
-    hidden: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> _Hidden:
-    return _lstm_step(functional.linear)(x, tuple(hidden), (w_ih, w_hh, b_ih, b_hh, None))
+def _lstm_cell(x: Tensor, hidden: Sequence[Tensor], *weights: Tensor | None) -> _Hidden:
+    return _lstm_step(functional.linear)(x, tuple(hidden), [*weights, None, None, None][:5])
 
 
-def _gru_cell(
-    x: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
-) -> Tensor:
-    return _gru_step(functional.linear)(x, (hidden,), (w_ih, w_hh, b_ih, b_hh))[0]
-
-
-def _lstm(x: Tensor, hidden: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
-    return _run(_lstm_step(_transposed), x, hidden, *arguments)
-
-
-def _network(step: _Step) -> Callable[..., tuple[Tensor, ...]]:
-    return lambda x, hidden, *arguments: _run(step, x, (hidden,), *arguments)
+def _gru_cell(x: Tensor, hidden: Tensor, *weights: Tensor | None) -> Tensor:
+    return _gru_step(functional.linear)(x, (hidden,), [*weights, None, None])[0]
 
 
 def _run(
-    step: _Step,
-    x: Tensor,
-    hidden: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    step: _Step, x: Tensor, hidden: Tensor | Sequence[Tensor], parameters: Sequence[Tensor], *options: Any
 ) -> tuple[Tensor, ...]:
     """Return the output and the final hidden states."""
+    has_biases, layers, dropout, train, bidirectional, batch_first = options
     if batch_first:
         x = x.transpose(0, 1)
     directions = 2 if bidirectional else 1
+    hidden = (hidden,) if isinstance(hidden, Tensor) else hidden
     states = list(zip(*(state.unbind(0) for state in hidden), strict=True))
     weights = list(_weights(parameters, has_biases, layers * directions))
     final: list[_Hidden] = []

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 
 from gpumem_toolkit.planning.job import Job
-from gpumem_toolkit.planning.trace import Line, Peaks, Trace, blend, proportional, replay
+from gpumem_toolkit.planning.trace import Line, Peaks, Trace, proportional, replay
 
 LARGEST = 1 << 20
 _NEAR = 4
@@ -16,11 +15,14 @@ _SPREAD = ("parameters", "gradients", "optimizer")
 
 
 class Sizing:
-    """The traces of one job at any batch size. Calls `notify` before it traces the job at a size. Not thread-safe."""
+    """The traces of one job at any batch size, as `make` returns them. Calls `notify` before. Not thread-safe."""
 
-    def __init__(self, job: Job, notify: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self, job: Job, notify: Callable[[int], None] = lambda _: None, make: Callable[[int], Trace] | None = None
+    ) -> None:
         self.job = job
         self._notify = notify
+        self._make = make or self._trace_job
         self._traces: dict[int, Trace] = {}
 
     def trace(self, batch: int) -> Trace:
@@ -30,16 +32,20 @@ class Sizing:
             self._traces[batch] = self._make(batch)
         return self._traces[batch]
 
-    @cached_property
-    def gathered_bytes(self) -> int:
-        """The bytes of whole parameters and buffers of collectives, if the model is sharded."""
-        from gpumem_toolkit.planning.simulation import gathered
+    def sharded(self, shards: int, gathered_bytes: int) -> Sizing:
+        """Return the sizing of the model as `fully_shard` divides it over this number of devices.
 
-        return gathered(self.job)
+        `gathered_bytes` are the bytes of whole parameters and of buffers of collectives.
+        """
 
-    def sharded(self, shards: int) -> Sizing:
-        """Return the sizing of the model as `fully_shard` divides it over this number of devices."""
-        return _Sharded(self, shards)
+        def make(batch: int) -> Trace:
+            whole = self.trace(batch)
+            pairs = zip(whole.sizes, whole.kinds, strict=True)
+            sizes = [-(-size // shards) if kind in _SPREAD else size for size, kind in pairs]
+            # What is whole at the same time, and the buffers of the collectives, are allocated first, and stay.
+            return Trace([len(sizes), *whole.events], [*sizes, gathered_bytes], [*whole.kinds, "parameters"])
+
+        return Sizing(self.job, make=make)
 
     def peaks(self, batch: int, free_bytes: int | None = None) -> Peaks:
         """Return the peaks on a device with this number of free bytes; None means unlimited."""
@@ -57,8 +63,8 @@ class Sizing:
         guess = _reach(proportional(self.trace(near), near), limit_bytes, multiple_of, _NEAR)
         far = guess * multiple_of if guess != _NEAR else 2 * near
         for _ in range(_LINES):
-            line = blend(self.trace(near), near, self.trace(far), far)
-            if line is None:
+            line = Line(self.trace(near), near, self.trace(far), far)
+            if line.small.events != line.large.events or near == far:
                 break
             largest = _largest(line, limit_bytes, multiple_of, far // multiple_of) * multiple_of
             if not (largest and recorded) or _fits(self.trace(largest), limit_bytes):
@@ -72,7 +78,7 @@ class Sizing:
             search.record(units, fits=_fits(self.trace(units * multiple_of), limit_bytes))
         return search.fits * multiple_of
 
-    def _make(self, batch: int) -> Trace:
+    def _trace_job(self, batch: int) -> Trace:
         from gpumem_toolkit.planning.simulation import trace_job
 
         return trace_job(self.job, batch)
@@ -110,24 +116,6 @@ def _largest(line: Line, limit_bytes: int, multiple_of: int, start: int) -> int:
 
 def _fits(trace: Trace, limit_bytes: int) -> bool:
     return not replay(trace, limit_bytes).out_of_memory
-
-
-class _Sharded(Sizing):
-    """The traces of another sizing, with parameters, gradients and optimizer state divided."""
-
-    def __init__(self, whole: Sizing, shards: int) -> None:
-        super().__init__(whole.job)
-        self._whole = whole
-        self._shards = shards
-
-    def _make(self, batch: int) -> Trace:
-        whole = self._whole.trace(batch)
-        sizes = [
-            -(-size // self._shards) if kind in _SPREAD else size
-            for size, kind in zip(whole.sizes, whole.kinds, strict=True)
-        ]
-        # What is whole at the same time, and the buffers of the collectives, are allocated first, and stay.
-        return Trace([len(sizes), *whole.events], [*sizes, self._whole.gathered_bytes], [*whole.kinds, "parameters"])
 
 
 class Bisection:

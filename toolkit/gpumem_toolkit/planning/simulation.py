@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -24,21 +23,15 @@ from torch.utils._pytree import tree_iter
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.cuda_rules import cuda_rules
-from gpumem_toolkit.planning.failures import explain
 from gpumem_toolkit.planning.job import Job
 from gpumem_toolkit.planning.kernels import prepare, temporaries
-from gpumem_toolkit.planning.model import (
-    eager,
-    find_blocks,
-    in_moving_order,
-    is_compiled,
-    make_fake_mode,
-    make_model,
-    without_values,
-)
-from gpumem_toolkit.planning.stepping import Event, train
+from gpumem_toolkit.planning.model import eager, explain, find_blocks, make_fake_mode, make_model, without_values
+from gpumem_toolkit.planning.stepping import make_optimizer, train
 from gpumem_toolkit.planning.trace import Mark, Trace
 
+STEPS = 3
+"""The first step creates the optimizer state, the second the final state of the cache. The third repeats the second."""
+_COMPILED = "torch.compile: the plan is for eager execution, whose activations and temporaries differ"
 _Counts: TypeAlias = "tuple[int, int, int]"
 _aten: Any = torch.ops.aten
 _OPERATORS = frozenset({_aten.add.Tensor, _aten.index_put.default, _aten.scatter_add.default})
@@ -119,12 +112,9 @@ def trace_job(job: Job, batch: int) -> Trace:
     Runs all but the last step, which repeats the one before. Not thread-safe: CPU tensors of the whole process follow
     CUDA's rules during the call. Raises ConfigurationError if the job's own code fails.
     """
-    trace, starts, notes = _run(job, batch, STEPS - 1)
+    trace, starts = _run(job, batch, STEPS - 1)
     # Tracing takes most of the time of a plan, and a steady step repeats the one before it.
-    repeated = trace.repeated(starts[-2], starts[-1])
-    if repeated is None:
-        repeated, _, _ = _run(job, batch, STEPS)
-    return replace(repeated.ordered(), notes=notes)
+    return (trace.repeated(starts[-2], starts[-1]) or _run(job, batch, STEPS)[0]).ordered()
 
 
 def gathered(job: Job) -> int:
@@ -147,35 +137,30 @@ def _bytes(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
-def _run(job: Job, batch: int, steps: int) -> tuple[Trace, list[Mark], tuple[str, ...]]:
-    """Run a job for a few steps.
-
-    Returns the trace, the start of each step with the last one's end, and what the trace leaves out.
-    """
+def _run(job: Job, batch: int, steps: int) -> tuple[Trace, list[Mark]]:
+    """Run a job for a few steps. Returns the trace, and the start of each step with the last one's end."""
     tracer = Tracer(job.convolution)
     starts: list[Mark] = []
     with quiet(f"the job at batch size {batch}"), without_values():
         mode = make_fake_mode()
         model = make_model(job, mode)
-        notes = (COMPILED,) if is_compiled(model) else ()
+        tracer.trace.notes = (_COMPILED,) if _is_compiled(model) else ()
         with eager(), mode, cuda_rules(job.attention, job.convolution), tracer:
             move(model, tracer)
-            for event, optimizer, counts_on_device in train(job, model, batch, steps, "cpu"):
-                if event is Event.STEP:
+            optimizer, counts_on_device = make_optimizer(job, model)
+            for event in train(job, model, optimizer, batch, steps, "cpu"):
+                tracer.kind = {"forward": "activations", "backward": "temporaries"}.get(event, tracer.kind)
+                if event == "step":
                     starts.append(tracer.trace.mark())
-                elif event is Event.FORWARD:
-                    tracer.kind = "activations"
-                elif event is Event.BACKWARD:
-                    tracer.kind = "temporaries"
-                elif event is Event.OPTIMIZER:
+                elif event == "optimizer":
                     tracer.ignore_scalars, tracer.in_optimizer = not counts_on_device, True
-                elif optimizer is not None:
+                elif event == "stepped":
                     tracer.ignore_scalars = tracer.in_optimizer = False
                     values = (value for state in optimizer.state.values() for value in state.values())
                     tensors = (value for value in values if isinstance(value, Tensor))
                     tracer.mark((each for each in tensors if counts_on_device or each.dim()), "optimizer")
     # Without the frees of the remaining tensors, which the tracer records from here on.
-    return tracer.trace.until(starts[-1]), starts, notes
+    return tracer.trace.until(starts[-1]), starts
 
 
 @contextmanager
@@ -205,9 +190,12 @@ def quiet(what: str) -> Iterator[None]:
 
 def move(model: nn.Module, tracer: Tracer) -> None:
     """Record the allocations of `model.to(device)`, and mark gradients when they are created."""
-    for module in in_moving_order(model):
+
+    def mark(module: nn.Module) -> None:
         tracer.mark(module.parameters(recurse=False), "parameters")
         tracer.mark(module.buffers(recurse=False), "buffers")
+
+    model.apply(mark)  # children first, as `Module.to`
 
     def mark_gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -218,21 +206,40 @@ def move(model: nn.Module, tracer: Tracer) -> None:
             parameter.register_post_accumulate_grad_hook(mark_gradient)
 
 
-class _InPlace:
+def _is_compiled(model: nn.Module) -> bool:
+    """Return whether `torch.compile` was applied to the model, to a part of it, or to a `forward`."""
+    return any(
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or (
+            hasattr(module.forward, "_torchdynamo_orig_callable")
+            and not hasattr(module.forward, "_torchdynamo_disable")
+        )
+        for module in model.modules()
+    )
+
+
+class _InPlace(TorchDispatchMode):
     """Recognizes operators that PyTorch runs in place on a device, but not under a dispatch mode.
 
     Create it outside of dispatch modes, because it runs a backward pass.
     """
 
     def __init__(self) -> None:
+        super().__init__()
+        self._unshared: dict[Any, _Counts] = {}  # of tensors that only autograd has; depend on the release of PyTorch
         # Autograd adds gradients of the same tensor in place if nothing else refers to the first one
         # (`input_buffer.cpp`). The backward passes of indexing and `gather` fill new tensors in place. Under a dispatch
         # mode they call the operators that return a new tensor (`TensorSubclassLikeUtils.h`).
-        with torch.enable_grad(), FakeTensorMode(), _Counter() as counter:
+        with torch.enable_grad(), FakeTensorMode(), self:
             shared = torch.empty(2, requires_grad=True).exp()
             index = torch.zeros(2, dtype=torch.int64)
             torch.stack((shared.exp(), shared.tanh(), shared[index], shared.gather(0, index))).sum().backward()
-        self._unshared = counter.counts  # of tensors that only autograd has; they depend on the release of PyTorch
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OPERATORS:
+            self._unshared[func] = _count(args)
+        return func(*args, **(kwargs or {}))
 
     def target(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
         """Return the first argument if a device would change it in place, otherwise None."""
@@ -256,19 +263,3 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-class _Counter(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[Any, _Counts] = {}
-
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OPERATORS:
-            self.counts[func] = _count(args)
-        return func(*args, **(kwargs or {}))
-
-
-COMPILED = "torch.compile: the plan is for eager execution, whose activations and temporaries differ"
-STEPS = 3
-"""The first step creates the optimizer state, the second the final state of the cache. The third repeats the second."""

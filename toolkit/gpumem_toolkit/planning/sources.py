@@ -32,15 +32,10 @@ _INPUTS = {
     "ForConditionalGeneration": ("input_ids=int64[B,S]", "attention_mask=int64[B,S]", "labels=int64[B,S]"),
     "ForImageClassification": ("pixel_values=float32[B,C,I,I]", "labels=int64[B]"),
 }
-_OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adamw_torch": ("adamw", {}),
-    "adamw_torch_fused": ("adamw", {"fused": True}),
-    "adamw_8bit": ("adamw8bit", {}),
-    "adamw_bnb_8bit": ("adamw8bit", {}),
-    "adafactor": ("adafactor", {}),
-    "sgd": ("sgd", {}),
-    "adagrad": ("adagrad", {}),
-    "rmsprop": ("rmsprop", {}),
+_OPTIMIZERS: dict[str, Any] = {
+    **{name: name for name in ("adafactor", "sgd", "adagrad", "rmsprop")},
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw8bit"),
 }
 # TrainingArguments that a plan would be wrong without.
 _NOT_PLANNED = ("deepspeed", "fsdp", "torch_compile", "use_liger_kernel", "optim_target_modules")
@@ -65,7 +60,9 @@ def transformers_job(given: TransformersJob) -> tuple[Job, int | None]:
         raise ConfigurationError(
             f"{given.path!r} is no MODULE:FACTORY, no config.json and no model in the local cache: {error}"
         ) from error
-    names = getattr(config, "architectures", None) or [_default_class(transformers, config)]
+    names = getattr(config, "architectures", None)
+    if not names:
+        names = [transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)]
     make = getattr(transformers, names[0] or "", None)
     if make is None:
         raise ConfigurationError(f"{given.path}: transformers has no class {names[0]!r}; use MODULE:FACTORY")
@@ -77,7 +74,7 @@ def transformers_job(given: TransformersJob) -> tuple[Job, int | None]:
     optim = str(arguments["optim"])
     if optim not in _OPTIMIZERS:
         raise ConfigurationError(f"optim {optim!r} is not planned: use one of {', '.join(_OPTIMIZERS)}")
-    optimizer, options = _OPTIMIZERS[optim]
+    optimizer = _OPTIMIZERS[optim]
     if optim == "adafactor":
         optimizer = partial(transformers.Adafactor, lr=1e-3, scale_parameter=False, relative_step=False)
     precision = "bf16" if arguments["bf16"] else "fp16" if arguments["fp16"] else "fp32"
@@ -86,7 +83,7 @@ def transformers_job(given: TransformersJob) -> tuple[Job, int | None]:
         partial(_transformers_model, make, config, mixed=precision != "fp32", checkpointing=bool(checkpointing)),
         given.inputs or _inputs(given, names[0], config),
         optimizer=optimizer,
-        optimizer_options=options,
+        optimizer_options={"fused": True} if optim == "adamw_torch_fused" else {},
         precision=precision,
         accumulation=int(arguments["gradient_accumulation_steps"]),
         loop="trainer",
@@ -107,13 +104,6 @@ def _inputs(given: TransformersJob, name: str, config: Any) -> tuple[TensorSpec,
     for letter, size in sizes.items():
         texts = tuple(text.replace(f",{letter}", f",{size}") for text in texts)
     return tuple(map(parse_tensor, texts))
-
-
-def _default_class(transformers: Any, config: Any) -> str | None:
-    """Return the name of the language model for a config that names no class."""
-    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    found: str | None = names.get(config.model_type)
-    return found
 
 
 def _transformers_model(make: Any, config: Any, *, mixed: bool, checkpointing: bool) -> nn.Module:

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 from gpumem_client.allocator.simulated import Block, CachingAllocator, SimulatedOutOfMemoryError
 
@@ -16,11 +16,8 @@ KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temp
 """The purposes of allocations. Activations come from the forward pass and its batch, temporaries from all else."""
 
 
-class Mark(NamedTuple):
-    """A position in a trace: the index of the next event, and the number of the next allocation."""
-
-    event: int
-    number: int
+Mark: TypeAlias = "tuple[int, int]"
+"""A position in a trace: the index of the next event, and the number of the next allocation."""
 
 
 @dataclass(slots=True)
@@ -49,74 +46,51 @@ class Trace:
 
     def mark(self) -> Mark:
         """Return the end of the trace."""
-        return Mark(len(self.events), len(self.sizes))
+        return len(self.events), len(self.sizes)
 
     def until(self, mark: Mark) -> Trace:
         """Return the trace without the events after a mark."""
-        return Trace(self.events[: mark.event], self.sizes[: mark.number], self.kinds[: mark.number])
+        return replace(self, events=self.events[: mark[0]], sizes=self.sizes[: mark[1]], kinds=self.kinds[: mark[1]])
 
     def repeated(self, start: Mark, end: Mark) -> Trace | None:
         """Return the trace with the events between two marks once more; the trace ends at the second one.
 
         Returns None if the job has not reached a steady state.
         """
-        events = self.events[start.event : end.event]
+        events, (first, last) = self.events[start[0] : end[0]], (start[1], end[1])
         freed = {-event for event in events if event < 0}
-        before = sorted(number for number in freed if number < start.number)
-        left = [number for number in range(start.number, end.number) if number not in freed]
+        before = sorted(number for number in freed if number < first)
+        left = [number for number in range(first, last) if number not in freed]
         # In a steady state, the repetition frees what the original left, as the original freed what was there before.
         if [self.sizes[number] for number in before] != [self.sizes[number] for number in left]:
             return None
-        more = end.number - start.number
-        names = dict(zip(before, left, strict=True)) | {n: n + more for n in range(start.number, end.number)}
+        names = dict(zip(before, left, strict=True)) | {n: n + last - first for n in range(first, last)}
         events = [names[event] if event > 0 else -names[-event] for event in events]
-        repeated = slice(start.number, end.number)
-        return Trace(self.events + events, self.sizes + self.sizes[repeated], self.kinds + self.kinds[repeated])
+        sizes, kinds = self.sizes + self.sizes[first:last], self.kinds + self.kinds[first:last]
+        return replace(self, events=self.events + events, sizes=sizes, kinds=kinds)
 
     def ordered(self) -> Trace:
         """Return the trace with consecutive frees in a fixed order, so that two traces can be compared."""
         # Autocast, for example, drops its cached casts in the order of their addresses, which differs from run to run.
         events: list[int] = []
-        frees: list[int] = []
-        for event in self.events:
-            if event < 0:
-                frees.append(event)
-                continue
-            events += sorted(frees, reverse=True)
-            frees.clear()
-            events.append(event)
-        return Trace(events + sorted(frees, reverse=True), self.sizes, self.kinds)
+        for frees, group in groupby(self.events, lambda event: event < 0):
+            run = list(group)
+            events += sorted(run, reverse=True) if frees else run
+        return replace(self, events=events)
 
-    def peak(self) -> dict[str, int]:
-        """Return the requested bytes of each kind at the event with the highest total."""
-        total = highest = 0
-        live, at_peak = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-        for kind, change in self._changes():
-            live[kind] += change
-            total += change
-            if total > highest:
-                highest, at_peak = total, dict(live)
-        return at_peak
-
-    def highs(self) -> dict[str, int]:
-        """Return the highest requested bytes of each kind; the kinds reach them at different events."""
-        live, highest = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-        for kind, change in self._changes():
-            live[kind] += change
-            highest[kind] = max(highest[kind], live[kind])
-        return highest
-
-    def _changes(self) -> Iterator[tuple[str, int]]:
+    def shares(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the requested bytes of each kind at the event with the highest total, and the highest of each kind."""
+        total = most = 0
+        live, at_peak, highest = (dict.fromkeys(KINDS, 0) for _ in range(3))
         for event in self.events:
             number = abs(event)
-            yield self.kinds[number], self.sizes[number] if event > 0 else -self.sizes[number]
-
-
-def blend(small: Trace, small_batch: int, large: Trace, large_batch: int) -> Line | None:
-    """Interpolate the traces of two batch sizes. Returns None if their events differ."""
-    if small.events != large.events or small_batch == large_batch:
-        return None
-    return Line(small, small_batch, large, large_batch)
+            kind, change = self.kinds[number], self.sizes[number] if event > 0 else -self.sizes[number]
+            live[kind] += change
+            highest[kind] = max(highest[kind], live[kind])
+            total += change
+            if total > most:
+                most, at_peak = total, dict(live)
+        return at_peak, highest
 
 
 def proportional(trace: Trace, batch: int) -> Line:
@@ -152,31 +126,20 @@ class Peaks:
     out_of_memory: bool = False
 
 
-class _Device:
-    """The memory that the driver has free for the process."""
-
-    def __init__(self, free_bytes: float) -> None:
-        self.free_bytes = free_bytes
-
-    def allocate(self, size_bytes: int) -> bool:
-        fits = size_bytes <= self.free_bytes
-        self.free_bytes -= size_bytes if fits else 0
-        return fits
-
-    def free(self, size_bytes: int) -> None:
-        self.free_bytes += size_bytes
+_UNLIMITED: Any = SimpleNamespace(allocate=lambda _size_bytes: True, free=lambda _size_bytes: None)
+"""The memory of a device, which the allocator's limit bounds."""
 
 
 def replay(trace: Trace, free_bytes: int | None = None) -> Peaks:
     """Run a trace through the allocator, on a device with this number of free bytes; None means unlimited."""
-    allocator = CachingAllocator(_Device(math.inf if free_bytes is None else free_bytes))
+    allocator = CachingAllocator(_UNLIMITED)
+    allocator.limit_bytes = free_bytes
     blocks: dict[int, Block] = {}
     out_of_memory = False
     for event in trace.events:
         if event < 0:
-            block = blocks.pop(-event, None)
-            if block is not None:
-                allocator.free(block)
+            if -event in blocks:
+                allocator.free(blocks.pop(-event))
         elif trace.sizes[event]:
             try:
                 blocks[event] = allocator.allocate(trace.sizes[event])

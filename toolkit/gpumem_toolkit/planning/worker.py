@@ -7,12 +7,9 @@ job's code prints goes to standard error.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import io
-import math
 import os
 import pickle
-import runpy
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -20,11 +17,10 @@ import sysconfig
 import threading
 import time
 import traceback
-import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from multiprocessing.spawn import prepare
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any, cast
 
 from gpumem_client.wire.errors import ConfigurationError
 
@@ -35,15 +31,12 @@ _LONGEST_SECONDS = 1_000_000
 # worker that ends itself names the step and the line of the job's code.
 _GRACE_SECONDS = 30.0
 
-_Result = TypeVar("_Result")
 _START = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from gpumem_toolkit.planning import worker; worker.main()"
 )
 _CLEAR = "\r\033[K"
 _FIRST_LINE_SECONDS = 30.0
-# The name under which the worker imports the caller's script. Code under a `__main__` guard does not run then.
-_SCRIPT = "__gpumem_script__"
 
 _in_worker = False
 
@@ -55,50 +48,14 @@ class WorkerError(Exception):
         return f"\n{self.args[0]}"
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """What the worker prepares before it unpickles the request."""
-
-    main: str | None
-    """The caller's `__main__` as the name of a module; None for a script."""
-    script: str | None
-    """The path of the caller's script; None without a script, as in a notebook."""
-    torch: dict[str, Any]
-    """Settings of PyTorch that change a plan."""
-
-    @classmethod
-    def of_this_process(cls) -> _Setup:
-        """Describe the process that requests the plan."""
-        module = sys.modules["__main__"]
-        spec = getattr(module, "__spec__", None)
-        path = getattr(module, "__file__", None)
-        torch = sys.modules.get("torch")
-        settings = {}
-        if torch is not None:
-            cuda = torch.backends.cuda
-            settings = {"dtype": torch.get_default_dtype()}
-            settings |= {"flash": cuda.flash_sdp_enabled(), "efficient": cuda.mem_efficient_sdp_enabled()}
-        return cls(spec.name if spec is not None else None, path, settings)
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """A result, or an error: its text, the traceback of its cause, and whether it is a ConfigurationError."""
-
-    value: Any = None
-    error: str | None = None
-    traceback: str = ""
-    expected: bool = True
-
-
 def run_in_worker(
-    function: Callable[..., _Result],
+    function: Callable[..., Any],
     /,
     *arguments: Any,
     uses_cuda: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
     **options: Any,
-) -> _Result:
+) -> Any:
     """Call a module-level function of the planner in a fresh interpreter, and return its result.
 
     The function also receives the worker's `progress`. The arguments are pickled, with cloudpickle if pickle fails. The
@@ -116,88 +73,89 @@ def run_in_worker(
         )
     # The planner replaces CPU kernels of PyTorch and stops the garbage collector. A process of its own keeps both away
     # from the caller.
-    setup = _Setup.of_this_process()
-    call = _dump((function, arguments, options), setup)
+    main = _main_module()
+    call = _dump((function, arguments, options), importable=bool(main))
+    torch = sys.modules.get("torch")
+    dtype = "" if torch is None else str(torch.get_default_dtype())  # a plan depends on it
+    request = timeout_seconds, main if b"__main__" in call else {}, dtype, call
     environment = {**os.environ, "GPUMEM_DISABLED": "1"}  # the worker is no job: it must not report
     if not uses_cuda:  # a factory that looks for a GPU would otherwise create a context and take its memory
         environment["CUDA_VISIBLE_DEVICES"] = ""
     try:
         ended = subprocess.run(  # noqa: S603 - this interpreter; KeyboardInterrupt and other exceptions kill the worker
             [sys.executable, "-c", _START],
-            input=b"".join(map(pickle.dumps, (sys.path, timeout_seconds, setup))) + call,
+            input=pickle.dumps(sys.path) + pickle.dumps(request),
             stdout=subprocess.PIPE,
             env=environment,
             check=False,
             timeout=timeout_seconds + _GRACE_SECONDS,
         )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigurationError(f"no plan after {timeout_seconds:g} s, and the planner's process hung") from error
+    except subprocess.TimeoutExpired as late:
+        raise ConfigurationError(f"no plan after {timeout_seconds:g} s, and the planner's process hung") from late
     if not ended.stdout:
         code = ended.returncode
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         raise ConfigurationError(f"the planner's process ended with {how} and returned no result")
-    outcome: _Outcome = pickle.loads(ended.stdout)  # noqa: S301 - from the process started above
-    if outcome.error is None:
-        return cast(_Result, outcome.value)
-    kind = ConfigurationError if outcome.expected else RuntimeError
-    raise kind(outcome.error) from WorkerError(outcome.traceback)
+    value, error, trace = pickle.loads(ended.stdout)  # noqa: S301 - from the process started above
+    if error is not None:
+        raise error from WorkerError(trace)
+    return value
 
 
-def named(text: str) -> Any:
-    """Return a placeholder for the callable `package.module:name`. The worker imports it when it unpickles it."""
-    module, _, name = text.partition(":")
-    if not (module and name):
-        raise ConfigurationError(f"invalid callable {text!r}: write MODULE:NAME, such as mypackage.train:make_model")
-    return _Named(text)
+def _main_module() -> dict[str, str]:
+    """Return how `multiprocessing.spawn` imports the caller's `__main__`; empty in a notebook, which has no file."""
+    module = sys.modules["__main__"]
+    spec, path = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+    if spec is not None:
+        return {"init_main_from_name": spec.name}
+    return {} if path is None else {"init_main_from_path": str(Path(path).absolute())}
 
 
-class _Named:
+def _dump(call: Any, *, importable: bool) -> bytes:
+    """Pickle a call. `importable`: the worker can import the caller's `__main__`."""
+    # pickle names functions, which the worker then imports. cloudpickle copies those that it cannot import.
+    try:
+        data = pickle.dumps(call)
+        if importable or b"__main__" not in data:
+            return data
+        reason = "it is defined in a notebook or an interactive session"
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        reason = str(error)
+    try:
+        return cast(bytes, importlib.import_module("cloudpickle").dumps(call))
+    except Exception as error:
+        raise ConfigurationError(
+            f"the job cannot be passed to the planner's process: {reason}; {error}. "
+            "Define it at the top level of a module or script, or install cloudpickle: pip install cloudpickle"
+        ) from error
+
+
+class Named:
+    """The callable `package.module:name`. The worker imports it when it unpickles it."""
+
     def __init__(self, text: str) -> None:
+        module, _, name = text.partition(":")
+        if not (module and name):
+            raise ConfigurationError(
+                f"invalid callable {text!r}: write MODULE:NAME, such as mypackage.train:make_model"
+            )
         self._text = text
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load, (self._text,)
 
 
-def _load(text: str) -> Callable[..., Any]:
+def _load(text: str) -> Any:
     """Import `package.module:name`; modules of the working directory come first."""
-    module, _, name = text.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(f"{text!r}: there is no module {error.name!r}") from error
+        found = pkgutil.resolve_name(text)
     except Exception as error:
-        raise ConfigurationError(f"{text!r}: the import failed: {type(error).__name__}: {error}") from error
-    for part in name.split("."):
-        found = getattr(found, part, None)
+        raise ConfigurationError(f"{text!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):
-        raise ConfigurationError(f"{text!r}: {module} has no callable {name}")
-    return cast(Callable[..., Any], found)
-
-
-def _dump(call: Any, setup: _Setup) -> bytes:
-    """Pickle a call. Raises ConfigurationError if it refers to something that the worker cannot import."""
-    # pickle names functions, which the worker then imports. cloudpickle copies those that it cannot import.
-    try:
-        data = pickle.dumps(call)
-        if setup.main or setup.script or b"__main__" not in data:
-            return data
-        reason = "it is defined in a notebook or an interactive session"
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        reason = str(error)
-    try:
-        cloudpickle = importlib.import_module("cloudpickle")
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"the job cannot be passed to the planner's process: {reason}. "
-            "Define it at the top level of a module or script, or install cloudpickle: pip install cloudpickle"
-        ) from error
-    try:
-        return cast(bytes, cloudpickle.dumps(call))
-    except Exception as error:
-        raise ConfigurationError(f"the job cannot be passed to the planner's process: {error}") from error
+        raise ConfigurationError(f"{text!r} is not a function or a class")
+    return found
 
 
 def main() -> None:
@@ -208,16 +166,36 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker without a traceback
     with os.fdopen(os.dup(1), "wb") as results:
         os.dup2(2, 1)  # what the job's code prints must not be among the results
-        timeout_seconds: float = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
+        timeout_seconds, *request = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
 
-        def expire(step: str) -> None:
-            results.write(pickle.dumps(_expired(timeout_seconds, step)))
+        def expire() -> None:
+            results.write(pickle.dumps(_expired(timeout_seconds, progress.step)))
             results.flush()
             os._exit(0)
 
-        with Progress(timeout_seconds, expire) as progress:
-            outcome = _serve(sys.stdin.buffer, progress)
+        progress, limit = Progress(), threading.Timer(timeout_seconds, expire)
+        limit.daemon = True
+        limit.start()
+        with progress:
+            outcome = _serve(progress, *request)
+        limit.cancel()
         results.write(pickle.dumps(outcome))
+
+
+def _serve(progress: Progress, main: dict[str, str], dtype: str, call: bytes) -> tuple[Any, Exception | None, str]:
+    """Return the result, and None or an error with the traceback of its cause."""
+    try:
+        if dtype:
+            torch = importlib.import_module("torch")
+            torch.set_default_dtype(getattr(torch, dtype.removeprefix("torch.")))
+        prepare(main)
+        function, arguments, options = pickle.loads(call)  # noqa: S301 - from the process that started this one
+        return function(*arguments, progress=progress, **options), None, ""
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the caller raises it
+        trace = "".join(traceback.format_exception(error.__cause__ or error))
+        if isinstance(error, ConfigurationError):
+            return None, ConfigurationError(str(error)), trace
+        return None, RuntimeError(f"{type(error).__name__}: {error}"), trace
 
 
 def place(frames: Sequence[traceback.FrameSummary]) -> str:
@@ -233,98 +211,36 @@ def place(frames: Sequence[traceback.FrameSummary]) -> str:
     return f"{outside[-1].filename}:{outside[-1].lineno}"
 
 
-def _expired(timeout_seconds: float, step: str) -> _Outcome:
+def _expired(timeout_seconds: float, step: str) -> tuple[None, Exception, str]:
     """Describe where the main thread is after the time limit."""
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-    error = (
+    error = ConfigurationError(
         f"no plan after {timeout_seconds:g} s, at {place(frames)} in {step}; allow more time with --timeout SECONDS, "
         "or plan less with --no-changes"
     )
-    return _Outcome(error=error, traceback="".join(traceback.format_list(frames)))
-
-
-def _serve(requests: IO[bytes], progress: Progress) -> _Outcome:
-    try:
-        return _Outcome(_call(requests, progress))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the caller raises it
-        trace = "".join(traceback.format_exception(error.__cause__ or error))
-        if isinstance(error, ConfigurationError):
-            return _Outcome(error=str(error), traceback=trace)
-        return _Outcome(error=f"{type(error).__name__}: {error}", traceback=trace, expected=False)
-
-
-def _call(requests: IO[bytes], progress: Progress) -> Any:
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigurationError("the planner runs the model in PyTorch, which is not installed")
-    import torch
-
-    setup: _Setup = pickle.load(requests)  # noqa: S301 - from the process that started this one
-    if setup.torch:
-        torch.set_default_dtype(setup.torch["dtype"])
-        torch.backends.cuda.enable_flash_sdp(setup.torch["flash"])
-        torch.backends.cuda.enable_mem_efficient_sdp(setup.torch["efficient"])
-    progress.step("importing the job")
-    try:
-        function, arguments, options = _Unpickler(io.BytesIO(requests.read()), setup).load()
-    except ConfigurationError:
-        raise
-    except (Exception, SystemExit) as error:
-        text = f"{type(error).__name__}: {error}"
-        raise ConfigurationError(f"the planner's process cannot load the job: {text}") from error
-    return function(*arguments, progress=progress, **options)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Imports the caller's script when the request refers to it."""
-
-    def __init__(self, file: IO[bytes], setup: _Setup) -> None:
-        super().__init__(file)
-        self._setup = setup
-        self._main: Any = None
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "__main__" and self._main is None:
-            self._main = sys.modules["__main__"] = self._import_main()
-        return super().find_class(module, name)
-
-    def _import_main(self) -> Any:
-        if self._setup.main is not None:
-            return importlib.import_module(self._setup.main)
-        module = sys.modules[_SCRIPT] = types.ModuleType(_SCRIPT)
-        vars(module).update(runpy.run_path(self._setup.script or "", run_name=_SCRIPT))
-        return module
+    return None, error, "".join(traceback.format_list(frames))
 
 
 class Progress:
-    """The current step of a plan. A thread shows it on standard error while the context is active.
+    """The current step of a plan. A thread shows it on standard error while the context is active."""
 
-    After the time limit the thread calls `expire` with the current step, which ends the process.
-    """
-
-    def __init__(self, limit_seconds: float = math.inf, expire: Callable[[str], None] = lambda _: None) -> None:
-        self.current = "importing PyTorch"
-        self._limit_seconds = limit_seconds
-        self._expire = expire
+    def __init__(self) -> None:
+        self.step = "importing PyTorch and the job"
         self._stream = sys.stderr
         self._terminal = sys.stderr.isatty()
         self._runs = 0
         self._started = time.monotonic()
-        self._next_line_seconds = _FIRST_LINE_SECONDS
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gpumem-plan-progress", daemon=True)
-
-    def step(self, text: str) -> None:
-        """Set the current step."""
-        self.current = text
-        if self._terminal and self._thread.is_alive():
-            self._show()
 
     def of(self, name: str) -> Callable[[int], None]:
         """Return a function that sets the step to a run of the named job at a batch size."""
 
         def run(batch: int) -> None:
             self._runs += 1
-            self.step(f"run {self._runs}: {name}, batch {batch}")
+            self.step = f"run {self._runs}: {name}, batch {batch}"
+            if self._terminal and self._thread.is_alive():
+                self._show()
 
         return run
 
@@ -339,19 +255,14 @@ class Progress:
             print(_CLEAR, end="", file=self._stream, flush=True)
 
     def _watch(self) -> None:
-        while not self._ended.wait(max(0.0, min(1.0, self._limit_seconds - self._elapsed()))):
-            if self._elapsed() >= self._limit_seconds:
-                self._expire(self.current)
-                return
-            # On a terminal one line is rewritten each second. In a log, which keeps every line, there is a line after
-            # 30 s, and whenever the time has doubled.
-            if self._terminal or self._elapsed() >= self._next_line_seconds:
-                self._next_line_seconds *= 2
+        # On a terminal one line is rewritten each second. In a log, which keeps every line, there is a line after 30 s,
+        # and whenever the time has doubled.
+        next_line_seconds = _FIRST_LINE_SECONDS
+        while not self._ended.wait(1.0):
+            if self._terminal or time.monotonic() - self._started >= next_line_seconds:
+                next_line_seconds *= 2
                 self._show()
 
-    def _elapsed(self) -> float:
-        return time.monotonic() - self._started
-
     def _show(self) -> None:
-        text = f"planning for {self._elapsed():.0f} s: {self.current}"
+        text = f"planning for {time.monotonic() - self._started:.0f} s: {self.step}"
         print(f"{_CLEAR}{text} …" if self._terminal else f"{text}\n", end="", file=self._stream, flush=True)
