@@ -6,17 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.planning.worker import Progress, run_in_worker
 from tests.emulation.torch_process import TorchProcess
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for
 
 SCRIPT = """
-from torch import nn
 import gpumem_toolkit as toolkit
 
 class Job:
@@ -24,6 +25,8 @@ class Job:
         self.width = width
 
     def make(self):
+        from torch import nn
+
         return nn.Linear(self.width, self.width)
 
 def plan():
@@ -35,11 +38,23 @@ UNGUARDED = SCRIPT + "plan()\n"
 ENDLESS = """
 import os, time
 
-def make():
-    with open("pid", "w") as file:
-        file.write(str(os.getpid()))
-    time.sleep(600)
+with open("pid", "w") as file:
+    file.write(str(os.getpid()))
+time.sleep(600)
 """
+
+
+def broken(*, progress: Progress) -> None:
+    print("of the job")
+    raise LookupError("no weights here")
+
+
+def killed(*, progress: Progress) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def called(function: Callable[[], object], *, progress: Progress) -> object:
+    return function()
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -55,16 +70,25 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        "a_plan_changes_nothing_and_equals_a_plan_in_the_process_of_the_caller",
-        "errors_of_the_model_have_the_traceback_of_the_worker",
-        "closures_are_passed_on_by_cloudpickle",
-    ],
-)
-def test_a_worker(process: TorchProcess, scenario: str) -> None:
-    process.call_program("plan_in_a_worker", scenario)
+def test_a_plan_changes_nothing_and_equals_a_plan_in_the_process_of_the_caller(process: TorchProcess) -> None:
+    process.call_program("plan_in_a_worker", "a_plan_changes_nothing_and_equals_a_plan_in_the_process_of_the_caller")
+
+
+def test_errors_in_the_worker_have_its_traceback_and_output_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="LookupError: no weights here") as failed:
+        run_in_worker(broken)
+    assert f'test_plan_worker.py", line {broken.__code__.co_firstlineno + 2}, in broken' in str(failed.value.__cause__)
+    assert capfd.readouterr() == ("", "of the job\n")
+    with pytest.raises(ConfigurationError, match="SIGKILL"):
+        run_in_worker(killed)
+
+
+def test_closures_are_passed_on_by_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    width = 16
+    assert run_in_worker(called, lambda: width) == width
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)  # as if it were not installed
+    with pytest.raises(ConfigurationError, match="pip install cloudpickle"):
+        run_in_worker(called, lambda: width)
 
 
 @pytest.mark.parametrize(("script", "code"), [(GUARDED, 0), (UNGUARDED, 1)], ids=["guarded", "unguarded"])
@@ -89,7 +113,6 @@ def test_a_plan_has_a_time_limit_and_the_error_names_the_step_and_the_time(tmp_p
     assert (process.returncode, out, err.count("\n")) == (2, "", 1)
     for value in ("0.1 s", "importing PyTorch", "--timeout"):
         assert value in err
-    assert not (tmp_path / "pid").exists()
 
 
 @pytest.fixture
@@ -104,7 +127,7 @@ def test_an_interrupt_ends_the_worker_too(tmp_path: Path, interruptible: None) -
     (tmp_path / "endless.py").write_text(ENDLESS)
     with start(tmp_path, *ENDLESS_PLAN) as process:
         pid = tmp_path / "pid"
-        wait_for(lambda: pid.exists() and pid.read_text(), "the factory", 60.0)
+        wait_for(lambda: pid.exists() and pid.read_text(), "the import", 60.0)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=patient(30))
     assert (process.returncode, err) == (130, "")
