@@ -107,8 +107,7 @@ def _parser(program: str) -> ArgumentParser:
     value(
         "--optimizer", "An optimizer of torch.optim such as adamw, adamw8bit, none, or MODULE:FACTORY.", default="adamw"
     )
-    named = {"metavar": "NAME=VALUE", "dest": "optimizer_options"}
-    several("--optimizer-option", "Such as fused=true or momentum=0.9.", **named)
+    several("--optimizer-option", "Such as fused=true or momentum=0.9.", metavar="NAME=VALUE", dest="optimizer_options")
     value("--precision", "fp32; bf16 or fp16 (autocast); pure-bf16 or pure-fp16.", default="fp32")
     value("--attention", "auto, flash, efficient, math or cudnn.", default="auto")
     value("--convolution", "cudnn, or native if cuDNN is off.", default="cudnn")

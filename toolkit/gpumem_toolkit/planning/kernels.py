@@ -81,9 +81,9 @@ def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -
     if packet is _aten._scaled_dot_product_efficient_attention_backward:
         return _attention_backward(args[1], args[3])
     if packet is _aten.convolution:
-        return (_convolution(convolution, *args[:2], args[3:], backward=False),)
+        return (_convolution(convolution, args[0], args[1], args[3:], backward=False),)
     if packet is _aten.convolution_backward:
-        columns = _convolution(convolution, *args[1:3], args[4:10], backward=True)
+        columns = _convolution(convolution, args[1], args[2], args[4:10], backward=True)
         if result[2] is None:
             return (columns,)
         gradient = args[0].contiguous() if convolution == "native" and columns else args[0]

@@ -88,7 +88,7 @@ def plan(
     gpus = tuple(parse_gpu(each) if isinstance(each, str) else each for each in given)
     target = Target(target_effective_batch, devices, margin, multiple_of, None if profile else batch)
     measured = (_PROFILED_BATCH if batch is None else batch) if profile else None
-    limits = {"uses_cuda": profile, "timeout_seconds": timeout_seconds}
+    limits: dict[str, Any] = {"uses_cuda": profile, "timeout_seconds": timeout_seconds}
     return run_in_worker(plan_job, job, gpus, target, source=source, changes=changes, profiled_batch=measured, **limits)
 
 
