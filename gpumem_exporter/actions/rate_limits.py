@@ -22,6 +22,8 @@ class RateLimits:
         self._what = what
         self._callers = _Buckets(per_caller)
         self._processes = _Buckets(per_process)
+        # By the lower limit of a kind of action, which the other kinds do not use up.
+        self._kinds: dict[int, _Buckets] = {}
 
     def take(self, caller: str, processes: Iterable[tuple[Hashable, str]], *, per_process: int | None = None) -> None:
         """Count one action on these processes, given as keys and names for messages.
@@ -33,18 +35,20 @@ class RateLimits:
         wait = self._callers.wait_seconds(caller, now)
         if wait > 0:
             raise TooManyActionsError(f"{caller} has requested {self._callers.size} {self._what} within a minute", wait)
-        size = self._processes.size
-        limit = size if per_process is None else min(size, per_process)
+        limits = {self._what: self._processes}
+        if per_process is not None:
+            limits[f"{self._what} of this kind"] = self._kinds.setdefault(per_process, _Buckets(per_process))
         keys = []
         for key, name in processes:
-            wait = self._processes.wait_seconds(key, now, size / limit)
-            if wait > 0:
-                kind = f"{self._what} of this kind" if per_process is not None else self._what
-                raise TooManyActionsError(f"{name} has had {limit} {kind} within a minute", wait)
+            for what, buckets in limits.items():
+                wait = buckets.wait_seconds(key, now)
+                if wait > 0:
+                    raise TooManyActionsError(f"{name} has had {buckets.size} {what} within a minute", wait)
             keys.append(key)
         self._callers.take(caller, now)
         for key in keys:
-            self._processes.take(key, now, size / limit)
+            for buckets in limits.values():
+                buckets.take(key, now)
 
 
 class _Buckets:
@@ -55,13 +59,13 @@ class _Buckets:
         # The level of each bucket, and when it had that level.
         self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
 
-    def wait_seconds(self, key: Hashable, now: float, cost: float = 1.0) -> float:
-        """Return the seconds until an action of this cost is permitted; 0 if one is permitted now."""
-        missing = cost - self._level(key, now)
-        return missing * _MINUTE_SECONDS / self.size if missing > 1e-9 * cost else 0.0
+    def wait_seconds(self, key: Hashable, now: float) -> float:
+        """Return the seconds until an action is permitted; 0 if one is permitted now."""
+        missing = 1.0 - self._level(key, now)
+        return missing * _MINUTE_SECONDS / self.size if missing > 1e-9 else 0.0
 
-    def take(self, key: Hashable, now: float, cost: float = 1.0) -> None:
-        self._levels[key] = self._level(key, now) - cost, now
+    def take(self, key: Hashable, now: float) -> None:
+        self._levels[key] = self._level(key, now) - 1.0, now
         self._levels.move_to_end(key)
         # The bucket that was used longest ago is the most likely to be full again, like a new bucket.
         while len(self._levels) > _MAX_BUCKETS:

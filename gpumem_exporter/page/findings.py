@@ -438,7 +438,8 @@ def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
         if silent:
             many = f" ({len(silent)} of {len(job.processes)} processes)" if len(job.processes) > 1 else ""
             sentence = f"No recent report from {called(job)}{many}: its allocated memory is unknown."
-            step = f"See where it is: py-spy dump --pid {silent[0].pid}"
+            host_pid = next((process.host_pid for process in silent if process.host_pid is not None), None)
+            step = f"See where it is: py-spy dump --pid {host_pid}" if host_pid is not None else ""
             yield finding("silent", job.id, "Silent", sentence, job=job, next=step)
 
 

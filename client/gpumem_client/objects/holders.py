@@ -32,7 +32,9 @@ _LEVELS = 5
 # With a frozen heap, each module is found below the module that contains it, two levels deeper.
 _FROZEN_LEVELS = 24
 # The longest container that is read, and the numbers of children and of containers that are read on each level.
-_LENGTH_MAX, _CHILDREN_MAX, _CONTAINERS_MAX = 100_000, 300_000, 15_000
+_LENGTH_MAX, _CHILDREN_MAX, _CONTAINERS_MAX = 100_000, 200_000, 15_000
+# The tensors that one program reads on each level, at 1.7 µs each.
+_TENSORS_MAX = 50_000
 # The least objects of a window, and the most windows of a generation: each lists all objects of the generation.
 _WINDOW, _WINDOWS_MAX = 8_000, 3
 # The instances that one program reads.
@@ -101,7 +103,7 @@ class Holders(NamedTuple):
     globals: list[str]
     """The modules whose globals follow these functions."""
     unread: int
-    """The number of containers that were not read, because others of their level were."""
+    """The number of containers and tensors that were not read, because others of their level were."""
 
 
 def read_holders(torch: Any, reader: TensorReader, types: Collection[type], slices: Slices) -> Holders:
@@ -136,6 +138,7 @@ class _Reading:
         self._containers: list[list[tuple[int, type]]] = []
         self._children: list[Children] = []
         self._sizes: list[list[int]] = []
+        self._ends: list[list[int]] = []
         self._frames: list[tuple[str, int, str]] = []
         self._globals: list[str] = []
 
@@ -144,12 +147,17 @@ class _Reading:
         for listed, window in windows(self._slices, _WINDOW, _WINDOWS_MAX):
             if self._slices.stopping():
                 return
-            read = Uninterrupted()
-            objects = read.held(chain.from_iterable(map(itemgetter(window), map(CALL, (listed,)))))
-            found = read.held(compress(objects, are(objects, self._plain | self._wrapping | self._own)))
-            read.call(self._references.extend, map(weakref.ref, compress(found, are(found, self._own))))
-            self._add_tensors(read, found)
-            self._slices.run(read)
+            sizes = [_TENSORS_MAX]
+            while sizes[-1] == _TENSORS_MAX:
+                first = (len(sizes) - 1) * _TENSORS_MAX
+                read = Uninterrupted()
+                objects = read.held(chain.from_iterable(map(itemgetter(window), map(CALL, (listed,)))))
+                chosen = compress(objects, are(objects, self._plain | self._wrapping | self._own))
+                found = read.held(islice(chosen, first, first + _TENSORS_MAX))
+                read.call(sizes.extend, map(len, (found,)))
+                read.call(self._references.extend, map(weakref.ref, compress(found, are(found, self._own))))
+                self._add_tensors(read, found)
+                self._slices.run(read)
 
     def read_variables(self, names: Sequence[str]) -> None:
         """Read the variables of functions, and the globals of the modules with these names."""
@@ -180,7 +188,8 @@ class _Reading:
             self._children,
             self._frames,
             self._globals,
-            sum(max(0, size - _CONTAINERS_MAX) for size in chain.from_iterable(self._sizes)),
+            sum(max(0, size - _CONTAINERS_MAX) for size in chain.from_iterable(self._sizes))
+            + sum(max(0, size - _TENSORS_MAX) for size in chain.from_iterable(self._ends)),
         )
 
     def _add_below(self, read: Uninterrupted, found: Iterable[Any]) -> None:
@@ -216,7 +225,8 @@ class _Reading:
         """
         holders, keys, values = _items_in(read, ids, dictionaries, sequences)
         chosen = read.kept(are(values, self._plain | self._wrapping | self._own | followed))
-        shown, ends = _rows(read, compress(holders, chosen), compress(keys, chosen), compress(values, chosen))
+        shown, ends = _rows(read, *(islice(compress(each, chosen), _TENSORS_MAX) for each in (holders, keys, values)))
+        self._ends.append(read.kept(map(sum, (chosen,))))
         inside = read.kept(are(values, CONTAINERS))
         inner = read.held(compress(values, inside))
         # Most containers of a model are empty: the hooks of its modules. They are left out at once.
@@ -301,9 +311,15 @@ def _places(read: Uninterrupted, torch: Any, tensors: list[Any]) -> list[Any]:
     on_device = read.held(compress(tensors, map(base.is_cuda.__get__, tensors)))
     flat = read.held(compress(on_device, map(not_, map(base.is_nested.__get__, on_device))))
     stored = read.held(compress(flat, map(torch_access.has_storage(torch), flat)))
-    address = torch_access.storage_address(torch)
-    methods = (base.get_device, address, base.element_size, base.size, base.dtype.__get__)
-    return read.kept(zip(map(id, stored), *(map(each, stored) for each in methods)))
+    addresses = read.kept(map(torch_access.storage_address(torch), stored))
+    # While torch.compile traces, the size of a tensor without memory may run Python code of torch.
+    there = read.held(compress(stored, addresses))
+    others = (base.element_size, base.size, base.dtype.__get__)
+    return read.kept(
+        zip(
+            map(id, there), map(base.get_device, there), filter(None, addresses), *(map(each, there) for each in others)
+        )
+    )
 
 
 def variables_in(
@@ -335,7 +351,13 @@ def variables_in(
     copies = read.held(map(dict, locals_))
     if _COPIED_LOCALS:  # the frame has kept its dictionary, and the user's code may have it, too
         counts = read.kept(map(sys.getrefcount, locals_))
-        read.call(any, map(dict.clear, compress(locals_, map(_UNSHARED.__eq__, counts))))
+        # A function of `sys.settrace` or `sys.setprofile` has the frame as an argument. When it returns, the
+        # interpreter copies the frame's variables back from the dictionary.
+        values: set[int] = set()
+        read.call(values.update, map(id, chain.from_iterable(map(dict.values, copies))))
+        usual_frames = map(not_, map(values.__contains__, map(id, frames)))
+        unshared = map(_UNSHARED.__eq__, counts)
+        read.call(any, map(dict.clear, compress(locals_, map(and_, unshared, usual_frames))))
     functions = read.kept(map(attrgetter("f_code.co_filename", "f_code.co_firstlineno", "f_code.co_name"), frames))
     loaded = read.held(map(sys.modules.get, names))
     usual = read.kept(are(loaded, ids_of(subclasses(ModuleType))))

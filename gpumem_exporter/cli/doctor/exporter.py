@@ -214,7 +214,7 @@ def check_jobs(findings: Sequence[Document]) -> Iterator[Finding]:
     # The line of the exporter's health has the driver, its devices and the parts of the exporter.
     of_jobs = [each for each in findings if each["severity"] != "info" and each["kind"] not in _OF_HEALTH]
     for each in of_jobs:
-        yield Finding("jobs", WARN, f"{each['title']}: {each['sentence']}", each["next"])
+        yield Finding("jobs", WARN, f"{each['title']}: {each['sentence']}", each.get("next", ""))
     if not of_jobs:
         yield Finding("jobs", PASS, "nothing needs attention")
 

@@ -53,7 +53,7 @@ def node_tables(
                 continue
             for row in rows:
                 yield from layout.lines([row], heading=False)
-                if row["next"]:
+                if row.get("next"):
                     yield plain(f"   {row['next']}", "dim")
     if not jobs:
         yield from (plain(""), plain(without_jobs or no_job(nodes, view.text)))

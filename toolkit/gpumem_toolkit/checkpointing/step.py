@@ -161,26 +161,30 @@ class Results:
     """The results of the run of a step that has just ended with a loss, in the host's memory."""
 
     def __init__(self, step: Step, loss: Tensor) -> None:
-        self._tensors = {"loss": loss.detach().cpu()}
-        for name, parameter in step.model.named_parameters():
-            if parameter.grad is not None:
-                self._tensors[f"gradient of {name}"] = _on_host(parameter.grad)
-        for name, buffer in step.model.named_buffers():
-            self._tensors[f"buffer {name}"] = _on_host(buffer)
+        self._tensors = dict(_results(step, loss))
 
-    def differing(self, other: Results) -> tuple[str, ...]:
-        """Return the names of the results that are not equal to the bit in another run, or both NaN."""
-        names = dict.fromkeys((*self._tensors, *other._tensors))
-        return tuple(name for name in names if not _same(self._tensors.get(name), other._tensors.get(name)))
+    def differing(self, step: Step, loss: Tensor) -> tuple[str, ...]:
+        """Return the names of the results of the run that has just ended that are neither equal to the bit nor NaN."""
+        return tuple(name for name, tensor in _results(step, loss) if not _same(self._tensors[name], tensor))
+
+
+def _results(step: Step, loss: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+    yield "loss", loss.detach().cpu()
+    for name, parameter in step.model.named_parameters():
+        yield f"gradient of {name}", _on_host(parameter.grad)
+    for name, buffer in step.model.named_buffers():
+        yield f"buffer {name}", _on_host(buffer)
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None or one.shape != other.shape:
-        return False
+        return one is other
     return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _on_host(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
     local = getattr(tensor, "to_local", None)  # the local part of a DTensor
     whole = (tensor if local is None else local()).detach().to("cpu", copy=True)
     return whole if whole.layout is torch.strided else whole.to_dense()

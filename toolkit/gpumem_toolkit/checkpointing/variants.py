@@ -130,7 +130,7 @@ class _Variants:
                 try:
                     with self._checkpointed(self._chosen(row.every)):
                         reference = reference or Results(self._step, self._run_once())
-                        row = replace(row, differs=reference.differing(Results(self._step, self._run_once())))
+                        row = replace(row, differs=reference.differing(self._step, self._run_once()))
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise

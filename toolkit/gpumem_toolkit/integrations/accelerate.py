@@ -30,11 +30,8 @@ class GpuMemTracker(GeneralTracker):
 
     @safely
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:  # noqa: ARG002 - as in its class
-        """Log to the other trackers."""
-        memory = self._watch.values()
-        for tracker in self._accelerator.trackers:
-            if memory and tracker is not self:
-                tracker.log(memory, step=step)
+        """Add to the values, which the other trackers get after this one."""
+        values.update(self._watch.values())
 
 
 @contextlib.contextmanager
@@ -57,7 +54,7 @@ def watching(accelerator: Accelerator, *, leaks: bool = True) -> Iterator[Traini
     watch = TrainingWatch(leaks=leaks)
     trackers = accelerator.trackers
     tracker = GpuMemTracker(accelerator, watch)
-    trackers.append(tracker)
+    trackers.insert(0, tracker)
     try:
         yield watch
     except BaseException as error:

@@ -49,7 +49,7 @@ class ComponentBytes(ShownAsText):
 class Watch(ShownAsText):
     """Counts the bytes of one model and its optimizer, until one of them is deleted or `close` is called.
 
-    Has weak references only. Any thread may call any method. A count runs in the thread that ends a step.
+    Has weak references only. A count runs in the thread that ends a step; only that thread may call `look`.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Watch(ShownAsText):
         return self._latest
 
     def look(self) -> tuple[ComponentBytes, ...]:
-        """Count now, in this thread, at about one microsecond per tensor. Empty without CUDA.
+        """Count now, at about one microsecond per tensor. Empty without CUDA.
 
-        To count gradients, call it before `zero_grad()`.
+        Call it in the thread that trains: it reads gradients. To count them, call it before `zero_grad()`.
         """
         torch = initialized_torch()
         if torch is None or self._closed:
@@ -148,7 +148,7 @@ class Watch(ShownAsText):
             self,
             WatchedBytes(
                 {index: (components, allocated.get(index)) for index, components in counted.items() if index != HOST},
-                time.monotonic() + max(_VALID_SECONDS, 3 * between),
+                time.monotonic() + max(_VALID_SECONDS, 3 * between, 2 * (self._due_seconds - now)),
                 self._watched_ids(),
             ),
         )
