@@ -75,7 +75,7 @@ def invoke(words: Sequence[str]) -> int:
     except click.UsageError as error:
         # click gives no context if the value of an option is missing.
         command = error.ctx.command_path if error.ctx else " ".join([PROGRAM, *_command_words(words)])
-        raise ConfigurationError(f"{usage_text(error)}; see {command} --help") from error
+        raise ConfigurationError(f"{usage_text(error)}; see {command} --help".replace("?; ", "? ")) from error
 
 
 def _command_words(words: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from gpumem_exporter.actions.declarations import DEFAULT_ACTIONS
 from gpumem_exporter.actions.kinds import COMMAND_NAMES
+from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.edge.listeners import parse_listen_address
 
 ENVIRONMENT_PREFIX = "GPUMEM_"
@@ -75,7 +76,8 @@ def _actions(values: tuple[str, ...]) -> tuple[str, ...]:
         return ()
     for value in values:
         if value not in ACTION_WORDS:
-            raise ValueError(f"no action {value!r}; expected default, none, or {', '.join(COMMAND_NAMES.values())}")
+            expected = f"expected default, none, or {', '.join(COMMAND_NAMES.values())}"
+            raise ValueError(f"no action {value!r}; {did_you_mean(value, ACTION_WORDS, expected)}")
     return tuple(dict.fromkeys(each for value in values for each in ACTION_WORDS[value]))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.core.yaml_file import YamlFile, expected, shown
 from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.features import features
@@ -86,11 +87,8 @@ def _read_config_file(path: Path, known: Sequence[str]) -> dict[str, tuple[str, 
     for location, value in _leaves(file.document or {}, ()):
         key = ".".join(location)
         if key not in known:
-            import difflib  # slow to import, and only needed for an error
-
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
-            raise file.error(location, f"unknown key {key!r}; {hint}", of=())
+            advice = did_you_mean(key, known) or f"the keys are {', '.join(known)}"
+            raise file.error(location, f"unknown key {key!r}; {advice}", of=())
         if key in found:
             raise file.error(location, f"the key {key!r} appears twice, first at {found[key][0]}", of=())
         found[key] = (f"{path}:{file.line(location)}: {key}", value)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_INTEGER, MAX_LABEL_LENGTH, MODES
-from gpumem_exporter.actions.kinds import KINDS
+from gpumem_exporter.actions.kinds import COMMAND_NAMES, KINDS
+from gpumem_exporter.core.spelling import did_you_mean
 
 ACTIONS = tuple(KINDS)
 GROUP_IS_DEPRECATED = "group is deprecated: mode step acts on all ranks of a job together"
@@ -45,6 +46,8 @@ _MAX_VALUES = 1000
 # The events of an action have its target, and an event has at most 64 KiB.
 _MAX_TARGET_BYTES = 16 << 10
 _MAX_PID = 2**31 - 1
+# The action of each command.
+_OF_COMMAND = {command: action for action, command in COMMAND_NAMES.items()}
 _PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?")
 
 
@@ -360,14 +363,23 @@ class InvalidField:
     """The path as in the API: `target.pid`."""
     value: object
     expected: str
+    known: Sequence[str] = ()
+    """The accepted names, if there are only some."""
 
     @property
     def message(self) -> str:
         """The error without the field's name."""
         if self.value is None:
-            return f"is missing: expected {self.expected}"
+            return f"is missing: {self.advice}"
         shown = self.value[:64] if isinstance(self.value, str) else self.value
-        return f"{shown!r} is invalid: expected {self.expected}"
+        return f"{shown!r} is invalid: {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """What is accepted, after the nearest accepted name."""
+        given = str(self.value)
+        name = _OF_COMMAND.get(given, given) if self.field == "action" else given
+        return did_you_mean(name, self.known, f"expected {self.expected}")
 
 
 def longest_seconds(request: Mapping[str, Any]) -> float:
@@ -421,12 +433,12 @@ def _expected_pid(value: str) -> str:
 
 def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:
     if request.action not in ACTIONS:
-        yield InvalidField("action", request.action, ", ".join(ACTIONS))
+        yield InvalidField("action", request.action, ", ".join(ACTIONS), ACTIONS)
     unset = {None, False, "now"}
     for name, option in OPTIONS.items():
         value = getattr(request, name)
         if not option.accepts(value):
-            yield InvalidField(name, value, option.expected)
+            yield InvalidField(name, value, option.expected, option.choices)
         elif request.action in ACTIONS and request.action not in option.help and value not in unset | {option.default}:
             accept = "accepts" if len(option.help) == 1 else "accept"
             no_value = f"no value, because only {', '.join(option.help)} {accept} it"

@@ -430,7 +430,8 @@ class ActionRegistry:
         first, action_id = self._keys.get((caller, key), (None, ""))
         known = self.get(action_id)
         if known is not None and first != request:
-            raise IdempotencyConflictError(f"Idempotency-Key {key!r} was used for another request (action {action_id})")
+            used = f"Idempotency-Key {key!r} was used for another request (action {action_id})"
+            raise IdempotencyConflictError(f"{used}; send a new key")
         return known
 
     def require_room(self, share: str, processes: int) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
-from heapq import nlargest
-from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -17,18 +14,15 @@ from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess, Snapshot
+from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 
 _MAX_SHOWN = 20
+_SEE = "see `gpumem-exporter info`"
+_REPORTS = "a job reports if it is started with `gpumem-exporter run -- COMMAND`"
 _NOUNS = {"gpu": "GPU", "uuid": "UUID", "pid": "pid", "workload": "workload", "rank": "rank", "user": "user"}
 # The selectors whose values are words. A number has no nearest match that would help.
 _SPELLED = ("uuid", "workload", "user")
-# The maximum number of known names that one unknown name is compared with, on the event loop.
-_MAX_COMPARED = 100
-# The number of characters of a name that are compared. The time of a comparison grows with their square.
-_MAX_COMPARED_LENGTH = 64
-_CANDIDATES = 3
-_SIMILAR = 0.6
 
 _Reporting = Sequence[tuple[str, ReportingProcess]]
 _Names = Mapping[str, Iterable[str]]
@@ -194,8 +188,8 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
     listed = tuple(one for one in listed if caller.may_act_on_listed(one.owner_uid))
     if not selected and not listed:
         raise ActionForbiddenError(
-            f"{request.target.describe()} matches only processes of others; {caller} may act on its own processes, "
-            f"of which {counted(len(permitted), 'reports', 'report')}"
+            f"{request.target.describe()} matches only processes of others, which needs {caller.missing_rights}; of "
+            f"its own processes, {counted(len(permitted), 'reports', 'report')}"
         )
     return Selection(snapshot, selected, listed)
 
@@ -338,7 +332,7 @@ def unknown_names(
 def nothing_matches(target: Target, reporting: _Reporting) -> str:
     """Describe why nothing matches a target, with the processes that it could select."""
     if not reporting:
-        return f"nothing matches {target.describe()}: no process reports that could be shown"
+        return f"nothing matches {target.describe()}: no process reports that could be shown; {_REPORTS}"
     shown = []
     for name, process in reporting:
         workload, rank = process.report.process.workload, process.report.process.rank
@@ -352,32 +346,20 @@ def _unknown(target: Target, known: _Names, shown: _Names, unreported: Mapping[s
         listed = set(known[selector])
         unreachable = set(unreported.get(selector, ())) - listed
         if silent := [value for value in values if value in unreachable]:
-            yield f"{selector} {_listing(silent)}: no report arrives, and actions reach only processes that report"
+            yield (
+                f"{selector} {_listing(silent)}: no report arrives, and actions reach only processes that report; "
+                f"{_REPORTS}"
+            )
         unknown = [value for value in values if value not in listed and value not in unreachable]
         if unknown:
             names = [name for name in dict.fromkeys(shown[selector]) if name]
             # One suggestion is enough for a message, and comparing names takes long.
-            nearest = "" if suggested or selector not in _SPELLED else _nearest(unknown[0], names)
-            suggested |= selector in _SPELLED
             noun = _NOUNS[selector]
-            there_is = f"known {noun}s: {_listing(names)}" if names else f"no {noun} is known"
-            advice = f"did you mean {nearest}? {there_is}" if nearest else there_is
+            there_is = f"known {noun}s: {_listing(names)}" if names else f"no {noun} is known: {_SEE}"
+            compared = () if suggested or selector not in _SPELLED else names
+            suggested |= selector in _SPELLED
+            advice = did_you_mean(unknown[0], compared, there_is)
             yield f"no such {noun} {_listing([repr(value) for value in unknown])}; {advice}"
-
-
-def _nearest(value: str, known: Iterable[str]) -> str:
-    """Return the known name that is most similar to a value; empty if no name is similar."""
-    matcher = SequenceMatcher(b=value[:_MAX_COMPARED_LENGTH])
-
-    def ratio(name: str, *, exact: bool) -> float:
-        matcher.set_seq1(name[:_MAX_COMPARED_LENGTH])
-        return matcher.ratio() if exact else matcher.quick_ratio()
-
-    # Only the names that share the most characters with the value are compared exactly. The longest request would
-    # otherwise stop the event loop for 40 s.
-    candidates = nlargest(_CANDIDATES, islice(known, _MAX_COMPARED), key=lambda name: ratio(name, exact=False))
-    similarity, nearest = max(((ratio(name, exact=True), name) for name in candidates), default=(0.0, ""))
-    return nearest if similarity >= _SIMILAR else ""
 
 
 def _listing(names: list[str], separator: str = ", ") -> str:

@@ -141,7 +141,8 @@ class ExporterApi:
         if len(matching) > 1:
             raise ConfigurationError(f"{given!r} stands for {len(matching)} {kind}s; give more of the ID")
         if not matching:
-            raise TargetNotFoundError(f"no {kind} {given!r}; it is unknown, or too old to be kept")
+            lists = "gpumem-exporter " + ("actions list" if kind == "action" else f"{kind} list")
+            raise TargetNotFoundError(f"no {kind} {given!r}: it is unknown, or too old to be kept; see `{lists}`")
         return str(matching[0])
 
     def page_job(self, given: str) -> str:

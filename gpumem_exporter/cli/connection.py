@@ -83,7 +83,7 @@ def read_token(path: str) -> str:
         token = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
-        raise ConfigurationError(f"token file {path}: {reason}") from error
+        raise ConfigurationError(f"token file {path}: {reason}; give a readable file with --token-file") from error
     return _checked_token(token, f"token file {path}")
 
 

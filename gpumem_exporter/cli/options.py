@@ -6,7 +6,6 @@ A decorator such as `target_options` adds a group of options to a command, in th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -37,6 +36,7 @@ from gpumem_exporter.cli.render.columns import SORTS
 from gpumem_exporter.cli.render.layout import Order
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.usage import note, quiet_option
+from gpumem_exporter.core.spelling import did_you_mean
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -202,9 +202,8 @@ def list_option(flag: str, name: str, values: Mapping[str, str], text: str) -> C
     def read(_context: click.Context, _option: click.Parameter, texts: Sequence[str]) -> list[str]:
         for word in (words := split_list(texts)):
             if word not in values:
-                close = get_close_matches(word, values, n=1)
-                hint = f"did you mean {close[0]}? " if close else ""
-                raise ConfigurationError(f"invalid {flag} {word!r}: {hint}expected {', '.join(values)}")
+                advice = did_you_mean(word, values, f"expected {', '.join(values)}")
+                raise ConfigurationError(f"invalid {flag} {word!r}: {advice}")
         return list(dict.fromkeys(values[word] for word in words))
 
     return click.option(
@@ -289,5 +288,5 @@ def checked_request(document: dict[str, Any]) -> dict[str, Any]:
     for invalid in invalid_fields(ActionRequest(**{**document, "target": target})):
         name = invalid.field.removeprefix("target.")
         flag = OPTIONS[name].flag if name in OPTIONS else f"--{name}"
-        raise ConfigurationError(f"invalid {flag} {invalid.value}: expected {invalid.expected}")
+        raise ConfigurationError(f"invalid {flag} {invalid.value}: {invalid.advice}")
     return document

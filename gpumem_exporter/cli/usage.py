@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.cli.program import one_line
+from gpumem_exporter.core.spelling import did_you_mean
 
 _QUIET = "gpumem_exporter.quiet"
 
@@ -57,25 +57,17 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command of the words. Raises ConfigurationError if there is no such command."""
         if not ctx.resilient_parsing and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
-            raise ConfigurationError(f"no command {args[0]!r}; {nearest(args[0], self.list_commands(ctx))}")
+            names = self.list_commands(ctx)
+            advice = did_you_mean(args[0], names) or f"the commands are {', '.join(names)}"
+            raise ConfigurationError(f"no command {args[0]!r}; {advice}")
         return super().resolve_command(ctx, args)
-
-
-def nearest(given: str, known: Iterable[str]) -> str:
-    """Return the nearest of the known names as a question, otherwise all of them."""
-    from difflib import get_close_matches
-
-    names = list(known)
-    close = get_close_matches(given, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(names)}"
 
 
 def usage_text(error: click.UsageError) -> str:
     """Return what is wrong and what is accepted. click's own texts speak of types and arguments."""
     context, name = error.ctx, getattr(error, "option_name", None)
     if isinstance(error, click.NoSuchOption):
-        close = f"; did you mean {error.possibilities[0]}?" if error.possibilities else ""
-        return f"no option {name}{close}"
+        return f"no option {name}; {did_you_mean(name or '', error.possibilities or ())}".removesuffix("; ")
     if isinstance(error, click.BadOptionUsage):
         return f"{name} takes no value" if "does not take" in error.message else f"{name} needs a value"
     if isinstance(error, click.MissingParameter) and error.param is not None:

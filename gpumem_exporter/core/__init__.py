@@ -3,5 +3,5 @@
 This package does no I/O, starts no threads and reads no clock.
 
 Other folders import: `caller`, `container`, `event`, `ledger`, `naming`, `recorders`, `samples`, `shares`,
-`starting_engines`, `store`, `yaml_file`.
+`spelling`, `starting_engines`, `store`, `yaml_file`.
 """

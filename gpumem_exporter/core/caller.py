@@ -130,7 +130,9 @@ class Caller:
         """
         if action not in allowed:
             has = ", ".join(sorted(allowed)) or "none"
-            raise ActionNotAllowedError(f"{action} is not allowed here; --action.allow has {has}")
+            raise ActionNotAllowedError(
+                f"{action} is not allowed here; --action.allow has {has}: start the exporter with {action} added to it"
+            )
         if self.rights is Rights.ALL:
             return
         forces_all = force and action not in _FORCED_FOR_OWN

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 from pydantic_core import PydanticCustomError
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.core.spelling import did_you_mean
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -38,7 +39,8 @@ class FileSection(BaseModel):
             raise section_error("", f"expected keys with values; the keys are {keys}")
         for key in given:
             if key not in fields:  # a mistyped key would have no effect
-                raise section_error(key, f"unknown or unsupported key {key[:64]!r}; the keys are {keys}")
+                advice = did_you_mean(key, fields, f"the keys are {keys}")
+                raise section_error(key, f"unknown or unsupported key {key[:64]!r}; {advice}")
         for key, field in fields.items():
             if field.is_required() and key not in given:
                 raise section_error("", f"the key {key!r} is missing; the keys are {keys}")

@@ -16,8 +16,8 @@ EXPORTER = REPOSITORY / "gpumem_exporter"
 FEATURES = EXPORTER / "features"
 BUDGETS = {
     "gpumem_exporter": 2_136,
-    "gpumem_exporter/actions": 4_857,
-    "gpumem_exporter/cli": 4_546,
+    "gpumem_exporter/actions": 4_852,
+    "gpumem_exporter/cli": 4_538,
     "gpumem_exporter/core": 3_200,
     "gpumem_exporter/demo": 1_459,
     "gpumem_exporter/edge": 2_496,
@@ -31,7 +31,7 @@ BUDGETS = {
     "gpumem_exporter/features/fleet": 814,
     "gpumem_exporter/features/history": 1_042,
     "gpumem_exporter/features/oom": 1_000,
-    "gpumem_exporter/features/policy": 1_428,
+    "gpumem_exporter/features/policy": 1_430,
     "gpumem_exporter/features/profiles": 2_587,
     "gpumem_exporter/features/webhook": 596,
     "client/gpumem_client": 13_188,

@@ -33,6 +33,7 @@ from gpumem_exporter.actions.declarations import (
     invalid_fields,
 )
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
+from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_error
 from gpumem_exporter.features.policy.policy_values import FIELDS, Observation, read_quantity, shown_quantity
 
@@ -131,7 +132,8 @@ def _read_conditions(given: object) -> tuple[Condition, ...]:
     conditions = []
     for name, bounds in given.items():
         if name not in FIELDS:
-            raise section_error(name, f"unknown key {name[:64]!r}; the keys are {fields}")
+            advice = did_you_mean(name, FIELDS, f"the keys are {fields}")
+            raise section_error(name, f"unknown key {name[:64]!r}; {advice}")
         if not isinstance(bounds, dict) or not bounds or not bounds.keys() <= {"over", "under"}:
             raise section_error(name, f"{name}: expected over, under or both, not {str(bounds)[:64]!r}")
         unit = FIELDS[name].unit

@@ -56,7 +56,7 @@ def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
 @pytest.mark.parametrize(
     ("arguments", "wrong", "right"),
     [
-        (["claer"], "'claer'", "'clear'"),
+        (["claer"], "'claer'", "did you mean clear?"),
         (["dance"], "'dance'", ", ".join(COMMANDS)),
         (["--verbose", "info"], "--verbose", "--help"),
         (["info", "--jsn"], "--jsn", "--json"),
@@ -74,7 +74,7 @@ def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
         (["info", "--url", "ftp://node:9844"], "ftp://node:9844", "https://host:port"),
         (["serve", "--web.listen-adress", ":1"], "--web.listen-adress", "--web.listen-address"),
         (["run"], "command", "gpumem-exporter run --"),
-        (["actions", "cancle", "1"], "'cancle'", "'cancel'"),
+        (["actions", "cancle", "1"], "'cancle'", "did you mean cancel?"),
         (["actions"], "command", "list, show, cancel"),
         (["actions", "show"], "ID", "required"),
         (["actions", "list", "--state", "over"], "--state 'over'", "cancelled"),

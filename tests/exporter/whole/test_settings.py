@@ -111,14 +111,14 @@ def test_an_error_names_the_source_of_the_value(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("web.listen-adress: ':1'", ("'web.listen-adress'", "'web.listen-address'")),
+        ("web.listen-adress: ':1'", ("'web.listen-adress'", "web.listen-address")),
         ("config.file: x", ("'config.file'",)),
         ("collect.interval: 1\ncollect:\n  interval: 1", (":3: ", "'collect.interval'", ":1: ")),
         ("collect.interval:", (": collect.interval:",)),
         ("- 1", ("keys",)),
         ("a: [", ("YAML",)),
         ("log.level: !!python/object/apply:os.system [true]", (":1: log.level:", "YAML")),
-        ("log: {level: {a: 1}}", (":1: ", "'log.level.a'", "'log.level'")),
+        ("log: {level: {a: 1}}", (":1: ", "'log.level.a'", "mean log.level?")),
         ("\x00", ("YAML",)),
     ],
 )

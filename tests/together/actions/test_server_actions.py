@@ -106,7 +106,7 @@ def test_a_process_that_does_not_report_is_not_called_unknown(exporter: RunningE
     rows = exporter.document("/api/v1/processes")["processes"]
     (command,) = [row["command"] for row in rows if row["pid"] == 4242]
     named = problem(exporter.act(action="empty_cache", target={"workload": command}), 404)["detail"]
-    assert named == f"workload {command}: no report arrives, and actions reach only processes that report"
+    assert named.startswith(f"workload {command}: no report arrives")
     both = problem(exporter.act(action="empty_cache", target={"pid": [4242, 4243]}), 404)["detail"]
     assert "no such pid '4243'; known pids: 1, 2" in both
     assert exporter.document(ACTIONS)["actions"] == []
