@@ -39,11 +39,13 @@ EACH_SECOND_STOP_SECONDS = 0.5
 def create_app(runtime: Runtime) -> FastAPI:
     """Build the application, whose lifespan starts and stops the exporter's parts."""
     app = _Application(runtime, _lifespan(runtime))
+    routers = (*_api_routers(runtime), *_page_routers(runtime))
     with _without_pydantic_v1():
-        for router in (*_api_routers(runtime), *_page_routers(runtime)):
+        for router in routers:
             app.include_router(router)
     _add_guard(app, runtime)
-    install_problem_handlers(app)
+    paths = (getattr(route, "path", "") for router in routers for route in router.routes)
+    install_problem_handlers(app, [REPORTS_PATH, runtime.settings.web_telemetry_path, *paths])
     return app
 
 

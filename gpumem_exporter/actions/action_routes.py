@@ -14,7 +14,8 @@ from itertools import islice
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict
 
 from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH
@@ -36,9 +37,10 @@ from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
 from gpumem_exporter.core.caller import Rights
 from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import HeldRequests
-from gpumem_exporter.edge.problems import FieldError, ProblemError, problems, retry_after
+from gpumem_exporter.edge.problems import FieldError, ProblemCode, ProblemError, problems
 from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.edge.request_guard import ACTIONS_PATH, CALLER_PATH, Callers
 from gpumem_exporter.errors import (
@@ -82,9 +84,25 @@ class KnownFields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, value: object) -> object:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+    def _known_fields(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_FIELDS:
             raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are accepted")
+        known = {field.alias or name: field for name, field in cls.model_fields.items()}
+        wrong: dict[str, str] = {}
+        for name in value:
+            if name not in known:
+                # One suggestion is enough for a message, and comparing names takes long.
+                advice = did_you_mean(name, () if wrong else known) or f"the known ones are {', '.join(known)}"
+                wrong[name] = f"is unknown; {advice}"
+        for name, field in known.items():
+            if field.is_required() and name not in value:
+                wrong[name] = f"is missing: expected {field.description}"
+        if wrong:
+            errors = {name: PydanticCustomError("name", "{why}", {"why": why}) for name, why in wrong.items()}
+            details = [InitErrorDetails(type=error, loc=(name,), input=None) for name, error in errors.items()]
+            raise ValidationError.from_exception_data(cls.__name__, details)
         return value
 
 
@@ -157,8 +175,8 @@ class TargetBody(_body("_Selectors", SELECTORS, base=_Strict, types=_Names | Non
 
 
 class _Required(_Strict):
-    action: str = Field(description="the action", json_schema_extra={"enum": list(ACTIONS)})
-    target: TargetBody
+    action: str = Field(description=f"one of {', '.join(ACTIONS)}", json_schema_extra={"enum": list(ACTIONS)})
+    target: TargetBody = Field(description=f"an object with {', '.join(SELECTORS)}, orphans: true or all: true")
 
 
 class ActionBody(_body("_Options", OPTIONS, base=_Required)):  # type: ignore[misc]
@@ -277,8 +295,6 @@ MAX_LISTED_TEXT = 1 << 20
 INLINE_RESULTS = 16
 """The number of results that the event loop encodes itself, in less than 1 ms. Waking the thread takes as long."""
 
-_UNKNOWN_ACTION = "the action is unknown, or too old to be kept"
-
 _IdempotencyKey = Annotated[
     str | None,
     Header(
@@ -378,18 +394,19 @@ class ActionRoutes:
 
     async def cancel(self, request: Request, action_id: str) -> Response:
         """Cancel the parts of an action that have not started. May be repeated."""
-        if self._visible(request, action_id) is None:
-            raise ProblemError(404, _UNKNOWN_ACTION)
-        return await self._recorded(self._dispatcher.cancel(action_id, requested_by=Exchange.of(request).caller))
+        action = self._visible(request, action_id)
+        cancelled = self._dispatcher.cancel(action_id, requested_by=Exchange.of(request).caller)
+        return await self._recorded(cancelled or action)
 
-    def _visible(self, request: Request, action_id: str) -> Action | None:
+    def _visible(self, request: Request, action_id: str) -> Action:
         action = self._dispatcher.get(action_id)
-        return action if action is not None and action.visible_to(Exchange.of(request).caller) else None
+        if action is None or not action.visible_to(Exchange.of(request).caller):
+            why = f"it is another user's, too old to be kept, or was never here; GET {ACTIONS_PATH} lists the others"
+            raise ProblemError(ProblemCode.UNKNOWN_ACTION, f"no action {action_id[:64]!r}: {why}")
+        return action
 
-    async def _recorded(self, action: Action | None, running_status: int = 202) -> Response:
+    async def _recorded(self, action: Action, running_status: int = 202) -> Response:
         """Return the action. If it has ended, wait until its end is stored."""
-        if action is None:
-            raise ProblemError(404, _UNKNOWN_ACTION)
         if action.finished:
             await self._audit.wait_until_stored(action)
         status = 200 if action.finished else running_status
@@ -420,14 +437,16 @@ def refusals_as_problems() -> Iterator[None]:
     """Turn the errors of the dispatcher into problems."""
     try:
         yield
-    except (ActionNotAllowedError, ActionForbiddenError) as error:
-        raise ProblemError(403, str(error)) from None
+    except ActionNotAllowedError as error:
+        raise ProblemError(ProblemCode.ACTION_NOT_ALLOWED, str(error)) from None
+    except ActionForbiddenError as error:
+        raise ProblemError(ProblemCode.NOT_PERMITTED, str(error)) from None
     except TargetNotFoundError as error:
-        raise ProblemError(404, str(error)) from None
+        raise ProblemError(ProblemCode.UNKNOWN_TARGET, str(error)) from None
     except TooManyActionsError as error:
-        raise ProblemError(429, str(error), {"Retry-After": retry_after(error.retry_seconds)}) from None
+        raise ProblemError.too_many(str(error), error.retry_seconds) from None
     except IdempotencyConflictError as error:
-        raise ProblemError(409, str(error)) from None
+        raise ProblemError(ProblemCode.KEY_REUSED, str(error)) from None
 
 
 class CallerDocument(TypedDict):

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from gpumem_exporter.actions.action_routes import MAX_WAIT_SECONDS
+from gpumem_exporter.actions.action_routes import MAX_WAIT_SECONDS, KnownFields
 from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.caller import Caller
@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 NvmlState = Literal["attached", "absent", "attaching", "releasing", "released"]
 
 
-class NvmlBody(BaseModel):
+class NvmlBody(KnownFields):
     """A request to release or attach NVML."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     reason: Annotated[str, Field(max_length=1000)] = Field("", description="for the audit log")
     wait_seconds: float = Field(10.0, ge=0, le=MAX_WAIT_SECONDS, description="how long the reply may take")

@@ -13,7 +13,7 @@ from typing import TypeVar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpumem_exporter.edge.connections import Connection, Connections, Exchange, Owner
-from gpumem_exporter.edge.problems import ProblemError
+from gpumem_exporter.edge.problems import ProblemCode, ProblemError
 
 T = TypeVar("T")
 # A body of this length has been read before the application asks for it: uvicorn reads that much ahead.
@@ -128,7 +128,7 @@ class Turns:
         if waiting >= self._waiting_of_owner:
             # A client that ignores Retry-After would otherwise keep the event loop busy with refusals.
             await asyncio.sleep(_REFUSAL_SECONDS)
-            raise ProblemError(503, "too many requests wait for their turn", {"Retry-After": "1"})
+            raise ProblemError(ProblemCode.BUSY, "too many requests wait; repeat this one later", {"Retry-After": "1"})
         turn = asyncio.get_running_loop().create_future()
         self._queues.setdefault(owner, deque()).append(turn)
         try:
@@ -245,7 +245,7 @@ class FairRequests:
             await self._send(connection, message, send)
 
         # Behind a body in chunks, more headers may follow, which no limit sees.
-        refusal = ProblemError(411, "a body needs a Content-Length") if is_chunked else None
+        refusal = ProblemError(ProblemCode.LENGTH_REQUIRED, "a body needs a Content-Length") if is_chunked else None
         try:
             if read is not None:
                 try:

@@ -19,7 +19,7 @@ from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.listeners import is_loopback
 from gpumem_exporter.edge.peer import Peer, PeerPlaces
-from gpumem_exporter.edge.problems import ProblemError
+from gpumem_exporter.edge.problems import ProblemCode, ProblemError
 from gpumem_exporter.edge.tokens import TokenFile
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Rule:
         if not peer.host or is_loopback(peer.host):
             place = "through a proxy, nor from a user that the kernel does not name"
         return ProblemError(
-            403,
+            ProblemCode.UNKNOWN_CALLER,
             f"{self.what} are allowed over loopback and the unix socket, not {place}; start the "
             f"exporter with {self.flag} and send that token",
         )
@@ -91,8 +91,8 @@ class Rule:
         bearer = headers.get(b"authorization", b"").lower().startswith(b"bearer")
         wrong = "wrong token" if bearer else "a token is required"
         return ProblemError(
-            401,
-            f"{self.what}: {wrong}; send the token of the exporter's {self.flag}",
+            ProblemCode.WRONG_TOKEN if bearer else ProblemCode.TOKEN_REQUIRED,
+            f"{self.what}: {wrong}; send the token of the exporter's {self.flag} as `Authorization: Bearer TOKEN`",
             {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
         )
 
@@ -142,7 +142,7 @@ class Callers:
         if problem is not None or caller.rights is not Rights.NONE:
             return problem
         return ProblemError(
-            403,
+            ProblemCode.UNKNOWN_CALLER,
             f"{self.rule.what}: the exporter cannot see where the process of {caller} runs, as through `kubectl "
             "port-forward`; use the unix socket, on Kubernetes from the exporter's container with `kubectl exec`, or "
             f"start the exporter with {self.rule.flag} and send that token",
@@ -154,7 +154,7 @@ class Callers:
             return
         users = "root" if self.owner_uid == 0 else f"root and uid {self.owner_uid}"
         raise ProblemError(
-            403,
+            ProblemCode.NOT_PERMITTED,
             f"{what}: allowed for {users} outside of containers, not for {caller}, which may act on its own "
             f"processes; use the unix socket as root, or start the exporter with {self.rule.flag} and send that token",
         )
@@ -188,7 +188,7 @@ class OwnNames:
         except ValueError:
             shown = repr(authority[:200])
             detail = f"the Host {shown} is not this exporter's: use its IP address, the machine's name or a token"
-            raise ProblemError(403, detail) from None
+            raise ProblemError(ProblemCode.FOREIGN_HOST, detail) from None
 
     def name_this_node(self, authority: str, address: str) -> bool:
         """Return whether `host:port` names this machine and no other. A request came to `address`."""
@@ -214,10 +214,13 @@ def require_own_page(headers: Mapping[bytes, bytes]) -> None:
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if not separator or scheme not in ("http", "https") or authority != host:
             raise ProblemError(
-                403, f"requests from the web page {page[:200]!r} are refused: it is not a page of the exporter"
+                ProblemCode.FOREIGN_PAGE,
+                f"requests from the web page {page[:200]!r} are refused: open the exporter's own page",
             )
     if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
-        raise ProblemError(403, "requests from other sites' web pages are refused")
+        raise ProblemError(
+            ProblemCode.FOREIGN_PAGE, "requests from other sites' web pages are refused: open the exporter's own page"
+        )
 
 
 def is_restricted(path: str) -> bool:
@@ -330,11 +333,14 @@ class DisconnectedError(Exception):
 
 def _require_json(headers: Mapping[bytes, bytes], encoding: bytes) -> None:
     # A web page cannot send this media type to another site without that site's permission.
-    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
-        raise ProblemError(415, "expected JSON with `Content-Type: application/json`")
+    media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+    if media_type != "application/json":
+        given = f"not {media_type[:64]!r}" if media_type else "which the request does not have"
+        detail = f"expected JSON with `Content-Type: application/json`, {given}"
+        raise ProblemError(ProblemCode.WRONG_MEDIA_TYPE, detail)
     if headers.get(b"content-encoding", b"identity").lower() != encoding:
         expected = "a body without Content-Encoding" if encoding == b"identity" else "`Content-Encoding: gzip`"
-        raise ProblemError(415, f"expected {expected}")
+        raise ProblemError(ProblemCode.WRONG_MEDIA_TYPE, f"expected {expected}")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
@@ -358,7 +364,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def _too_large(limit: int) -> ProblemError:
-    return ProblemError(413, f"the body is longer than {limit} bytes, the maximum of this route")
+    detail = f"the body is longer than {limit} bytes, the maximum of this route; send a shorter one, or several"
+    return ProblemError(ProblemCode.TOO_LARGE, detail)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -11,7 +11,7 @@ from functools import partial
 
 from gpumem_exporter.edge.connections import Owner
 from gpumem_exporter.edge.fair_queue import Turns
-from gpumem_exporter.edge.problems import ProblemError
+from gpumem_exporter.edge.problems import ProblemCode, ProblemError
 
 UNKNOWN_USER = b"$2b$10$" + b"." * 53
 """What the password of an unknown user is compared with, at the usual cost, so that it takes about as long."""
@@ -43,13 +43,16 @@ class Users:
         """Check the `Authorization` header of a request. Raises ProblemError: 401, or 503 if too many logins wait."""
         scheme, _, encoded = authorization.partition(b" ")
         if scheme.lower() == b"bearer":
-            raise ProblemError(401, "the token does not open this route", _CHALLENGE_BEARER)
-        reason = "basic authentication with a name and a password is required"
+            advice = "send the token of the exporter's --action.token-file, or a name and a password"
+            raise ProblemError(
+                ProblemCode.WRONG_TOKEN, f"the token does not open this route; {advice}", _CHALLENGE_BEARER
+            )
+        code, reason = ProblemCode.PASSWORD_REQUIRED, "basic authentication with a name and a password is required"
         if scheme.lower() == b"basic":
             if await self.admit(_decoded(encoded), owner):
                 return
-            reason = "wrong name or password"
-        raise ProblemError(401, f"{reason}; the users are in the exporter's --web.config.file", _CHALLENGE_BASIC)
+            code, reason = ProblemCode.WRONG_PASSWORD, "wrong name or password"
+        raise ProblemError(code, f"{reason}; the users are in the exporter's --web.config.file", _CHALLENGE_BASIC)
 
     async def admit(self, credentials: bytes, owner: Owner) -> bool:
         """Return whether `name:password` belongs to one of the users.

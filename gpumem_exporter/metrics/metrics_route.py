@@ -15,9 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import Turns
-from gpumem_exporter.edge.problems import ProblemError, problem_response
+from gpumem_exporter.edge.problems import ProblemCode, ProblemError
 from gpumem_exporter.edge.replies import accepts_gzip
 from gpumem_exporter.metrics.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
 
@@ -48,8 +49,9 @@ class MetricsRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a scrape, in a turn of its sender that lasts until the page is sent."""
         if scope["method"] != "GET":
-            response = problem_response(405, "metrics are read with GET", headers={"Allow": "GET, HEAD"})
-            await response(scope, receive, send)
+            detail = f"metrics are read with GET, not with {scope['method']}"
+            problem = ProblemError(ProblemCode.WRONG_METHOD, detail, {"Allow": "GET, HEAD"})
+            await problem.response()(scope, receive, send)
             return
         accepted = Headers(scope=scope)
         openmetrics = chooses_openmetrics(",".join(accepted.getlist("accept")))
@@ -69,8 +71,8 @@ class MetricsRoute:
                 ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
-        except ProblemError as problem:
-            await problem.response()(scope, receive, send)
+        except ProblemError as refusal:
+            await refusal.response()(scope, receive, send)
 
     def _chosen(self, query: bytes) -> frozenset[str]:
         """Return the collectors that a query names with `collect[]`; empty for all. Raises ProblemError (400)."""
@@ -78,9 +80,11 @@ class MetricsRoute:
             value for key, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if key == "collect[]"
         )
         for name in sorted(chosen.difference(self._exposition.collectors)):
-            known = ", ".join(self._exposition.collectors)
+            known = self._exposition.collectors
             reason = f"is off (--no-collector.{name})" if name in self._exposition.off else "does not exist"
-            raise ProblemError(400, f"the collector {name[:MAX_LABEL_LENGTH]!r} {reason}; collect[] accepts {known}")
+            advice = did_you_mean(name, known, f"collect[] accepts {', '.join(known)}")
+            detail = f"the collector {name[:MAX_LABEL_LENGTH]!r} {reason}; {advice}"
+            raise ProblemError(ProblemCode.UNKNOWN_COLLECTOR, detail)
         return chosen
 
 

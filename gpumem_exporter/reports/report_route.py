@@ -29,7 +29,7 @@ from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import Held, HeldRequests, Turns
-from gpumem_exporter.edge.problems import FieldError, ProblemError, problem_response
+from gpumem_exporter.edge.problems import FieldError, ProblemCode, ProblemError
 from gpumem_exporter.errors import (
     ForeignProcessError,
     ReporterSupersededError,
@@ -87,15 +87,16 @@ class ReportsRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a report, unless the client has closed the connection. The guard has admitted the sender."""
         if scope["method"] != "POST":
-            response = problem_response(405, "reports are sent with POST", headers={"Allow": "POST"})
-            await response(scope, receive, send)
+            detail = f"reports are sent with POST, not with {scope['method']}"
+            problem = ProblemError(ProblemCode.WRONG_METHOD, detail, {"Allow": "POST"})
+            await problem.response()(scope, receive, send)
             return
         body = (await receive())["body"]
         try:
             reply = await self._take(body, scope, receive)
-        except ProblemError as problem:
-            _log.debug("report refused", extra={"fields": {"status": problem.status, "detail": problem.detail}})
-            await problem.response()(scope, receive, send)
+        except ProblemError as refusal:
+            _log.debug("report refused", extra={"fields": {"status": refusal.status, "detail": refusal.detail}})
+            await refusal.response()(scope, receive, send)
             return
         if reply is not None:
             headers = [(b"content-length", b"%d" % len(reply)), (b"content-type", b"application/json")]
@@ -137,7 +138,7 @@ class ReportsRoute:
             self.instruments.count_report("dropped")
             self._name("dropped", key, report, str(error))
             retry_after = str(max(1, round(self.store.report_expiry_seconds)))
-            raise ProblemError(503, str(error), {"Retry-After": retry_after}) from None
+            raise ProblemError(ProblemCode.NO_ROOM, str(error), {"Retry-After": retry_after}) from None
         for lost in displaced:
             self.presence.forget((lost, "another process took its place: see --report.max-processes"))
         if within_limits is not report:
@@ -208,9 +209,9 @@ class ReportsRoute:
         if isinstance(error, ProblemError):
             outcome, problem = "busy" if error.status == 503 else "invalid", error
         elif isinstance(error, ForeignProcessError):
-            outcome, problem = "foreign_process", ProblemError(403, str(error))
+            outcome, problem = "foreign_process", ProblemError(ProblemCode.FOREIGN_PROCESS, str(error))
         elif isinstance(error, ReporterSupersededError):
-            outcome, problem = "superseded", ProblemError(409, str(error))
+            outcome, problem = "superseded", ProblemError(ProblemCode.SUPERSEDED, str(error))
         else:
             outcome, problem = "unknown_device", ProblemError.invalid([FieldError("devices.0.uuid", str(error))])
         self.instruments.count_report(outcome)

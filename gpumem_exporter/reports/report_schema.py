@@ -31,7 +31,7 @@ from gpumem_client.wire.protocol import (
     EngineState,
     Report,
 )
-from gpumem_exporter.edge.problems import FieldError, ProblemError, field_errors
+from gpumem_exporter.edge.problems import FieldError, ProblemError
 
 MAX_DEVICES = 64
 """The maximum number of devices in a report: 16 GPUs with 4 MIG devices each."""
@@ -90,8 +90,7 @@ class ReportReader:
         try:
             report: Report = self._validator.validate_json(body)
         except ValidationError as error:
-            found = field_errors(error.errors(include_url=False, include_input=False))
-            raise ProblemError.invalid(found) from None
+            raise ProblemError.of_validation(error.errors(include_url=False, include_input=False)) from None
         found = [*_duplicates(report.devices)]
         for index, sample in enumerate(report.devices):
             found += contradictions(sample, f"devices.{index}")

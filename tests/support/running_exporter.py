@@ -19,6 +19,7 @@ from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, t
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.edge.connections import Limits
 from gpumem_exporter.edge.listeners import bind
+from gpumem_exporter.edge.problems import ProblemCode
 from gpumem_exporter.edge.uvicorn_server import LimitedServer
 from gpumem_exporter.errors import NvmlNotSupportedError, NvmlUnavailableError
 from gpumem_exporter.node.provider import DeviceIdentity
@@ -188,6 +189,7 @@ def problem(answer: Answer, status: int) -> Any:
     assert document["title"]
     assert document["type"]
     assert document["detail"]
+    assert status in [code.status for code in ProblemCode if code == document["code"]]
     return document
 
 

@@ -138,6 +138,10 @@ class Recorder(ProcessRecorder):
         """Return an event for each reporting process of a job, as if the process ended now."""
         return self._processes.running(job_id, self._wall_clock())
 
+    def workloads(self) -> set[str]:
+        """Return the workloads of the reporting processes."""
+        return self._processes.workloads()
+
     def sweep(self, snapshot: Snapshot) -> None:
         """Record the end of processes that the store has dropped; called once a second.
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi import Query as QueryParameters
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field
+from pydantic import AwareDatetime, BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from gpumem_client.wire.errors import StorageError
@@ -19,8 +19,9 @@ from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.event import AUDIT_TYPES, EVENT_TYPES, Event, Page, Query
 from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
+from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.edge.connections import Exchange
-from gpumem_exporter.edge.problems import ProblemError, problems
+from gpumem_exporter.edge.problems import ProblemCode, ProblemError, problems
 from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.edge.request_guard import EVENTS_PATH, JOBS_PATH
 from gpumem_exporter.features.events.event_entries import Entry, fold
@@ -41,12 +42,6 @@ _JOB_PAGE = 1000
 _MAX_JOB_PAGES = 8
 
 
-def _known_types(values: Sequence[str]) -> tuple[str, ...]:
-    if not set(values) <= set(EVENT_TYPES):
-        raise ValueError(f"must be one or more of {', '.join(EVENT_TYPES)}, separated by commas")
-    return tuple(dict.fromkeys(values))
-
-
 def _restore_plus(value: object) -> object:
     """Replace the space that an unescaped `+` of a time zone becomes in a query."""
     return value.replace(" ", "+") if isinstance(value, str) else value
@@ -59,10 +54,8 @@ class EventParameters(KnownFields):
     since: Annotated[AwareDatetime, BeforeValidator(_restore_plus)] | None = Field(
         None, description="only events at or after this time: Unix seconds, or RFC 3339"
     )
-    type: Annotated[tuple[str, ...], BeforeValidator(words), AfterValidator(_known_types)] = Field(
-        (),
-        description="only events of these types, separated by commas",
-        json_schema_extra={"items": {"type": "string", "enum": list(EVENT_TYPES)}},
+    type: Annotated[tuple[Literal[EVENT_TYPES], ...], BeforeValidator(words)] = Field(  # type: ignore[valid-type]
+        (), description="only events of these types, separated by commas"
     )
     job: str | None = Field(
         None,
@@ -99,7 +92,7 @@ class EventParameters(KnownFields):
         return Query(
             after=self.after,
             since_unix_seconds=since,
-            types=self.type or EVENT_TYPES,
+            types=tuple(dict.fromkeys(self.type)) or EVENT_TYPES,
             pid=self.pid,
             job=self.job,
             device=self.device,
@@ -195,7 +188,7 @@ def events_router(
         try:
             return await log.page(query)
         except StorageError as error:
-            raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
+            raise _unreadable(error) from None
 
     def visible(request: Request, events: Sequence[Event]) -> tuple[Event, ...]:
         caller: Caller = Exchange.of(request).caller
@@ -237,7 +230,8 @@ def events_router(
         page = await read(Query(after=number - 1, limit=1))
         found = [each for each in visible(request, page.events) if each.id == number]
         if not found:
-            raise ProblemError(404, f"there is no event {number}: it expired, or it is about another user's action")
+            why = f"it expired, or it is about another user's action; GET {EVENTS_PATH} lists the events"
+            raise ProblemError(ProblemCode.UNKNOWN_EVENT, f"there is no event {number}: {why}")
         (about,) = found
         earlier = Query(before=number, limit=_BEFORE_PAGE)
         queries = [replace(earlier, device=about.uuid)] if about.uuid else []
@@ -247,6 +241,11 @@ def events_router(
         return json_response(await renderer.render(lambda: encoded(one_event_document(about, before.values()))))
 
     return router
+
+
+def _unreadable(error: StorageError) -> ProblemError:
+    detail = f"the events cannot be read: {error}; repeat the request later, and see /health"
+    return ProblemError(ProblemCode.NO_EVENTS, detail, {"Retry-After": "1"})
 
 
 def one_event_document(event: Event, earlier: Iterable[Event]) -> OneEventDocument:
@@ -411,14 +410,17 @@ def jobs_router(
             try:
                 processes, more = await _ended_processes(log, query)
             except StorageError as error:
-                raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
+                raise _unreadable(error) from None
             processes += [
                 (event.owner, {**_job_process(event), "end_unix_seconds": None})
                 for event in recorder.running(job_id)
                 if owner in (None, event.owner) and parameters.uid in (None, event.detail["uid"])
             ]
             if not processes:
-                raise ProblemError(404, f"no process of job {job_id!r} has reported to this exporter")
+                known = recorder.workloads() if owner is None else ()
+                advice = did_you_mean(job_id, known, "`gpumem-exporter info` shows the jobs that run")
+                detail = f"no process of job {job_id!r} has reported to this exporter; {advice}"
+                raise ProblemError(ProblemCode.UNKNOWN_JOB, detail)
             processes.sort(key=lambda each: each[0] != caller.share)
             document = {"job_id": job_id, "processes": [process for _, process in processes], "more": more}
             return json_response(

@@ -218,6 +218,11 @@ class ProcessHistory:
                 if job_id in self._names(tracked, numbers_only=job_id.isdecimal())
             ]
 
+    def workloads(self) -> set[str]:
+        """Return the workloads of the tracked processes."""
+        with self._lock:
+            return {tracked.process.report.process.workload for tracked in self._tracked.values()}
+
     def _names(self, tracked: _TrackedProcess, *, numbers_only: bool) -> Iterator[str | None]:
         yield from tracked.job_ids().values()
         if not numbers_only:

@@ -113,7 +113,7 @@ def history_router(
         end = wall_clock() if parameters.to is None else parameters.to
         start = max(0.0, end - _DEFAULT_SECONDS) if parameters.start is None else parameters.start
         if start >= end:
-            raise ProblemError.invalid([FieldError("from", f"must be before `to`, {end:.0f}")])
+            raise ProblemError.invalid([FieldError("from", f"{start:.0f} must be before `to`, {end:.0f}")])
 
         def build() -> bytes:
             document = history.document(

@@ -27,7 +27,7 @@ from gpumem_exporter.actions.selection import SelectedProcess, nothing_matches, 
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.connections import Exchange
-from gpumem_exporter.edge.problems import ProblemError, field_errors, problems, retry_after
+from gpumem_exporter.edge.problems import ProblemCode, ProblemError, problems, retry_after
 from gpumem_exporter.edge.replies import iso_time, json_body, json_reply, json_response
 from gpumem_exporter.edge.request_guard import ALERTS_PATH, OwnNames
 from gpumem_exporter.errors import ActionRefusedError, TargetNotFoundError, TooManyActionsError
@@ -114,7 +114,7 @@ def read_alerts(body: bytes) -> AlertsBody:
     try:
         return AlertsBody.model_validate_json(body)
     except ValidationError as error:
-        raise ProblemError.invalid(field_errors(error.errors(include_url=False, include_input=False))) from None
+        raise ProblemError.of_validation(error.errors(include_url=False, include_input=False)) from None
 
 
 class AlertOutcome(TypedDict):
@@ -164,7 +164,7 @@ def alerts_router(receiver: AlertReceiver, *, own_names: OwnNames, count_alert: 
         if passing:
             reason, seconds = passing[0]
             detail = f"{len(passing)} of {len(taken)} alerts were refused for a reason that passes: {reason}"
-            raise ProblemError(503, detail, headers={"Retry-After": retry_after(seconds)})
+            raise ProblemError(ProblemCode.ALERT_DEFERRED, detail, headers={"Retry-After": retry_after(seconds)})
         return json_response({"alerts": [outcome for outcome, _ in taken]})
 
     return router

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.edge.connections import Exchange
-from gpumem_exporter.edge.problems import ProblemError, problems
+from gpumem_exporter.edge.problems import ProblemCode, ProblemError, problems
 from gpumem_exporter.edge.replies import json_reply, json_response
 from gpumem_exporter.edge.request_guard import RELOAD_PATH
 
@@ -41,11 +41,12 @@ def policy_router(policies: PolicyRunner | None) -> APIRouter:
     async def reload(request: Request) -> Response:
         """Read the policy file again. An invalid file changes nothing."""
         if policies is None:
-            raise ProblemError(404, "nothing to reload: the exporter was started without --policy.file")
+            detail = "nothing to reload: the exporter was started without --policy.file; restart it with that option"
+            raise ProblemError(ProblemCode.NO_POLICY, detail)
         try:
             rules = await policies.reload(str(Exchange.of(request).caller))
         except ConfigurationError as error:
-            raise ProblemError(422, f"nothing has changed: {error}") from None
+            raise ProblemError(ProblemCode.INVALID_POLICY, f"nothing has changed: {error}") from None
         listed = [
             {
                 "name": rule.name,

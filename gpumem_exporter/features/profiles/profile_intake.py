@@ -26,7 +26,7 @@ from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import Turns
-from gpumem_exporter.edge.problems import ProblemError, retry_after
+from gpumem_exporter.edge.problems import ProblemCode, ProblemError
 from gpumem_exporter.edge.replies import json_response
 from gpumem_exporter.errors import ForeignProcessError, ProfileInvalidError, TooManyActionsError
 from gpumem_exporter.features.profiles.profile_document import read_profile
@@ -114,11 +114,11 @@ class ProfileIntake:
             process = self._reporting(key, identity)
             profile_id = await self._take(process, profile, body, owner)
         except ProfileInvalidError as error:
-            raise ProblemError(422, f"the profile is invalid: {error}") from None
+            raise ProblemError(ProblemCode.INVALID_PROFILE, f"the profile is invalid: {error}") from None
         except ForeignProcessError as error:
-            raise ProblemError(403, str(error)) from None
+            raise ProblemError(ProblemCode.FOREIGN_PROCESS, str(error)) from None
         except TooManyActionsError as error:
-            raise ProblemError(429, str(error), {"Retry-After": retry_after(error.retry_seconds)}) from None
+            raise ProblemError.too_many(str(error), error.retry_seconds) from None
         finally:
             exchange.end_turn()
         return json_response({"id": profile_id}, 201)
@@ -133,7 +133,7 @@ class ProfileIntake:
         same = (identity.start_time_ticks, identity.session)
         if process is None or known is None or (known.start_time_ticks, known.session) != same:
             detail = f"pid {identity.pid} does not report to this exporter; send a report first"
-            raise ProblemError(409, detail, {"Retry-After": "1"})
+            raise ProblemError(ProblemCode.NOT_REPORTING, detail, {"Retry-After": "1"})
         return process
 
     async def _take(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
@@ -145,7 +145,8 @@ class ProfileIntake:
             return await self._take_of_error(process, profile, body, owner)
         found = self._dispatcher.running_profile(process, profile.id)
         if found is None:
-            raise ProblemError(409, f"the process has no command {profile.id[:64]!r} to take a profile")
+            detail = f"the process has no command {profile.id[:64]!r} to take a profile"
+            raise ProblemError(ProblemCode.UNEXPECTED_PROFILE, detail)
         running, part = found
         if not part.profile:
             if running.action.unlisted:

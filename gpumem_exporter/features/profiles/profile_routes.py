@@ -21,7 +21,7 @@ from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import HeldRequests, Turns
-from gpumem_exporter.edge.problems import FieldError, ProblemError, problems
+from gpumem_exporter.edge.problems import FieldError, ProblemCode, ProblemError, problems
 from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.edge.request_guard import PROCESSES_PATH
 from gpumem_exporter.errors import NoPeakError
@@ -47,7 +47,11 @@ SCRAPE_SECONDS = 10.0
 _LASTING = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{64})*")
 # For a profile as a page: its texts come from a job, and a page in a sandbox has no rights at the exporter.
 _SANDBOX = "sandbox allow-scripts allow-downloads"
-_UNKNOWN = "there is no such profile; the oldest ones make room for others"
+
+
+def _unknown(profile_id: str) -> ProblemError:
+    why = f"it is unknown, or has made room for others; GET {PROFILES_PATH} lists the profiles"
+    return ProblemError(ProblemCode.UNKNOWN_PROFILE, f"no profile {profile_id!r}: {why}")
 
 
 class ListParameters(KnownFields):
@@ -162,7 +166,7 @@ class ProfileAccess:
         """Return what is known about a profile. Raises ProblemError (404) also if the caller does not see it."""
         facts = self.profiles.facts(profile_id)
         if facts is None or not self.visible(caller, facts):
-            raise ProblemError(404, _UNKNOWN)
+            raise _unknown(profile_id)
         return facts
 
     def of_error(self, caller: Caller, event: Event) -> str | None:
@@ -202,7 +206,7 @@ _ANY_FORMAT = {
     "description": "the profile in the format of the request",
     "content": {media_type: {} for media_type in ("application/json", "application/octet-stream", "text/html")},
 }
-_Id = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="the id of a profile")]
+_Id = Annotated[str, Path(max_length=MAX_LABEL_LENGTH, description="the id of a profile")]
 
 
 class ProfileRoutes:
@@ -284,13 +288,13 @@ class ProfileRoutes:
                 return await self._reply(request, parameters, lambda: stored_profile(*taken))
         reason = next((result.reason for result in action.results), "") or "the process has sent no profile"
         if any(result.outcome in ("refused", "unsupported") for result in action.results):
-            raise ProblemError(409, reason)
-        raise ProblemError(503, reason, {"Retry-After": "1"})
+            raise ProblemError(ProblemCode.REFUSED, reason)
+        raise ProblemError(ProblemCode.NO_PROFILE, reason, {"Retry-After": "1"})
 
     def _read(self, profile_id: str) -> StoredProfile:
         profile = self._access.profiles.read(profile_id)
         if profile is None:
-            raise ProblemError(404, _UNKNOWN)
+            raise _unknown(profile_id)
         return profile
 
     async def _reply(

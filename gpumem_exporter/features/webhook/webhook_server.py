@@ -18,7 +18,7 @@ from gpumem_exporter import __version__
 from gpumem_exporter.edge.certificate import Certificate
 from gpumem_exporter.edge.connections import Limits
 from gpumem_exporter.edge.listeners import bind, parse_listen_address
-from gpumem_exporter.edge.problems import ProblemError, install_problem_handlers
+from gpumem_exporter.edge.problems import ProblemCode, ProblemError, install_problem_handlers
 from gpumem_exporter.edge.request_guard import DisconnectedError, read_body
 from gpumem_exporter.edge.tokens import FileRefresher
 from gpumem_exporter.edge.uvicorn_server import LimitedServer
@@ -102,7 +102,7 @@ def create_app(host_path: str) -> FastAPI:
     """Return the application; `host_path` is the exporter's folder on the nodes."""
     app = FastAPI(openapi_url=None)
     reviews = _Reviews(host_path)
-    install_problem_handlers(app)
+    install_problem_handlers(app, (PODS, PODS_WITHOUT_HOST_PATH, "/health"))
 
     @app.post(PODS)
     async def pods(request: Request) -> Response:
@@ -134,13 +134,14 @@ class _Reviews:
             reply = await asyncio.get_running_loop().run_in_executor(thread, self._review, body, forbidden)
             return Response(reply, media_type="application/json")
         except NotAReviewError as error:
-            raise ProblemError(400, str(error)) from None
+            raise ProblemError(ProblemCode.NOT_A_REVIEW, str(error)) from None
         except (ValueError, RecursionError):
-            raise ProblemError(400, "the body is not JSON; expected an AdmissionReview") from None
+            detail = "the body is not JSON; expected an AdmissionReview"
+            raise ProblemError(ProblemCode.NOT_A_REVIEW, detail) from None
         except DisconnectedError:
             return Response(status_code=400)  # for no reader
 
     def _review(self, body: bytes, forbidden: str) -> bytes:
         if body.count(b"{") + body.count(b"[") > MAX_OBJECTS:
-            raise ProblemError(413, f"the body has more than {MAX_OBJECTS} objects and lists")
+            raise ProblemError(ProblemCode.TOO_LARGE, f"the body has more than {MAX_OBJECTS} objects and lists")
         return json.dumps(answer(json.loads(body), host_path=self._host_path, forbidden=forbidden)).encode()
