@@ -88,7 +88,7 @@ class SimulatedRecorder(Recorder):
             slot.trace = deque(maxlen=_STANDING_ENTRIES_MAX)
         return True
 
-    def start(self) -> None:
+    def start(self, entries_max: int) -> None:  # noqa: ARG002 - as Recorder
         """Record for a profile, which ends before the history is too long. The history starts now."""
         for slot in self._slots:
             slot.trace = deque()

@@ -5,5 +5,5 @@ tensors and records a `trace` of its allocations. `cuda_rules`, `recurrent` and 
 allocates. `search` replays traces through a model of the caching allocator to find the largest batch size. Only
 `measured` needs a GPU.
 
-Other folders import: `command`, `cuda_rules`, `model`, `search`, `simulation`, `trace`.
+Other folders import: `command`, `model`, `search`.
 """

@@ -46,9 +46,12 @@ class _Api(ExporterApi):
         peak = {"action": "reset_peak", "still_free_bytes": None}
         self.actions = [_action(0), _action(1, **queued, target={"all": True}), _action(2, **peak)]
         self.paths: list[str] = []
+        self.jobs: dict[str, list[dict[str, Any]]] = {}
 
     def get(self, path: str, **_: Any) -> dict[str, Any]:
         self.paths.append(path)
+        if path.startswith("/api/v1/jobs/"):
+            return {"processes": self.jobs.get(path.rpartition("/")[2], [])}
         return {"actions": self.actions}
 
     def action(self, action_id: str) -> dict[str, Any]:
@@ -84,7 +87,15 @@ def test_the_filters_are_sent_by_the_names_of_the_api(api: _Api, capsys: pytest.
     assert main(["actions", "list", *words.split()]) == 0
     assert json.loads(capsys.readouterr().out) == {"actions": api.actions}
     query = "action=empty_cache%2Ccollect_garbage%2Creset_peak&state=done&job=llm~1&dry_run=false"
-    assert api.paths == [f"/api/v1/actions?{query}"]
+    assert api.paths == ["/api/v1/jobs/llm~1", f"/api/v1/actions?{query}"]
+
+
+def test_a_job_may_be_named_by_its_id_of_slurm(api: _Api) -> None:
+    api.jobs["4711"] = [{"job": "llm~1", "workload": "llm"}, {"job": "llm~1", "workload": "llm"}]
+    assert main(["actions", "list", "--job", "4711"]) == 0
+    assert api.paths[-1] == "/api/v1/actions?job=llm~1&dry_run=false"
+    api.jobs["4711"].append({"job": "eval~2", "workload": "eval"})
+    assert main(["actions", "list", "--job", "4711"]) == 2
 
 
 def test_an_action_is_found_by_the_start_of_its_id(api: _Api, capsys: pytest.CaptureFixture[str]) -> None:
