@@ -72,7 +72,7 @@ def recorded(work: Any) -> list[int]:
         torch.cuda.reset_peak_memory_stats(index)
     work()
     peaks = [torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())]
-    _end_recordings_after(0)
+    _end_recordings_after(-1)
     wait_for_recording(False)
     return peaks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -94,9 +95,11 @@ class Recording:
     def full_seconds(self) -> float:
         """Return after how many seconds it must end, so that its history is complete, at the rate until now."""
         entries = self._heap.entries() - self._entries_before
+        if entries <= 0:
+            return math.inf
         seconds = self._clock() - self.started_seconds
         # The recording goes on while the owners are named again at its end.
-        return (self._entries_enough - entries) * seconds / max(1, entries) - self._name_seconds
+        return (self._entries_enough - entries) * seconds / entries - self._name_seconds
 
     def cancel(self) -> None:
         """End the recording without a profile."""
