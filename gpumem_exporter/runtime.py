@@ -15,6 +15,7 @@ from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, Snapshot
+from gpumem_exporter.core.series import Past
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.each_second import EachSecond
 from gpumem_exporter.edge.fair_queue import HeldRequests
@@ -49,8 +50,8 @@ class Runtime:
 
     The poller's thread also writes to the store and to the recorder of processes, and it opens, uses and closes the
     driver (`provider`). `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID
-    namespace, and `socket_file` without a unix socket. `real_processes` is false for simulated ones. The constructor
-    starts nothing.
+    namespace, and `socket_file` without a unix socket. `real_processes` is false for simulated ones; these have
+    a `past`. The constructor starts nothing.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Runtime:
         driver_pids: DriverPids | None = None,
         socket_file: SocketFile | None = None,
         real_processes: bool = False,
+        past: Past = lambda _: (),
     ) -> None:
         # A long function, where each part has its line, in the order in which they depend on each other.
         self.settings = settings
@@ -133,6 +135,7 @@ class Runtime:
             wall_clock=wall_clock,
             host=host,
             real_processes=real_processes,
+            past=past,
             snapshot=self.snapshot,
             store=self.store,
             dispatcher=self.dispatcher,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpumem_exporter.core.caller import Caller
     from gpumem_exporter.core.event import Event
     from gpumem_exporter.core.samples import CachePeaks, LastOom, ProcessKey, Snapshot
+    from gpumem_exporter.core.series import Past
     from gpumem_exporter.core.store import Store
     from gpumem_exporter.edge.fair_queue import HeldRequests
     from gpumem_exporter.edge.replies import Renderer
@@ -73,6 +74,7 @@ class Node:
     host: Host
     real_processes: bool
     """Whether the processes are of this machine, and not simulated ones."""
+    past: Past
     snapshot: Callable[[], Snapshot]
     store: Store
     dispatcher: Dispatcher

@@ -17,6 +17,7 @@ from typing import Any
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.series import Past
 from gpumem_exporter.edge.connections import Limits
 from gpumem_exporter.edge.listeners import bind
 from gpumem_exporter.edge.problems import ProblemCode
@@ -203,6 +204,7 @@ def running_exporter(
     ready: bool = True,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
+    past: Past = lambda _: (),
     **flags: Any,
 ) -> Iterator[RunningExporter]:
     """Run an exporter; flags are settings by field name. `ready` waits for the first poll.
@@ -223,7 +225,7 @@ def running_exporter(
         loops.append(asyncio.get_running_loop())
         started.set()
 
-    runtime = Runtime(settings, provider=provider, host=host, clock=clock, wall_clock=wall_clock)
+    runtime = Runtime(settings, provider=provider, host=host, clock=clock, wall_clock=wall_clock, past=past)
     server = build_server(runtime, listeners, on_started=on_started, limits=limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": list(listeners.sockets)}, name="exporter")
     thread.start()

@@ -18,6 +18,7 @@ def _build(node: Node) -> Parts:
 
     retention_seconds = node.settings.of(HistorySettings).history_retention
     history = History(retention_seconds=retention_seconds, clock=node.clock, wall_clock=node.wall_clock)
+    history.restore(node.past(history.now_seconds))
     recorder = HistoryRecorder(history, node.folder) if node.folder is not None else None
     node.view.minima_of = history.minima
     node.cache_peaks = history

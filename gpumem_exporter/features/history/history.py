@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpumem_exporter.core.samples import KV_PEAK_WINDOWS, KvCachePeak, PartKey, ReportingProcess, Snapshot, giving_way
-from gpumem_exporter.features.history.point_table import MINUTE, PointTable, StoredRow
-from gpumem_exporter.features.history.points import VALUES, Points, Subject, units
+from gpumem_exporter.core.series import StoredRow, Subject
+from gpumem_exporter.features.history.point_table import MINUTE, PointTable
+from gpumem_exporter.features.history.points import VALUES, Points, units
 
 # The maximum number of points in a document, of all series together: then it has about 4 MB.
 _MAX_POINTS = 64_000
@@ -140,7 +141,7 @@ class History:
         one. An unknown process has none.
         """
         with self._lock:
-            return self._table.minima(_subject_of_minima(part).key, self._recorded_seconds)
+            return self._table.minima(Subject.of_minima(part).key, self._recorded_seconds)
 
     # For the file
 
@@ -155,7 +156,7 @@ class History:
             if rows:
                 yield subject, rows
 
-    def restore(self, saved: Iterable[tuple[Subject, Sequence[StoredRow]]]) -> None:
+    def restore(self, saved: Iterable[tuple[Subject, Iterable[StoredRow]]]) -> None:
         """Put the series of an earlier run before the rows of this run; the time between them is a gap."""
         for subject, rows in saved:
             with self._lock:
@@ -169,6 +170,8 @@ class History:
             self._table.fold(int(self.now_seconds), from_start=True)
             self._table.expire(self.now_seconds)
             self._table.commit()
+            # So that growth is found before the first row of this run.
+            self._recorded_seconds = max(self._recorded_seconds, min(self._table.last_seconds, int(self.now_seconds)))
 
     # With the lock
 
@@ -191,7 +194,7 @@ class History:
                 minima[part] = min(size, known.get(part, size))
                 if size < known.get(part, size + 1):
                     row = (MINUTE, minute, None, size, None, None, *_NO_LOWS)
-                    self._table.put(_subject_of_minima(part), [row])
+                    self._table.put(Subject.of_minima(part), [row])
         self._minima = minima
 
     def _note_peaks(self, now_seconds: int, caches: Iterable[Subject]) -> None:
@@ -242,10 +245,6 @@ class History:
             **{name: {"max": high} for name, high in zip(VALUES, highs, strict=True)},
             **{name: {"min": low, "max": high} for name, low, high in zip(VALUES, lows, highs, strict=False)},
         }
-
-
-def _subject_of_minima(part: PartKey) -> Subject:
-    return Subject("", "", "", owner=part.share, part=f"{part.session} {part.uuid}")
 
 
 def _name(subject: Subject, names: Mapping[str, str] | None) -> str:

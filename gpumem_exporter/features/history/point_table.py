@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-from gpumem_exporter.features.history.points import Subject
+from gpumem_exporter.core.series import StoredRow, Subject
 
 MINUTE = 60
 MINIMA_SECONDS = 3600
@@ -26,7 +26,7 @@ _KEPT_SHARE = 0.75
 _MAX_IDS = 4096
 
 _VERSION = 1
-# Values are whole KiB, and NULL is unknown. A low is NULL if it is equal to the value, as in each second.
+# The columns of `points` after the subject are a `StoredRow`.
 _SCHEMA = """
 CREATE TABLE subjects (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE,
     uuid TEXT, job TEXT, name TEXT, command TEXT, gpu TEXT, owner TEXT, start_time_ticks INTEGER, part TEXT);
@@ -63,9 +63,6 @@ _UNUSED = "DELETE FROM subjects WHERE id NOT IN (SELECT DISTINCT subject FROM po
 # The memory of each owner. A point has about 60 bytes, with the space that is free in its page.
 _SIZES = """SELECT owner, sum(60 * points + 200 + length(CAST(key || key || name || command AS BLOB)))
     FROM subjects JOIN (SELECT subject, count(*) AS points FROM points GROUP BY 1) ON subject = id GROUP BY 1"""
-
-StoredRow = tuple[Any, ...]
-"""The step in seconds, its start in Unix seconds, and the values in the order of the table."""
 
 
 class PointTable:

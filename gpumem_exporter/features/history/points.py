@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from gpumem_exporter.core.ledger import idle_cache_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, giving_way, kv_cache_size_bytes
+from gpumem_exporter.core.series import Subject
 from gpumem_exporter.node.job_ids import job_of_process
 from gpumem_exporter.page.documents import SeenProcess
 from gpumem_exporter.page.jobs import Job, jobs_of
@@ -20,35 +20,6 @@ Row = list[int | None]
 """The values of a second in whole KiB; None is unknown."""
 UNIT_BITS = 10
 _MAX_UNITS = 1 << 32
-
-
-class Subject(NamedTuple):
-    """What a series is about."""
-
-    uuid: str
-    """Of a device; empty for others."""
-    job: str
-    """The id of a job; empty for a device."""
-    name: str
-    """The name of the device's model, or the workload of the job."""
-    command: str = ""
-    """Of a job; `--web.hide-identities` hides it."""
-    gpu: str = ""
-    """The NVML index of the device."""
-    owner: str = ""
-    """The user whose share of the memory the series uses."""
-    start_time_ticks: int = 0
-    """Of a job that is one process without a workload, and of a cache: differs for a later process with the same pid.
-    """
-    part: str = ""
-    """Of a series that no document has. Of the key-value cache of one process of the job on one device: the process's
-    name, a space and the uuid; its values `used` and `in_use_peak` are what running requests use, `allocated` is the
-    size. Of the minima of a process on a device, which is of no job: the session, a space and the uuid."""
-
-    @property
-    def key(self) -> str:
-        """The key of the series: a device's uuid or a job's id. Other keys have a space, which no id has."""
-        return f"{self.job or self.owner} {self.part}" if self.part else self.uuid or self.job
 
 
 Point = tuple[Subject, Row]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.features.history.point_table import MAX_BYTES, PointTable, StoredRow
-from gpumem_exporter.features.history.points import Subject
+from gpumem_exporter.core.series import StoredRow, Subject
+from gpumem_exporter.features.history.point_table import MAX_BYTES, PointTable
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 from tests.support.history_bench import DAY, START, HistoryBench
 
