@@ -110,7 +110,9 @@ def _run_demo(settings: Settings, listeners: Listeners, processes: int | None) -
     token = TokenFile(Path(settings.report_token_file)).read().decode() if settings.report_token_file else None
     with demo_url(listeners) as url:
         try:
-            runtime = Runtime(settings, provider=node.provider, host=node.host, socket_file=listeners.socket_file)
+            runtime = Runtime(
+                settings, provider=node.provider, host=node.host, socket_file=listeners.socket_file, past=node.past
+            )
             return serve(runtime, listeners, on_started=lambda: node.start(url, report_token=token))
         finally:
             node.stop(0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from gpumem_client.allocator.allocator import Allocator
@@ -12,11 +12,11 @@ from gpumem_client.profile.blocks import Block, DeviceBlocks, Stacks
 from gpumem_client.profile.heap_reader import HeapReader
 from gpumem_client.profile.model import Owner
 from gpumem_client.profile.recorder import Recorder
-from gpumem_exporter.demo.process import DeviceSlot, SimulatedProcess, Tensor, now_us
+from gpumem_exporter.demo.process import DeviceSlot, SimulatedProcess, now_us
 
 # The longest history of the standing recording on each device: about a minute of a program.
 _STANDING_ENTRIES_MAX = 1000
-_GARBAGE = "attribute outputs of a Result"
+_GARBAGE = Owner("tensors", "attribute outputs of a Result")
 
 
 def take_profiles(process: SimulatedProcess, send: Callable[[bytes], str]) -> None:
@@ -56,12 +56,12 @@ class SimulatedHeap(HeapReader):
         """Return the owners of all tensors that objects of the program hold."""
         started_us = now_us()
         addresses_read()
-        names = _names(self._process)
+        garbage = set(self._process.garbage)
         owners: dict[tuple[int, int], Owner] = {}
         addresses: dict[int, list[int]] = {}
         for index, slot in enumerate(self._process.slots):
             for tensor in slot.live:
-                owner = tensor.owner or names.get(tensor)
+                owner = tensor.owner or (_GARBAGE if tensor in garbage else None)
                 if owner is not None:
                     owners[index, tensor.block.address] = owner
                     addresses.setdefault(index, []).append(tensor.block.address)
@@ -121,24 +121,3 @@ def _blocks(slot: DeviceSlot, stacks: Stacks) -> DeviceBlocks:
         reserved_bytes=statistics.reserved_bytes,
         fragmented_bytes=statistics.reserved_bytes - statistics.allocated_bytes - slot.allocator.reclaimable_bytes,
     )
-
-
-def _names(process: SimulatedProcess) -> Mapping[Tensor, Owner]:
-    """Return the owners of the tensors in the program's local variables and in reference cycles."""
-    names: dict[Tensor, Owner] = {}
-    frame = process.frame
-    if frame is not None:
-        place = f"{process.script}:{frame.f_code.co_firstlineno} in {frame.f_code.co_name}"
-        for variable, value in frame.f_locals.items():
-            owner = Owner("tensors", f"list in local variable {variable} at {place}")
-            names = dict.fromkeys(_tensors(value), owner) | names
-    names.update(dict.fromkeys(process.garbage, Owner("tensors", _GARBAGE)))
-    return names
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)

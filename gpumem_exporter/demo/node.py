@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from gpumem_client.guest_safety import ErrorLog
@@ -14,12 +14,15 @@ from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.container import HERE, Place
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.series import StoredRow, Subject
 from gpumem_exporter.demo.heap import take_profiles
-from gpumem_exporter.demo.process import SimulatedDevice, SimulatedProcess
+from gpumem_exporter.demo.past import past_of
+from gpumem_exporter.demo.process import DeviceSlot, SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS, Simulation
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.errors import NvmlDeviceLostError
-from gpumem_exporter.node.provider import DeviceIdentity
+from gpumem_exporter.node.host import Host
+from gpumem_exporter.node.provider import DeviceIdentity, Provider
 
 LONGEST_INTERVAL_SECONDS = 1.0
 """The longest time between two reports, so that commands run soon whatever the exporter's report interval."""
@@ -71,8 +74,6 @@ class NodeReporter:
     def _report(self, process: SimulatedProcess) -> tuple[float, Outcome]:
         with self._simulation.lock:
             report = process.loop.next_report()
-            if report.inactive_seconds is not None:
-                report = replace(report, inactive_seconds=report.inactive_seconds + process.idle_before_seconds)
         # Without the lock, because the exporter reads the simulation before it answers. Without a hold, because one
         # thread reports all processes.
         outcome, reply = self._delivery.deliver(replace(report, hold_seconds=0.0))
@@ -93,22 +94,21 @@ class DemoNode:
         workloads: Sequence[Workload] = DEMO_WORKLOADS,
     ) -> None:
         self.simulation = Simulation(seed, clock(), workloads)
-        self.provider = DemoProvider(self.simulation)
-        self.host = DemoHost(self.simulation)
+        self.provider = DemoProvider(self.simulation)  # type: ignore[abstract] # `open` and `close` do nothing
+        self.host = DemoHost(self.simulation)  # type: ignore[abstract] # processes say their own Slurm job
         self._clock = clock
         self._thread: threading.Thread | None = None
         self._reporter: NodeReporter | None = None
 
     def start(self, exporter_url: str, *, report_token: str | None = None) -> None:
-        """Start the simulation and its reports, once. The exporter may start later.
-
-        Raises RuntimeError if the node was already started.
-        """
-        if self._reporter is not None:
-            raise RuntimeError("the demo node was already started")
+        """Start the simulation and its reports, once. The exporter may start later."""
         self._reporter = NodeReporter(self.simulation, exporter_url, report_token=report_token)
         self._thread = threading.Thread(target=self._run, args=(self._reporter,), name="gpumem-demo", daemon=True)
         self._thread.start()
+
+    def past(self, until_unix_seconds: float) -> Iterable[tuple[Subject, Iterable[StoredRow]]]:
+        """Return the rows of the hour before the start, which ends at a time."""
+        return past_of(self.simulation.instances, int(until_unix_seconds))
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
         """Stop the thread and wait at most `timeout_seconds`; may be called again."""
@@ -125,25 +125,13 @@ class DemoNode:
         reporter.close()
 
 
-class DemoProvider:
-    """A `gpumem_exporter.node.Provider` for the simulation. Thread-safe; calls never block for long.
-
-    The `read_` methods raise NvmlDeviceLostError for an unknown UUID.
-    """
+class DemoProvider(Provider):
+    """The simulated driver. Thread-safe; calls never block for long."""
 
     source = "demo"
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
-
-    def open(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
 
     def driver_version(self) -> str:
         return "580.95.05-demo"
@@ -153,40 +141,32 @@ class DemoProvider:
 
     def read_memory(self, uuid: str) -> DeviceMemory:
         with self._simulation.lock:
-            return self._device(uuid).memory
+            for device in self._simulation.devices:
+                if device.identity.uuid == uuid:
+                    return device.memory
+        raise NvmlDeviceLostError(f"the demo has no device {uuid!r}")
 
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
         with self._simulation.lock:
-            device = self._device(uuid)
-            return tuple(
-                ProcessMemory(process.pid, slot.used_bytes)
-                for process in self._simulation.processes()
-                for slot in process.slots
-                if slot.device is device
-            )
+            return tuple(ProcessMemory(process.pid, slot.used_bytes) for process, slot in self._slots(uuid))
 
     def read_utilization_ratio(self, uuid: str) -> float:
         with self._simulation.lock:
-            return self._device(uuid).utilization_ratio
+            return min(1.0, round(sum(process.busy_ratio for process, _ in self._slots(uuid)), 2))
 
     def read_active_pids(self, uuid: str) -> frozenset[int]:
         with self._simulation.lock:
-            device = self._device(uuid)
-            return frozenset(
-                process.pid
-                for process in self._simulation.processes()
-                if process.busy_ratio > 0 and any(slot.device is device for slot in process.slots)
-            )
+            return frozenset(process.pid for process, _ in self._slots(uuid) if process.busy_ratio > 0)
 
-    def _device(self, uuid: str) -> SimulatedDevice:
-        for device in self._simulation.devices:
-            if device.identity.uuid == uuid:
-                return device
-        raise NvmlDeviceLostError(f"the demo has no device {uuid!r}")
+    def _slots(self, uuid: str) -> Iterator[tuple[SimulatedProcess, DeviceSlot]]:
+        for process in self._simulation.processes():
+            for slot in process.slots:
+                if slot.device.identity.uuid == uuid:
+                    yield process, slot
 
 
-class DemoHost:
-    """A `gpumem_exporter.node.host.Host` for the simulation. Thread-safe; calls never block for long."""
+class DemoHost(Host):
+    """What the operating system of the simulated node shows. Thread-safe; calls never block for long."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -206,12 +186,6 @@ class DemoHost:
 
     def place(self, host_pid: int) -> Place:  # noqa: ARG002
         return HERE
-
-    def slurm_job(self, pid: int | None) -> str | None:  # noqa: ARG002
-        return None  # the processes say it
-
-    def program(self, host_pid: int) -> int | None:  # noqa: ARG002
-        return None  # they never exec
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
         facts = self.facts(host_pid)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from random import Random
-from types import FrameType
 from typing import Any, NoReturn
 
 from gpumem_client.allocator.components import with_cache_use
@@ -40,10 +39,9 @@ _OWNERS = {
     "kv_cache": ("kv_cache", "GPUModelRunner.kv_caches.{}", "2x{}x16x8x128", 32768, "bfloat16"),
     "runtime": ("tensors", "attribute _workspace_buffer of a FlashInferMetadataBuilder", "{}", 1, "uint8"),
 }
-"""By component whose tensors Python objects hold: kind, name, shape, elements of a shape with 1, and dtype.
-
-The number in a name counts the tensors of the kind.
-"""
+"""By component whose tensors Python objects hold: kind, name, shape, elements of a shape with 1, and dtype. The number
+in a name counts the tensors of the kind."""
+_MUCH_BYTES = 1 << 60
 _ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float32": 4}
 # As torch records it; empty without a recording and in the backward pass, where there are no Python frames.
 _Stack = tuple[dict[str, Any], ...]
@@ -54,26 +52,21 @@ def now_us() -> int:
     return time.time_ns() // 1000
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedDevice:
     """One device, from which processes allocate memory. Driver and firmware reserve a part of it."""
 
-    def __init__(self, identity: DeviceIdentity, *, total_bytes: int, reserved_bytes: int) -> None:
-        self.identity = identity
-        self.total_bytes = total_bytes
-        self.reserved_bytes = reserved_bytes
-        self.free_bytes = total_bytes - reserved_bytes
-        self.utilization_ratio = 0.0
-
-    @property
-    def usable_bytes(self) -> int:
-        """The bytes available to programs: the total of `cudaMemGetInfo`."""
-        return self.total_bytes - self.reserved_bytes
+    identity: DeviceIdentity
+    usable_bytes: int
+    """The bytes available to programs: the total of `cudaMemGetInfo`."""
+    free_bytes: int
+    reserved_bytes: int
 
     @property
     def memory(self) -> DeviceMemory:
         """The result of `nvmlDeviceGetMemoryInfo_v2`."""
-        used_bytes = self.usable_bytes - self.free_bytes
-        return DeviceMemory(self.total_bytes, used_bytes, self.free_bytes, self.reserved_bytes)
+        total_bytes, used_bytes = self.usable_bytes + self.reserved_bytes, self.usable_bytes - self.free_bytes
+        return DeviceMemory(total_bytes, used_bytes, self.free_bytes, self.reserved_bytes)
 
     def allocate(self, size_bytes: int) -> bool:
         """Allocate memory; returns False if there is not enough."""
@@ -116,8 +109,7 @@ class DeviceSlot:
         """The tensors, the oldest first."""
         self.trace: deque[dict[str, Any]] | None = None
         """The recorded history, with the entries that torch would write; None if nothing records."""
-        # The smallest value since the last call of `unused`.
-        self._least_reclaimable_bytes: int | None = None
+        self._least_reclaimable_bytes = _MUCH_BYTES
         self._phase_peak_bytes: dict[str, int] = {}
         self._component_bytes: dict[str, int] = {}
 
@@ -126,21 +118,22 @@ class DeviceSlot:
         """The driver's value of the bytes that the process uses on the device."""
         return self.non_torch_bytes + self.allocator.statistics.reserved_bytes - self.unmapped.reserved_bytes
 
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """The used, the allocated and the reclaimable bytes."""
+        allocated_bytes = self.allocator.statistics.allocated_bytes - self.unmapped.allocated_bytes
+        return self.used_bytes, allocated_bytes, self.allocator.reclaimable_bytes
+
     def allocate(self, size_bytes: int, component: str, stack: _Stack = ()) -> Tensor:
         """Create a tensor, or raise SimulatedOutOfMemoryError; `component` is empty if the program names none."""
         block = self.allocator.allocate(size_bytes)
         self.allocations += 1
-        self._least_reclaimable_bytes = self._least()
-        if component:
-            self._component_bytes[component] = self._component_bytes.get(component, 0) + block.size_bytes
+        self._least_reclaimable_bytes = min(self._least_reclaimable_bytes, self.allocator.reclaimable_bytes)
         return self._add(Tensor(block, self, component, stack))
 
-    def capture_graph(self, size_bytes: int, component: str = "") -> None:
+    def capture_graph(self, size_bytes: int, component: str) -> None:
         """Capture a CUDA graph, or raise SimulatedOutOfMemoryError; see `CachingAllocator.capture_graph`."""
-        block = self.allocator.capture_graph(size_bytes)
-        if component:
-            self._component_bytes[component] = self._component_bytes.get(component, 0) + block.size_bytes
-        self._add(Tensor(block, self, component, pool="private"))
+        self._add(Tensor(self.allocator.capture_graph(size_bytes), self, component, pool="private"))
 
     def free(self, tensor: Tensor) -> None:
         """Free a tensor of this device."""
@@ -163,6 +156,9 @@ class DeviceSlot:
             self.trace.append(entry)
 
     def _add(self, tensor: Tensor) -> Tensor:
+        if tensor.component:
+            others = self._component_bytes.get(tensor.component, 0)
+            self._component_bytes[tensor.component] = others + tensor.block.size_bytes
         self.live[tensor] = None
         self.record("alloc", tensor)
         return tensor
@@ -225,13 +221,9 @@ class DeviceSlot:
         """Return a sample with the smallest reclaimable value since the last call."""
         # A real reporter reads the cache at random moments of a step, and so sees what the step needs. Here all that
         # a program does in a tick happens at one time, and a reader would see the ends of ticks alone.
-        sample = replace(self.sample(), reclaimable_bytes=self._least())
-        self._least_reclaimable_bytes = None
-        return sample
-
-    def _least(self) -> int:
-        now_bytes = self.allocator.reclaimable_bytes
-        return now_bytes if self._least_reclaimable_bytes is None else min(now_bytes, self._least_reclaimable_bytes)
+        least_bytes = min(self._least_reclaimable_bytes, self.allocator.reclaimable_bytes)
+        self._least_reclaimable_bytes = _MUCH_BYTES
+        return replace(self.sample(), reclaimable_bytes=least_bytes)
 
 
 class SimulatedEngine(CoreMemory):
@@ -284,13 +276,13 @@ class SimulatedProcess:
         reports: bool,
         rng: Random,
         clock: Callable[[], float],
+        until_run_up: Callable[[], int],
         planned_bytes: int | None = None,
         scale: float = 1.0,
-        idle_before_seconds: float = 0.0,
     ) -> None:
         self.identity = identity
-        self.idle_before_seconds = idle_before_seconds
-        """How much longer the process has been inactive than it runs in the simulation."""
+        self.until_run_up = until_run_up
+        """Returns the ticks until every program runs. Before, programs may only count their steps."""
         self.scale = scale
         self.torch_version = identity.torch_version
         self.facts = facts
@@ -304,9 +296,8 @@ class SimulatedProcess:
         """What the client would find out about the inference engine in the process."""
         self.garbage: list[Tensor] = []
         """Tensors in reference cycles, which only Python's garbage collector frees."""
-        self.program: Iterator[None] | None = None
+        self.program: Iterator[int] | None = None
         self.script = next((word for word in identity.command.split() if word.endswith(".py")), "main.py")
-        self._stacks: dict[int, _Stack] = {}
         # The living tensors of each kind that Python objects hold.
         self._owned: Counter[str] = Counter()
         self.loop = ReportLoop(
@@ -327,11 +318,6 @@ class SimulatedProcess:
         return self.identity.pid
 
     @property
-    def frame(self) -> FrameType | None:
-        """Where the program is, which is a generator."""
-        return getattr(self.program, "gi_frame", None)
-
-    @property
     def asleep(self) -> bool:
         """Whether an engine has released its memory."""
         return any(slot.unmapped.reserved_bytes for slot in self.slots)
@@ -343,9 +329,15 @@ class SimulatedProcess:
         """The number of completed training steps."""
         return self.loop.sampler.step or 0
 
-    def end_step(self) -> None:
-        """End a training step. Commands that wait for a step run now."""
-        self.loop.sampler.on_step(None)
+    def end_step(self, ticks: int, *, skips: bool = True) -> int:
+        """End a training step of some ticks; return the ticks until the next one. Commands that wait for a step run.
+
+        With `skips`, the steps until the run-up of the demo are only counted.
+        """
+        skipped = self.until_run_up() // ticks if skips else 0
+        for _ in range(1 + skipped):
+            self.loop.sampler.on_step(None)
+        return 1 + skipped * ticks
 
     def load_libraries(self, size_bytes: int, *, device: int = 0) -> None:
         """Allocate memory outside the allocator: the CUDA context, NCCL's buffers, another runtime's memory."""
@@ -405,11 +397,10 @@ class SimulatedProcess:
 
     def _stack(self, slot: DeviceSlot) -> _Stack:
         """Return the stack of an allocation, which is in the program."""
-        frame = self.frame
+        frame = getattr(self.program, "gi_frame", None)
         if slot.trace is None or frame is None or self._phase == "backward":
             return ()
-        here = {"name": frame.f_code.co_name, "filename": self.script, "line": frame.f_lineno}
-        return self._stacks.setdefault(frame.f_lineno, (here,))
+        return ({"name": frame.f_code.co_name, "filename": self.script, "line": frame.f_lineno},)
 
     def end(self, *, crashed: bool) -> None:
         """End the process and release its memory on all devices."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
@@ -22,24 +22,26 @@ from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, DEVICES, Workload
 from gpumem_exporter.node.provider import DeviceIdentity
 
 TICK_SECONDS = 0.5
+RUN_UP_TICKS = 130
+"""How long all programs run before the demo starts: idle cache is known after a minute."""
 MAX_CATCH_UP_TICKS = 20
 """The most ticks in one call of `advance`; the rest of a longer pause (the machine slept) is skipped."""
-CLOCK_TICKS_PER_SECOND = 100
 UPTIME_SECONDS = 40 * 86400
 """The uptime of the simulated machine when the demo starts."""
-SMOOTHING = 0.5
-"""The share by which a device's utilization approaches the utilization by its processes in one tick."""
 
 
 @dataclass(slots=True)
-class _Instance:
+class Instance:
     """One process slot of a workload, with its current process."""
 
     workload: Workload
     index: int
-    starts_at_tick: int
+    due_tick: int
+    """When its program continues, or its next process starts."""
     launches: int = 0
     running: SimulatedProcess | None = None
+    states: list[tuple[int, Sequence[tuple[int, int, int]]]] = field(default_factory=list)
+    """Until the demo starts: each tick in which its program ran, and the state of each slot; empty at its end."""
 
 
 class Simulation:
@@ -53,16 +55,22 @@ class Simulation:
         self._origin_seconds = now
         self._next_pid = self._rng.randint(12_000, 60_000)
         self._by_pid: dict[int, SimulatedProcess] = {}
-        self._instances = [
-            _Instance(workload, index, starts_at_tick=-workload.warm_up_ticks)
+        self.instances = [
+            Instance(workload, index, due_tick=-int(workload.age_seconds / TICK_SECONDS))
             for workload in workloads
             for index in range(len(workload.placements))
         ]
-        # Each workload runs for its warm-up time now, so that the demo starts with a busy node.
-        self._tick = min((instance.starts_at_tick for instance in self._instances), default=0)
-        while self._tick < 0:
-            self._run_tick()
-            self._tick += 1
+        # Until the run-up, most programs only count their steps.
+        while (tick := min((each.due_tick for each in self.instances), default=0)) < -RUN_UP_TICKS:
+            self._tick = tick
+            self._run_programs()
+        for tick in range(-RUN_UP_TICKS, 0):
+            self._tick = tick
+            self._run_programs()
+            if tick % 20 == 0:  # idle cache is found in readings of its whole window
+                for process in self.processes():
+                    process.loop.next_report()  # without a receiver
+        self._tick = 0
 
     def advance(self, now: float) -> None:
         """Advance the simulation to `now`."""
@@ -70,7 +78,7 @@ class Simulation:
         with self.lock:
             for _ in range(min(target - self._tick, MAX_CATCH_UP_TICKS)):
                 self._tick += 1
-                self._run_tick()
+                self._run_programs()
             skipped_ticks = target - self._tick
             if skipped_ticks > 0:
                 self._origin_seconds += skipped_ticks * TICK_SECONDS
@@ -83,37 +91,46 @@ class Simulation:
         """Return the process with a pid; None if there is none."""
         return self._by_pid.get(pid)
 
-    def _run_tick(self) -> None:
-        for instance in self._instances:
-            self._advance_instance(instance)
-        self._measure_utilization()
+    def _run_programs(self) -> None:
+        """Run the programs that are due until their next pause."""
+        for instance in self.instances:
+            if instance.due_tick <= self._tick:
+                self._run_program(instance)
 
-    def _advance_instance(self, instance: _Instance) -> None:
-        if instance.running is None and self._tick >= instance.starts_at_tick:
-            self._launch(instance)
-        process = instance.running
-        if process is None or process.program is None:
-            return
+    def _run_program(self, instance: Instance) -> None:
+        """Run a program. Without memory for its CUDA context, a process crashes and is started again later."""
+        process = instance.running or self._launch(instance)
         try:
-            next(process.program)
+            if process.program is None:
+                for device in range(len(process.slots)):
+                    process.load_libraries(instance.workload.context_bytes, device=device)
+                process.program = instance.workload.program(process)
+            pause_ticks = next(process.program)
+        except (StopIteration, SimulatedOutOfMemoryError) as end:
+            process.end(crashed=isinstance(end, SimulatedOutOfMemoryError))
+            del self._by_pid[process.pid]
+            instance.running = None
+            pause_ticks = instance.workload.restart_ticks
+        else:
             process.loop.sampler.take()  # the reports fit the next reading of the driver
             process.loop.sampler.read()  # for the idle cache
-        except StopIteration:
-            self._end(instance, process, crashed=False)
-        except SimulatedOutOfMemoryError:
-            self._end(instance, process, crashed=True)
+            if self._tick < -RUN_UP_TICKS < self._tick + pause_ticks:
+                process.loop.next_report()  # without a receiver: it shows that the process was active
+        instance.due_tick = self._tick + pause_ticks
+        if self._tick < 0:
+            instance.states.append((self._tick, () if process.ended else [slot.state for slot in process.slots]))
 
-    def _launch(self, instance: _Instance) -> None:
-        """Start a process; without memory for its CUDA context, it crashes and is started again later."""
+    def _launch(self, instance: Instance) -> SimulatedProcess:
         workload, index = instance.workload, instance.index
         instance.launches += 1
         rng = Random(f"{self._seed}:{workload.name}:{index}:{instance.launches}")  # noqa: S311
         pid = self._next_pid
         self._next_pid += self._rng.randint(1, 400)
         started_seconds = UPTIME_SECONDS + self._tick * TICK_SECONDS
+        ticks = int(started_seconds * 100)
         identity = ProcessIdentity(
             pid=pid,
-            start_time_ticks=int(started_seconds * CLOCK_TICKS_PER_SECOND),
+            start_time_ticks=ticks,
             pid_namespace=INITIAL_PID_NAMESPACE,
             session=f"{rng.getrandbits(64):016x}",
             session_started_seconds=started_seconds,
@@ -124,67 +141,28 @@ class Simulation:
             slurm_job_id=workload.slurm_job_id,
             client_version=__version__,
         )
-        process = SimulatedProcess(
-            identity,
-            _facts(
-                workload,
-                index,
-                identity,
-                rng,
-                self._origin_seconds + self._tick * TICK_SECONDS - workload.idle_before_seconds,
-            ),
-            [self.devices[number] for number in workload.placements[index]],
+        namespace, _, pod = workload.k8s_pod.partition("/")
+        facts = ProcessFacts(
+            *(pid, ticks, workload.command, workload.user),
+            container_id=f"{rng.getrandbits(256):064x}" if pod else "",
+            k8s_namespace=namespace,
+            k8s_pod=f"{pod}-{index}" if pod else "",
+            k8s_container="main" if pod else "",
+            started_seconds=self._origin_seconds + self._tick * TICK_SECONDS,
+        )
+        process = self._by_pid[pid] = instance.running = SimulatedProcess(
+            *(identity, facts, [self.devices[number] for number in workload.placements[index]]),
             reports=workload.reports,
             planned_bytes=workload.planned_bytes,
             scale=workload.scale,
-            idle_before_seconds=workload.idle_before_seconds,
             rng=rng,
-            clock=lambda: self._tick * TICK_SECONDS,
+            clock=lambda: UPTIME_SECONDS + self._tick * TICK_SECONDS,
+            until_run_up=lambda: max(0, -RUN_UP_TICKS - self._tick),
         )
-        process.program = workload.program(process)
-        instance.running = process
-        self._by_pid[pid] = process
-        try:
-            for device in range(len(workload.placements[index])):
-                process.load_libraries(workload.context_bytes, device=device)
-                if workload.nccl_bytes is not None:
-                    process.slots[device].nccl_bytes = int(workload.nccl_bytes * workload.scale)
-        except SimulatedOutOfMemoryError:
-            self._end(instance, process, crashed=True)
-
-    def _end(self, instance: _Instance, process: SimulatedProcess, *, crashed: bool) -> None:
-        process.end(crashed=crashed)
-        del self._by_pid[process.pid]
-        instance.running = None
-        instance.starts_at_tick = self._tick + instance.workload.restart_ticks
-
-    def _measure_utilization(self) -> None:
-        for device in self.devices:
-            busy_ratio = sum(
-                process.busy_ratio
-                for process in self._by_pid.values()
-                if any(slot.device is device for slot in process.slots)
-            )
-            target_ratio = min(busy_ratio * self._rng.uniform(0.9, 1.05), 1.0)
-            smoothed = device.utilization_ratio + SMOOTHING * (target_ratio - device.utilization_ratio)
-            device.utilization_ratio = round(smoothed, 2)
-
-
-def _facts(
-    workload: Workload, index: int, identity: ProcessIdentity, rng: Random, started_seconds: float
-) -> ProcessFacts:
-    namespace, _, pod = workload.k8s_pod.partition("/")
-    return ProcessFacts(
-        identity.pid,
-        identity.start_time_ticks,
-        command=workload.command,
-        user=workload.user,
-        container_id=f"{rng.getrandbits(256):064x}" if pod else "",
-        k8s_namespace=namespace,
-        k8s_pod=f"{pod}-{index}" if pod else "",
-        k8s_container="main" if pod else "",
-        started_seconds=started_seconds,
-    )
+        if workload.nccl_bytes is not None:
+            for slot in process.slots:
+                slot.nccl_bytes = int(workload.nccl_bytes * workload.scale)
+        return process
 
 
 def _devices(rng: Random) -> tuple[SimulatedDevice, ...]:
@@ -196,5 +174,6 @@ def _devices(rng: Random) -> tuple[SimulatedDevice, ...]:
         bus_id = f"00000000:{0x1A + 0x11 * index:02X}:00.0"
         name, total_mib, reserved_mib = ("A100 80GB PCIe", 81920, 626) if index == 7 else ("H100 80GB HBM3", 81559, 551)
         identity = DeviceIdentity(str(index), uuid, f"NVIDIA {name} (demo)", bus_id)
-        devices.append(SimulatedDevice(identity, total_bytes=total_mib * MIB, reserved_bytes=reserved_mib * MIB))
+        usable_bytes = (total_mib - reserved_mib) * MIB
+        devices.append(SimulatedDevice(identity, usable_bytes, usable_bytes, reserved_mib * MIB))
     return tuple(devices)

@@ -22,24 +22,24 @@ class Workload:
     placements: tuple[tuple[int, ...], ...]
     """The devices of each process."""
     ranks: bool = False
-    """Whether the processes are the ranks of one job."""
     reports: bool = True
     torch_version: str = "2.9.1+cu128"
     context_bytes: int = 520 * MIB
     """The memory of CUDA, cuBLAS and NCCL on each device, outside the allocator."""
     nccl_bytes: int | None = None
     """The part of it that NCCL reports."""
-    warm_up_ticks: int = 40
-    """How long the workload has run when the demo starts."""
+    age_seconds: float = 4800.0
+    """How long its first process has run when the demo starts."""
     restart_ticks: int = 20
     """The time from the end of a process to the start of the next one."""
     planned_bytes: int | None = None
-    """The peak of reserved bytes in the plan of each process."""
     k8s_pod: str = ""
     """The namespace and the name of the pod without its ordinal: `namespace/name`; empty outside of pods."""
     slurm_job_id: str = ""
-    idle_before_seconds: float = 0.0
-    """How long the workload has been inactive when it starts in the simulation."""
+    repeats: bool = True
+    """Whether each minute before the demo is like the last one; otherwise the whole time is simulated."""
+    leaks: bool = False
+    """Whether its memory grows in each minute by as much as in the last one."""
     scale: float = 1.0
     """The factor of all its sizes."""
 
@@ -55,8 +55,9 @@ DEMO_WORKLOADS = (
     ),
     Workload(
         *("demo-rag-indexer-leak", programs.indexing_with_a_leak, "python build_index.py", "search", ((4,),)),
-        warm_up_ticks=60,
+        age_seconds=3720.0,
         restart_ticks=16,
+        leaks=True,
         k8s_pod="search/rag-indexer",
     ),
     Workload(
@@ -68,12 +69,12 @@ DEMO_WORKLOADS = (
     Workload(
         *("demo-pipeline-finetune", programs.pipeline_training, "python finetune_pipeline.py", "alice", ((4, 6),)),
         context_bytes=690 * MIB,
-        warm_up_ticks=250,
+        age_seconds=6001.0,
         slurm_job_id="4711",
     ),
     Workload(
         *("demo-asr-varlen", programs.varying_length_training, "python train_asr.py", "speech", ((6,),)),
-        warm_up_ticks=240,
+        age_seconds=5400.0,
         context_bytes=560 * MIB,
         planned_bytes=24_000 * MIB,  # planned for batches of the mean length
         slurm_job_id="4708",
@@ -81,22 +82,26 @@ DEMO_WORKLOADS = (
     Workload(
         *("demo-notebook", programs.notebook, "python -m ipykernel_launcher", "carol", ((7,),)),
         torch_version="2.7.1+cu126",
+        age_seconds=4200.0 + 2400.0,  # its second run was 40 minutes ago
+        repeats=False,
         k8s_pod="notebooks/jupyter-carol",
     ),
     Workload(
-        *("demo-moe-finetune", programs.mixture_of_experts_training, "python finetune_moe.py", "ml-train"),
-        placements=((6,), (7,)),
+        *("demo-moe-finetune", programs.mixture_of_experts, "python finetune_moe.py", "ml-train", ((6,), (7,))),
+        age_seconds=4770.0,  # its last validation was half a minute ago
         ranks=True,
         slurm_job_id="4715",
     ),
     Workload(
         *("demo-nightly-eval", programs.evaluation, "python evaluate.py", "ci", ((5,),)),
+        age_seconds=110.0,  # the second run
         restart_ticks=40,
         k8s_pod="ci/nightly-eval",
     ),
     Workload(
         *("demo-sleeping-engine", programs.sleeping_engine, "vllm serve", "serving", ((5,),)),
         context_bytes=640 * MIB,
+        repeats=False,
         k8s_pod="serving/sleeping-engine",
     ),
     Workload(
@@ -107,7 +112,7 @@ DEMO_WORKLOADS = (
     Workload(
         *("demo-forgotten-notebook", programs.forgotten_notebook, "python -m ipykernel_launcher", "dave", ((5,),)),
         k8s_pod="notebooks/jupyter-dave",
-        idle_before_seconds=9 * 3600.0,
+        age_seconds=9 * 3600.0,
     ),
 )
 """Devices 0 to 3 are full without problems. On device 4, a leak takes the memory that another runtime leaves. On device

@@ -30,9 +30,9 @@ ALERTS = {
 FULL = 'ALERTS{alertname="GpuMemDeviceFull"}'
 FIRING = 'ALERTS{alertstate="firing"}'
 SECONDS = 4200
-LEAKED_TICKS = 3600
-"""How much longer the leak has run when the history starts."""
-PRESSURE_SECONDS = (600, *range(3300, 3721, 30))
+LEAK_SECONDS = 2680.0
+"""How long the leak has run when the history starts: it fails in the last minutes."""
+PRESSURE_SECONDS = (600, *range(3570, 3991, 30))
 """At first no device is nearly full; at the end the leak fills one."""
 PRESSURES = ("ok", "warning", "critical")
 """Above 90 % a device is nearly full, above 95 % it is full."""
@@ -56,7 +56,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Node:
     # Two ranks show what four equal ranks show.
     workloads = [replace(workload, placements=workload.placements[:2]) for workload in DEMO_WORKLOADS]
     leak = next(i for i, workload in enumerate(workloads) if workload.name.endswith("-leak"))
-    workloads[leak] = replace(workloads[leak], warm_up_ticks=workloads[leak].warm_up_ticks + LEAKED_TICKS)
+    workloads[leak] = replace(workloads[leak], age_seconds=LEAK_SECONDS)
     history = demo_history(SECONDS, workloads, live_at=PRESSURE_SECONDS)
     pressures = [
         expression(name, title, letter_of(name, title, "Pressure"), node="demo:9844")

@@ -14,8 +14,6 @@ from gpumem_exporter.demo.simulation import TICK_SECONDS
 from tests.support.running_exporter import running_exporter
 from tests.support.waiting import eventually
 
-_SECONDS = 90.0
-"""The age of the node. After 60 s the idle cache of its processes is known."""
 _LOOKS, _LOOK_SECONDS = 5, 3.0
 """A finding such as a process without a reporter is shown once it has been found again and again for ten seconds."""
 _TICK_PAUSE_SECONDS = 0.02
@@ -27,7 +25,7 @@ class StillDemo:
     def __init__(self) -> None:
         self.url = ""
         self._now = 1000.0
-        self._origin_unix_seconds = time.time() - self._now - _SECONDS
+        self._origin_unix_seconds = time.time() - self._now - _LOOKS * _LOOK_SECONDS
         self.node = DemoNode(clock=self.clock)
         self._reporter: NodeReporter | None = None
 
@@ -45,10 +43,9 @@ class StillDemo:
         return self.url
 
     def start(self, url: str) -> None:
-        """Let the node grow old, with all its reports."""
+        """Let the processes report to an exporter."""
         self.url = url
         self._reporter = NodeReporter(self.node.simulation, url)
-        self.advance(_SECONDS - _LOOKS * _LOOK_SECONDS)
 
     def advance(self, seconds: float) -> None:
         """Let the node grow older by some seconds, with all reports in them, at once."""
@@ -91,7 +88,7 @@ def still_demo(**flags: Any) -> Iterator[StillDemo]:
     demo = StillDemo()
     node = demo.node
     with running_exporter(
-        provider=node.provider, host=node.host, clock=demo.clock, wall_clock=demo.wall_clock, **flags
+        provider=node.provider, host=node.host, clock=demo.clock, wall_clock=demo.wall_clock, past=node.past, **flags
     ) as exporter:
         demo.start(exporter.url)
         for _ in range(_LOOKS):

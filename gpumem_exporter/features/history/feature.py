@@ -12,13 +12,15 @@ STOP_SECONDS = 2.0
 
 def _build(node: Node) -> Parts:
     from gpumem_exporter.features.history.history import History
+    from gpumem_exporter.features.history.history_file import FILE_NAME
     from gpumem_exporter.features.history.history_recorder import HistoryRecorder
     from gpumem_exporter.features.history.history_route import history_router
     from gpumem_exporter.features.history.history_settings import HistorySettings
 
     retention_seconds = node.settings.of(HistorySettings).history_retention
     history = History(retention_seconds=retention_seconds, clock=node.clock, wall_clock=node.wall_clock)
-    history.restore(node.past(history.now_seconds))
+    if node.folder is None or not (node.folder / FILE_NAME).exists():
+        history.restore(node.past(history.now_seconds))
     recorder = HistoryRecorder(history, node.folder) if node.folder is not None else None
     node.view.minima_of = history.minima
     node.cache_peaks = history

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,16 +11,18 @@ from gpumem_client.profile.model import Profile
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.wire.protocol import Command, CommandResult, Reply, Report
 from gpumem_exporter.core.ledger import fragmented_bytes, node_ledgers
-from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import NodeReading, PartKey, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.demo import DemoNode, workloads_of
 from gpumem_exporter.demo.heap import take_profiles
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.programs import MIB
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
+from gpumem_exporter.features.history.history import History
 from gpumem_exporter.features.profiles.profile_document import read_profile
 from gpumem_exporter.features.profiles.profile_lines import by_owner, lines_of, stacks_of
 from gpumem_exporter.node.reader import NodeReader
+from gpumem_exporter.page.growth import growth
 
 START = 1000.0
 COMMANDS = itertools.count(1)
@@ -168,6 +171,47 @@ def test_for_ten_minutes_memory_adds_up_programs_run_and_their_idle_cache_stays_
     notebook = {predicted[key][1]: still_free[key] for key in predicted if predicted[key][0] == "demo-notebook"}
     assert max(notebook) > 20 * 1024 * MIB
     assert all(idle_bytes == free_bytes for idle_bytes, free_bytes in notebook.items())
+
+
+def test_the_hour_before_the_start_adds_up_and_leads_to_the_first_reports(node: DemoNode) -> None:
+    end = 1_700_006_400
+    series = {subject: list(rows) for subject, rows in node.past(end)}
+    seconds = {subject: {row[1]: row[2:5] for row in rows if row[0] == 1} for subject, rows in series.items()}
+    devices, jobs = ([of for subject, of in seconds.items() if getattr(subject, name)] for name in ("uuid", "job"))
+    for second in range(end - 600, end):
+        for value in range(3):
+            on_devices, of_jobs = ([of[second][value] or 0 for of in each if second in of] for each in (devices, jobs))
+            assert sum(on_devices) == pytest.approx(sum(of_jobs), abs=len(jobs)), "each is rounded to KiB"
+    for subject, rows in series.items():
+        if not subject.uuid:
+            continue
+        assert [row[1] for row in rows if row[0] == 10] == list(range(end - 3660, end, 10))
+        now = node.provider.read_memory(subject.uuid).used_bytes >> 10
+        assert seconds[subject][end - 1][0] == pytest.approx(now, rel=0.2), "a phase of a step is half a second"
+    for process, sent in reports(node).items():
+        if process.identity.workload != "demo-nightly-eval":
+            assert process.facts.started_seconds is not None
+            assert process.facts.started_seconds < START - 3600
+            assert None not in [sample.idle_cache_bytes for sample in sent.devices]
+
+
+def test_growth_in_the_hour_before_the_start_is_the_leak_alone(node: DemoNode) -> None:
+    end = 1_700_006_400.0
+    history = History(retention_seconds=86400, clock=lambda: 0.0, wall_clock=lambda: end)
+    history.restore(node.past(end))
+    grows = {
+        process.identity.workload: found
+        for process, sent in reports(node).items()
+        for sample in sent.devices
+        if (found := growth(history.minima(PartKey(f"uid:{os.geteuid()}", process.identity.session, sample.uuid))))
+    }
+    assert list(grows) == ["demo-rag-indexer-leak"]
+    leak = the(node, "demo-rag-indexer-leak")
+    before = leak.slots[0].allocator.statistics.allocated_bytes
+    for _ in advance(node, 600.0):
+        pass
+    grown = leak.slots[0].allocator.statistics.allocated_bytes - before
+    assert grows["demo-rag-indexer-leak"].bytes_per_hour == pytest.approx(6 * grown, rel=0.1)
 
 
 def test_a_clear_frees_the_reported_bytes_on_the_device(node: DemoNode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,11 @@ def test_hidden_commands_are_shown_with_the_token_only(tmp_path: Path) -> None:
 
 
 def test_the_history_of_the_real_process_survives_a_restart(tmp_path: Path) -> None:
-    folder = tmp_path / "storage"
+    folder, begun = tmp_path / "storage", int(time.time())
     exporter = ExporterProcess(tmp_path, "--demo", "--storage.path", str(folder), *QUICK)
 
     def shown() -> dict[int, int | None]:
-        document = exporter.get(HISTORY)
+        document = exporter.get(f"{HISTORY}?from={begun}")
         (series, *_) = document["series"] or [{"used": {"max": []}}]
         used = series["used"]["max"]
         return {unix: value for unix, value in zip(document["unix_seconds"], used, strict=False) if value is not None}
