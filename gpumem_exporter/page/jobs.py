@@ -122,8 +122,8 @@ class Job:
             return "training"
         if titles or any(each.report.engine_starting is not None for each in reporters):
             return "serving"
-        active = any(now_seconds - each.active_seconds < ACTIVE_SECONDS for each in reporters)
-        return "running" if active else "idle"
+        last = (min(each.active_seconds, each.last_active_seconds or each.active_seconds) for each in reporters)
+        return "running" if any(now_seconds - seconds < ACTIVE_SECONDS for seconds in last) else "idle"
 
     def idle_since_seconds(self, snapshot: Snapshot) -> float | None:
         """Return since when no process has been active, if it is an hour or more; None if one's activity is unknown."""
