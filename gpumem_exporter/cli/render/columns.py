@@ -20,8 +20,6 @@ Row = Mapping[str, Any]
 SEVERITIES = {"critical": ("!!", "bold red"), "warning": ("!", "bold yellow")}
 """The mark and the style of each severity that has one."""
 _TITLE_WIDTH = 13
-# A newer exporter may have longer titles.
-_LONGEST_TITLE = 20
 # Several events within this time, such as the starts of ranks, happened at once for people.
 _WORTH_SAYING_SECONDS = 60.0
 _DAY_SECONDS = 86400.0
@@ -69,7 +67,7 @@ def event_line(event: Row, now_unix_seconds: float, width: int) -> Text:
     first = folded["first_unix_seconds"] if folded else at
     since = f", since {local_time(first, now_unix_seconds)}" if at - first >= _WORTH_SAYING_SECONDS else ""
     # An exporter of version 0.2 sends neither title nor text.
-    title = plain(str(event.get("title") or event.get("type"))[:_LONGEST_TITLE])
+    title = plain(event.get("title") or event.get("type"))
     title.stylize(SEVERITIES.get(str(event.get("severity")), ("", ""))[1])
     title.pad_right(_TITLE_WIDTH - title.cell_len)
     when = plain(local_time(at, now_unix_seconds), "dim")
@@ -188,17 +186,17 @@ def _size(name: str, rank: int = 0, **more: Any) -> Column:
 def _part(name: str, rank: int, **more: Any) -> Column:
     """Return the column of a size that few rows have: blank for 0 and for an unknown size."""
     value = _at(f"{name}_bytes")
-    return Column(name, lambda row: value(row) or "", rank, key=value, sparse=True, **more)
+    return Column(name, lambda row: value(row) or "", rank, key=value, sparse=True, space=6, **more)
 
 
 _NODE = Column("node", _text("node"), own="Node", left=True, cut=12, sparse=True)
 _GPU = Column(
-    *("gpu", lambda row: row["gpu"] or row["uuid"]), own="GPU", key=lambda row: natural(row["gpu"]), left=True, cut=8
+    *("gpu", lambda row: row["gpu"] or row["uuid"]), own="GPU", key=lambda row: natural(row["gpu"]), left=True, space=4
 )
 JOBS = (
     Column("fold", lambda row: row["fold"], own=" ", sorts=False, left=True, style_of=_swatch),
     _NODE,
-    Column("job", _text("title"), key=lambda row: row["title"].casefold(), left=True, cut=12, style_of=_name_style),
+    Column("job", _text("title"), key=lambda row: row["title"].casefold(), left=True, space=22, style_of=_name_style),
     Column("owner", _owner, 2, key=lambda row: row["owner"].casefold() or None, left=True, cut=10),
     Column(
         "devices",
@@ -209,21 +207,21 @@ JOBS = (
         cut=7,
     ),
     _size("used"),
-    _size("allocated", 7, short="Alloc"),
-    _size("reserved", 14),
+    _size("allocated", 8, short="Alloc"),
+    _size("reserved", 15),
     _size("idle_cache", short="Idle", style="yellow"),
-    _size("reclaimable", 11, short="Reclaim"),
-    _size("fragmented", 10, short="Frag"),
-    _size("non_torch", 12),
-    _part("nccl", 13, own="NCCL"),
-    _part("unmapped", 8),
-    Column("kv_cache", _kv_cache, 6, key=_at("engine", "kv_cache", "size"), sparse=True),
-    Column("growth", _growth, 1, key=_at("growth_bytes_per_hour"), sparse=True, style_of=lambda _: "yellow"),
-    Column("state", _state, 4, left=True, style_of=_state_style),
-    Column("since", _since, 5, key=_at("since_unix_seconds"), left=True),
-    Column("step", lambda row: str(row["step"] or ""), 9, sparse=True, key=_at("step")),
-    Column("engine", lambda row: _at("engine", "label")(row) or "", 9, sparse=True, left=True, cut=20),
-    Column("command", _text("command"), 15, own="Command", left=True, cut=20),
+    _size("reclaimable", 12, short="Reclaim"),
+    _size("fragmented", 11, short="Frag"),
+    _size("non_torch", 13),
+    _part("nccl", 14, own="NCCL"),
+    _part("unmapped", 9),
+    Column("kv_cache", _kv_cache, 7, key=_at("engine", "kv_cache", "size"), sparse=True, space=13),
+    Column("growth", _growth, 6, key=_at("growth_bytes_per_hour"), sparse=True, space=8, style_of=lambda _: "yellow"),
+    Column("state", _state, 4, left=True, space=13, style_of=_state_style),
+    Column("since", _since, 5, key=_at("since_unix_seconds"), left=True, space=6),
+    Column("step", lambda row: str(row["step"] or ""), 10, sparse=True, key=_at("step"), space=7),
+    Column("engine", lambda row: _at("engine", "label")(row) or "", 10, sparse=True, left=True, cut=20),
+    Column("command", _text("command"), 16, own="Command", left=True, cut=20),
 )
 """`job_rows` makes the rows: of jobs, and of the processes on each device."""
 _RARE_SORTS = ("node", "nccl", "step", "engine", "command")
@@ -240,7 +238,9 @@ DEVICES = (
     _size("idle_cache", short="Idle", style="yellow"),
     _size("allocatable", 3),
     Column("total", _at("memory", "total_bytes"), 1, least=6),
-    Column("busy", lambda row: human_ratio(row["utilization_ratio"]), 2, own="Busy", key=_at("utilization_ratio")),
+    Column(
+        "busy", lambda row: human_ratio(row["utilization_ratio"]), 2, own="Busy", key=_at("utilization_ratio"), space=5
+    ),
 )
 _SHORT = ("Alloc", "Reclaim", "Frag", "", "Other", "Driver", "Unattr", "")
 _CATEGORIES = (Column(name, _at("ledger", name), short=short) for name, short in zip(CATEGORIES, _SHORT, strict=True))
@@ -249,8 +249,8 @@ LEDGER = (_NODE, _GPU, *_CATEGORIES)
 FINDINGS = (
     Column("mark", lambda row: row["mark"], own=" ", left=True, least=2, style_of=lambda row: row["style"]),
     _NODE,
-    Column("since", lambda row: row["since"], left=True),
-    Column("title", lambda row: row["title"], 1, left=True, style_of=lambda row: row["style"]),
+    Column("since", lambda row: row["since"], left=True, space=6),
+    Column("title", lambda row: row["title"], 1, left=True, space=_TITLE_WIDTH, style_of=lambda row: row["style"]),
     Column("sentence", _text("sentence"), left=True, cut=68, lines=2, style_of=lambda row: row["style"]),
 )
 """`finding_rows` makes the rows. Their table has no heading."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ Row = Mapping[str, Any]
 
 # The width below which headings are short.
 _NARROW = 100
-# Columns that are cut get this width before optional columns are added.
-_READABLE_WIDTH = 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,8 @@ class Column:
     """Draws the cell of a row, which has a width from `least` to `most`, instead of its value."""
     least: int = 0
     most: int = 0
+    space: int = 0
+    """The width that other columns leave for it, whatever the values are; by default `least` or `cut`."""
     lines: int = 1
     """The number of lines that a longer text may have."""
 
@@ -82,7 +82,8 @@ class Layout:
     """The columns that fit in a width, and their cells. A cell has the width of its column and a gap.
 
     A size in the list `incomplete` of its row is shown as a lower bound; a row with `dim` is dimmed. The column of the
-    order is always shown.
+    order is always shown. `kept` are the columns of an earlier layout of a live table, which stay; None for one that is
+    printed once.
     """
 
     def __init__(
@@ -93,35 +94,39 @@ class Layout:
         *,
         words: Mapping[str, Any],
         order: Order | None = None,
+        kept: Container[str] | None = None,
     ) -> None:
         self._width, self._words = width, words
         sort = order.column if order else ""
         self._sort, self._mark = sort, "▼" if order and order.descends(columns) else "▲"
+        stay = kept or ()
         known = [
             column
             for column in columns
-            if not column.sparse or any(column.value(row) not in (None, "") for row in rows)
+            if not column.sparse or column.name in stay or any(column.value(row) not in (None, "") for row in rows)
         ]
         self._short = width < _NARROW
-        # All rows set the widths: otherwise the columns would move when a list is scrolled.
+        # All rows set the widths: otherwise the columns would move when a list is scrolled. In a live table no row
+        # decides which columns are shown: otherwise one would push out another one while a person reads.
         natural = {column.name: self._natural_width(column, rows) for column in known}
-        least = {
-            column.name: column.least if column.draw else min(column.cut or 1000, natural[column.name])
-            for column in known
+        space = {
+            column.name: max(column.space or column.least or column.cut, len(self._name(column))) for column in known
         }
-        shown = {column.name: least[column.name] for column in known if not column.rank or column.name == sort}
-        left = width + 1 - sum(shown.values()) - len(shown)  # no gap is needed after the last column
+        if kept is None:
+            space = {name: min(size, natural[name]) for name, size in space.items()}
+        widths = {column.name: space[column.name] for column in known if not column.rank or column.name == sort}
+        left = width + 1 - sum(widths.values()) - len(widths)  # no gap is needed after the last column
+        for column in sorted(known, key=lambda column: (column.name not in stay, column.rank)):
+            if column.name not in widths and space[column.name] < left:
+                widths[column.name] = space[column.name]
+                left -= space[column.name] + 1
+        widths = {name: min(size, natural[name]) for name, size in widths.items()}
+        left = width + 1 - sum(widths.values()) - len(widths)
         if left < 0:
-            widest = max(shown, key=lambda name: shown[name])
-            shown[widest] = max(1, shown[widest] + left)
-        # A name that can be read is worth more than another column.
-        left = _grow(shown, {name: min(natural[name], _READABLE_WIDTH) for name in shown}, left)
-        for column in sorted(known, key=lambda column: column.rank):
-            if column.name not in shown and least[column.name] < left:
-                shown[column.name] = least[column.name]
-                left -= least[column.name] + 1
-        _grow(shown, natural, left)
-        self.columns = [(column, shown[column.name]) for column in known if column.name in shown]
+            widest = max(widths, key=lambda name: widths[name])
+            widths[widest] = max(1, widths[widest] + left)
+        _grow(widths, natural, left)
+        self.columns = [(column, widths[column.name]) for column in known if column.name in widths]
         """The shown columns and their widths, without the gap."""
 
     def heading(self) -> list[Text]:
@@ -183,13 +188,12 @@ class Layout:
         return UNKNOWN if value is None else value
 
 
-def _grow(widths: dict[str, int], most: Mapping[str, int], left: int) -> int:
-    """Give the columns that are left to the widths in turn, up to `most`. Return what is left then."""
+def _grow(widths: dict[str, int], most: Mapping[str, int], left: int) -> None:
+    """Give the columns that are left to the widths in turn, up to `most`."""
     while left > 0 and (growing := [name for name, width in widths.items() if width < most[name]]):
         for name in growing[:left]:
             widths[name] += 1
             left -= 1
-    return left
 
 
 def cell(text: Text, width: int, *, right: bool = False, gap: int = 0) -> Text:

@@ -60,9 +60,10 @@ class RowTable(DataTable[Text]):
         place, before = self.cursor_row, self.selected
         if place != self._placed and before is not None:  # the user has moved the cursor
             self._chosen = before["key"]
+        kept = [column.name for column, _ in self._layout.columns] if self._given[2] == width else ()
         self._given = (rows, words, width)
         # Also the rows of folded jobs set the widths: the columns do not move while a job is unfolded.
-        self._layout = Layout(self._all_columns, rows, width, words=words, order=self.order)
+        self._layout = Layout(self._all_columns, rows, width, words=words, order=self.order, kept=kept)
         rows = arranged(rows, self._all_columns, self.order, self._unfolded)
         headings = list(zip(self._layout.heading(), (width for _, width in self._layout.columns), strict=True))
         moved = headings != self._headings
