@@ -21,7 +21,7 @@ from gpumem_exporter.cli.doctor.machine import (
 )
 from gpumem_exporter.cli.options import connection_options
 from gpumem_exporter.cli.program import FAILED
-from gpumem_exporter.cli.render.terminal import plain, print_result
+from gpumem_exporter.cli.render.terminal import plain, print_result, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -87,12 +87,9 @@ def _driver() -> Provider:
 
 
 def _lines(findings: Iterable[Finding]) -> Iterator[RenderableType]:
-    from rich.table import Table
-
-    lines = Table.grid(padding=(0, 2, 0, 0))
+    rows = []
     for finding in findings:
-        text = plain(finding.detail)
-        if finding.fix:
-            text.append("\n").append_text(plain(f"→ {finding.fix}", "italic"))
-        lines.add_row(plain(finding.verdict, _STYLES[finding.verdict]), plain(finding.check), text)
-    yield lines
+        parts = [plain(finding.detail), *(plain(f"→ {fix}", "italic") for fix in (finding.fix,) if fix)]
+        text = plain("").append("\n").join(parts)
+        rows.append((plain(finding.verdict, _STYLES[finding.verdict]), plain(finding.check), text))
+    yield table("", (("", "left"), ("", "left"), ("", "wrap")), rows)

@@ -47,16 +47,21 @@ def node_tables(
             yield plain("")
             if title:
                 yield plain(title, "bold")
-            layout = Layout(columns, rows, width, words=words_of(nodes), order=order)
-            if columns is not FINDINGS:
-                yield from layout.lines(rows)
-                continue
-            for row in rows:
-                yield from layout.lines([row], heading=False)
-                if row.get("next"):
-                    yield plain(f"   {row['next']}", "dim")
+            if columns is FINDINGS:
+                yield from finding_lines(rows, words_of(nodes), width)
+            else:
+                yield from Layout(columns, rows, width, words=words_of(nodes), order=order).lines(rows)
     if not jobs:
         yield from (plain(""), plain(without_jobs or no_job(nodes, view.text)))
+
+
+def finding_lines(rows: Sequence[Row], words: Row, width: int) -> Iterator[Text]:
+    """Yield findings, each with what to do next."""
+    layout = Layout(FINDINGS, rows, width, words=words)
+    for row in rows:
+        yield from layout.lines([row], heading=False)
+        if row.get("next"):
+            yield plain(f"   {row['next']}", "dim")
 
 
 def words_of(nodes: Sequence[Node]) -> Mapping[str, Any]:

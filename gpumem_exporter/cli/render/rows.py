@@ -146,6 +146,7 @@ def _device(node: Node, device: Row, jobs: Sequence[Row]) -> Row:
     shares = {share["job"]: share for share in device["jobs"] if share["used_bytes"] is not None}
     own = {
         "key": (node.name, device["uuid"] or str(device["gpu"])),
+        "job": None,
         "strip": [
             {**shares[job["id"]], "name": job["name"], "color": job["color"]} for job in jobs if job["id"] in shares
         ],

@@ -15,11 +15,11 @@ from typing import ClassVar
 from rich.table import Table
 from rich.text import Text
 from rich.traceback import Traceback
-from textual import events
+from textual import events, on
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
-from textual.widgets import Footer, Input, Static
+from textual.widgets import DataTable, Footer, Input, Static
 
 from gpumem_client.wire.errors import GpumemError
 from gpumem_exporter.actions.sentences import sentence
@@ -32,7 +32,8 @@ from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
 from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
 from gpumem_exporter.cli.render.rows import BY_GPU, Row, View, called, rows_of
 from gpumem_exporter.cli.render.terminal import open_console, plain, table
-from gpumem_exporter.cli.top.detail import DetailScreen, DeviceScreen, JobScreen
+from gpumem_exporter.cli.top.detail import DetailScreen
+from gpumem_exporter.cli.top.past import Past
 from gpumem_exporter.cli.top.source import NodeSource, in_daemon_thread
 from gpumem_exporter.cli.top.tables import RowTable
 
@@ -59,8 +60,8 @@ _QUESTION_SECONDS = 30.0
 _SHOWN_SECONDS = 5.0
 _RESULT_SECONDS = 15.0
 _SCROLLBAR_WIDTH = 1
-# The number of lines from which more findings are shown.
-_TALL = 30
+# The number of lines from which more findings are shown, and the number from which the past is.
+_TALL, _VERY_TALL = 30, 45
 
 
 class Question(ModalScreen[bool]):
@@ -105,6 +106,7 @@ class Top(App[None]):
     RowTable > .datatable--cursor { background: ansi_default; color: ansi_default; text-style: reverse; }
     RowTable > .datatable--header { background: ansi_default; }
     #words { height: 1; border: none; padding: 0; }
+    Screen > #past { height: 17; padding-top: 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
@@ -139,6 +141,7 @@ class Top(App[None]):
         self._findings = RowTable(FINDINGS, id="findings")
         self._devices = RowTable(DEVICES, BY_GPU, id="devices")
         self._jobs = RowTable(JOBS, view.order, id="jobs")
+        self._past = Past(open_api, events=5, span=1)
         self._note, self._noted = Static(id="note"), ""
         # Shown while the user types words.
         self._words = Input(id="words", placeholder="words to filter by", select_on_focus=False)
@@ -147,7 +150,8 @@ class Top(App[None]):
         self._stopped: threading.Event | None = None
 
     def compose(self) -> ComposeResult:
-        yield from (self._header, self._findings, self._devices, self._jobs, self._words, self._note, Footer())
+        yield from (self._header, self._findings, self._devices, self._jobs, self._past)
+        yield from (self._words, self._note, Footer())
 
     def on_mount(self) -> None:
         self._words.display = False
@@ -226,11 +230,19 @@ class Top(App[None]):
         self._findings.show(findings, words, width)
         self._devices.show(devices, words, width)
         self._jobs.show(jobs, words, width)
+        self._past.display = self.size.height >= _VERY_TALL
+        self._show_past()
         note = self._noted or (f"filter: {self.filter}  (escape clears it)" if self.filter else "")
         if not jobs:
             note = note or no_job(nodes, self.filter)
         self._note.update(plain(note, "bold"))
         self._note.display = bool(note) and not self._words.display
+
+    @on(DataTable.RowHighlighted)
+    def _show_past(self) -> None:
+        row = self._table.selected if self._past.display and self.screen_stack else None  # no screen: it ends
+        if row is not None and (row["job"] or row.get("uuid")):
+            self._past.show(row, words_of(self._last_nodes), 8)
 
     def note(self, text: str, seconds: float | None = None) -> None:
         """Show a message at the bottom, for some seconds or until the next one."""
@@ -264,9 +276,9 @@ class Top(App[None]):
             self._clear(called(job), job["clear"], node())
 
         if self._table is self._devices:
-            self.push_screen(DeviceScreen(row, node, self._open_api))
+            self.push_screen(DetailScreen(row, node, self._open_api))
         elif row["job"] is not None:
-            self.push_screen(JobScreen(row["job"], node, self._open_api, clear))
+            self.push_screen(DetailScreen(row["job"], node, self._open_api, clear))
 
     def action_ask_words(self) -> None:
         """Let the user type words to filter by, which apply at once."""

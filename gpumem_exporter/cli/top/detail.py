@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 from urllib.parse import quote
 
 from rich.console import Group, RenderableType
@@ -22,18 +22,15 @@ from gpumem_client.wire.units import UNKNOWN, human_seconds, short_bytes
 from gpumem_exporter.actions.declarations import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node import Node, read_live, selected
-from gpumem_exporter.cli.render.columns import DEVICES, JOBS, LEDGER, clock, event_line
-from gpumem_exporter.cli.render.layout import Column, Layout, Order
+from gpumem_exporter.cli.render.columns import DEVICES, JOBS, LEDGER, clock
+from gpumem_exporter.cli.render.layout import Layout
+from gpumem_exporter.cli.render.node_tables import finding_lines
 from gpumem_exporter.cli.render.rows import Row, as_of, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.cli.top.plot import legend, timeline
+from gpumem_exporter.cli.top.past import Past
 from gpumem_exporter.cli.top.source import in_daemon_thread
 
-_SPANS = (("10 min", 600), ("1 h", 3600), ("6 h", 21600), ("24 h", 86400))
 _REFRESH_SECONDS = 2.0
-_EVENTS, _POINTS = 50, 2000
-# The character of an event on the timeline, and its style.
-_MARKS = {"oom": ("!", "bold red"), "action": ("c", "bold yellow")}
 # The sizes by name that a process may have on a device.
 _PARTS = {
     "Components": "component_bytes",
@@ -44,52 +41,39 @@ _PARTS = {
 
 
 class DetailScreen(ModalScreen[None]):
-    """A part of a node, read again every two seconds. `node` returns the node as it is now."""
+    """A job or a device, read again every two seconds.
 
-    PLACE: ClassVar[tuple[str, str, str]]
-    """The part's list in `/api/v1/live`, the key of its identity there, and its parameter in the other routes."""
+    `node` returns the node as it is now. `clear` asks whether to clear a job; None for a device.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "dismiss", "back"),
         Binding("plus,equals_sign", "zoom(-1)", "zoom in", key_display="+"),
         Binding("minus", "zoom(1)", "zoom out", key_display="-"),
+        Binding("c", "clear", "clear"),
     ]
     DEFAULT_CSS = """
     DetailScreen { background: ansi_default; }
     DetailScreen VerticalScroll { height: 1fr; }
     """
 
-    def __init__(self, part: Row, node: Callable[[], Node], open_api: Callable[[str], ExporterApi]) -> None:
+    def __init__(
+        self,
+        part: Row,
+        node: Callable[[], Node],
+        open_api: Callable[[str], ExporterApi],
+        clear: Callable[[Row], None] | None = None,
+    ) -> None:
         super().__init__()
-        self.part = part
-        self._node, self._open_api = node, open_api
-        _, identity, parameter = self.PLACE
-        self._identity = quote(part[identity], safe="")
-        self._query = f"{parameter}={self._identity}"
-        self._span = 0
+        self._part, self._node, self._open_api, self._clear = part, node, open_api, clear
         # The node, with all values of a job; None until it is read.
         self._live: Row | None = None
-        self._history: Mapping[str, Any] | None = None
-        self._events: Sequence[Mapping[str, Any]] = ()
-        self._problem = self._noted = ""
-        self._body = Static()
-        self._due = asyncio.Event()
-
-    @abstractmethod
-    def heading(self, now: float) -> Text:
-        """Return the first line."""
-
-    @abstractmethod
-    def findings(self, live: Row) -> Iterable[Text]:
-        """Return what needs attention."""
-
-    @abstractmethod
-    def tables(self, live: Row, width: int) -> Iterable[RenderableType]:
-        """Return what is below the timeline."""
+        self._noted = ""
+        self._head, self._past, self._body = Static(), Past(open_api, events=8), Static()
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():
-            yield self._body
+            yield from (self._head, self._past, self._body)
         yield Footer()
 
     def on_mount(self) -> None:
@@ -101,163 +85,78 @@ class DetailScreen(ModalScreen[None]):
 
     def show(self) -> None:
         """Draw what was read last."""
-        self._body.update(Group(*self._parts(self._node(), self.size.width - 1)))
+        node, width = self._node(), self.size.width - 1
+        live: Row = self._live or node.live or {}
+        now, words, of_job = live["time"]["unix_seconds"], live["words"], self._clear is not None
+        name, identity = ("jobs", "id") if of_job else ("devices", "uuid")
+        current = next((each for each in live[name] if each[identity] == self._part[identity]), None)
+        self._part = part = current or self._part
+        lost = f"as of {as_of(live)}" if node.error else "" if current else "ended" if of_job else "removed"
+        heading = plain(f"{node.name}  ".lstrip(), "bold")
+        heading.append_text(_job_heading(part, now) if of_job else _device_heading(part))
+        heading.append(f"  {lost}" if lost else "", style="bold red")
+        target = Target(pid=[str(one["pid"]) for one in part["processes"]]) if of_job else Target(uuid=part["uuid"])
+        findings, devices, jobs = rows_of([Node(selected({**live, name: [part]}, target))])
+        found = [row for row in findings if row["job"] or row.get("uuid")]
+        frees = plain((part["clear"] or {}).get("sentence", ""), "yellow") if of_job else plain("")
+        self._head.update(Group(heading, *finding_lines(found, words, width), frees, plain(self._noted, "bold")))
+        row = {**part, "job": part if of_job else None, "from": node, "now": now}
+        self._past.show(row, words, max(4, self.size.height // 4))
+        body: list[RenderableType] = []
+        tables = [(DEVICES, devices), (LEDGER, [] if of_job else devices), (JOBS[1:], jobs)]
+        for columns, rows in reversed(tables) if of_job else tables:
+            body += [plain(""), *Layout(columns, rows, width, words=words).lines(rows)] if rows else []
+        self._body.update(Group(*body, *_parts_of_memory(part["processes"] if of_job else ())))
 
     def note(self, text: str) -> None:
         """Show a message below the findings, until the next one."""
         self._noted = text
         self.show()
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:  # noqa: ARG002
+        """Return whether an action is possible."""
+        return action != "clear" or self._clear is not None
+
+    def action_clear(self) -> None:
+        if self._clear is not None:
+            self._clear(self._part)
+
     def action_zoom(self, step: int) -> None:
-        self._span = max(0, min(len(_SPANS) - 1, self._span + step))
-        self._history = None
-        self.show()
-        self._due.set()
+        self._past.zoom(step)
 
     async def _watch(self) -> None:
         while True:
-            node, span = self._node(), self._span
-            try:
-                read = await in_daemon_thread(partial(self._read, node, _SPANS[span][1]))
-                if span == self._span:
-                    self._live, self._history, self._events = read
-                self._problem = ""
-            except GpumemError as error:
-                self._problem = str(error)
+            node = self._node()
+            if node.url and self._clear is not None:
+                with contextlib.suppress(GpumemError):  # the timeline shows it
+                    self._live = await in_daemon_thread(partial(self._read, node.url))
             self.show()
-            try:
-                await asyncio.wait_for(self._due.wait(), _REFRESH_SECONDS)
-            except asyncio.TimeoutError:
-                continue
-            self._due.clear()
+            await asyncio.sleep(_REFRESH_SECONDS)
 
-    def _read(
-        self, node: Node, seconds: float
-    ) -> tuple[Row | None, Mapping[str, Any] | None, Sequence[Mapping[str, Any]]]:
-        if not node.url:
-            return None, None, ()
-        with self._open_api(node.url) as api:
-            live = read_live(api, self._identity if self.PLACE[0] == "jobs" else "none")
-            now = live["time"]["unix_seconds"]
-            past = api.get(f"/api/v1/history?{self._query}&from={now - seconds:.0f}&to={now:.0f}&points={_POINTS}")
-            events = api.get(f"/api/v1/events?{self._query}&limit={_EVENTS}&fold=true")["events"]
-        return live, past, events
-
-    def _parts(self, node: Node, width: int) -> Iterator[RenderableType]:
-        live: Row = self._live or node.live or {}
-        now = live["time"]["unix_seconds"]
-        name, identity, _ = self.PLACE
-        current = next((each for each in live[name] if each[identity] == self.part[identity]), None)
-        self.part = current or self.part
-        lost = f"as of {as_of(live)}" if node.error else "" if current else "ended" if name == "jobs" else "removed"
-        heading = plain(f"{node.name}  ".lstrip(), "bold").append_text(self.heading(now))
-        yield heading.append(f"  {lost}" if lost else "", style="bold red")
-        yield from self.findings(live)
-        if self._noted:
-            yield plain(self._noted, "bold")
-        yield plain("")
-        yield from self._past(live["words"], width)
-        yield plain("")
-        yield from self.tables(live, width)
-        if self._events:
-            yield from (plain(""), plain("Events", "bold"))
-            newest_first = sorted(self._events, key=lambda event: -float(event["unix_seconds"]))
-            yield from (event_line(event, now, width) for event in newest_first)
-
-    def _past(self, words: Row, width: int) -> Iterator[Text]:
-        span = _SPANS[self._span][0]
-        if self._history is None:
-            needs = "" if self._node().url else "The past needs an exporter, and no exporter answers."
-            yield plain(self._problem or needs or f"Reading the last {span} …", "dim")
-            return
-        marks = [(event["unix_seconds"], *_MARKS[event["type"]]) for event in self._events if event["type"] in _MARKS]
-        yield from timeline(self._history, width, max(4, min(16, self.size.height // 3)), marks)
-        line = legend(words).append(f"last {span}", style="bold").append("  ! out of memory  c action" if marks else "")
-        yield line.append_text(plain(f"  {self._problem}", "red"))
+    def _read(self, url: str) -> Row:
+        with self._open_api(url) as api:
+            return read_live(api, quote(self._part["id"], safe=""))
 
 
-class JobScreen(DetailScreen):
-    """One job. `clear` asks whether to clear it."""
-
-    PLACE = ("jobs", "id", "job")
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("c", "clear", "clear")]
-
-    def __init__(
-        self, job: Row, node: Callable[[], Node], open_api: Callable[[str], ExporterApi], clear: Callable[[Row], None]
-    ) -> None:
-        super().__init__(job, node, open_api)
-        self._clear = clear
-
-    def action_clear(self) -> None:
-        self._clear(self.part)
-
-    def heading(self, now: float) -> Text:
-        job = self.part
-        title = plain(job["name"], "bold").append_text(plain(f"  {job['owner']}  {job['state'] or ''}", "not bold"))
-        title.append(f", since {clock(job['since_unix_seconds'], now)}")
-        if job["step"] is not None:
-            title.append(f", step {job['step']}")
-            title.append(f" ({human_seconds(job['step_seconds'])} each)" if job["step_seconds"] else "")
-        engine = job.get("engine")
-        if engine:
-            title.append(f", {engine['label']}")
-            cache = engine["kv_cache"]
-            if cache and cache["peak_day"] is not None:
-                peak, size = short_bytes(cache["peak_day"]), short_bytes(cache["size"])
-                title.append(f", at most {peak} of {size} KV cache used in {human_seconds(cache['observed_seconds'])}")
-        return title
-
-    def findings(self, live: Row) -> Iterator[Text]:
-        found, _, _ = rows_of([Node({**live, "jobs": [self.part]})])
-        yield from _finding_lines(row for row in found if row["job"])
-        if self.part["clear"]:
-            yield plain(self.part["clear"]["sentence"], "yellow")
-
-    def tables(self, live: Row, width: int) -> Iterator[RenderableType]:
-        _, _, rows = rows_of([Node({**live, "jobs": [self.part]})])
-        yield from _lines(JOBS, ("fold", "owner", "growth", "devices"), rows, live, width)
-        yield from _parts_of_memory(self.part["processes"])
+def _job_heading(job: Row, now: float) -> Text:
+    title = plain(job["name"], "bold").append_text(plain(f"  {job['owner']}  {job['state'] or ''}", "not bold"))
+    title.append(f", since {clock(job['since_unix_seconds'], now)}")
+    if job["step"] is not None:
+        title.append(f", step {job['step']}")
+        title.append(f" ({human_seconds(job['step_seconds'])} each)" if job["step_seconds"] else "")
+    if engine := job.get("engine"):
+        title.append(f", {engine['label']}")
+        cache = engine["kv_cache"]
+        if cache and cache["peak_day"] is not None:
+            peak, size = short_bytes(cache["peak_day"]), short_bytes(cache["size"])
+            title.append(f", at most {peak} of {size} KV cache used in {human_seconds(cache['observed_seconds'])}")
+    return title
 
 
-class DeviceScreen(DetailScreen):
-    """One device."""
-
-    PLACE = ("devices", "uuid", "device")
-
-    def heading(self, now: float) -> Text:  # noqa: ARG002
-        device = self.part
-        title = plain(f"GPU {device['gpu']}", "bold")
-        title.append_text(plain(f"  {device['name']}  {device['uuid']}", "not bold"))
-        return title.append(f"  {device['error']}" if device["error"] else "", "bold red")
-
-    def findings(self, live: Row) -> Iterator[Text]:
-        found, _, _ = rows_of([Node({**live, "devices": [], "jobs": []})])
-        yield from _finding_lines(row for row in found if row.get("uuid") == self.part["uuid"])
-
-    def tables(self, live: Row, width: int) -> Iterator[Text]:
-        here = selected({**live, "devices": [self.part]}, Target(uuid=self.part["uuid"]))
-        _, devices, jobs = rows_of([Node(here)])
-        processes = [
-            {**row, "title": f"{row['job']['name']}{row['title'][1:]}", "owner": row["job"]["owner"]}
-            for row in Order("used").sorted(jobs, JOBS)
-            if row["level"]
-        ]
-        for columns, hidden, rows in (
-            (DEVICES, ("gpu", "name"), devices),
-            (LEDGER, (), [row for row in devices if row["ledger"]]),
-            (JOBS, ("fold", "devices", "growth"), processes),
-        ):
-            if rows:
-                yield from _lines(columns, hidden, rows, live, width)
-                yield plain("")
-
-
-def _lines(
-    columns: Iterable[Column], hidden: Container[str], rows: Sequence[Row], live: Row, width: int
-) -> Iterator[Text]:
-    """Yield a table without the columns that say the same in each row, or are of a list of jobs."""
-    shown = [column for column in columns if column.name not in hidden]
-    yield from Layout(shown, rows, width, words=live["words"]).lines(rows)
+def _device_heading(device: Row) -> Text:
+    title = plain(f"GPU {device['gpu']}", "bold")
+    title.append_text(plain(f"  {device['name']}  {device['uuid']}", "not bold"))
+    return title.append(f"  {device['error']}" if device["error"] else "", "bold red")
 
 
 def _parts_of_memory(processes: Sequence[Row]) -> Iterator[RenderableType]:
@@ -272,11 +171,3 @@ def _parts_of_memory(processes: Sequence[Row]) -> Iterator[RenderableType]:
                 for rank, place in places
             ]
             yield from (plain(""), table(title, columns, rows))
-
-
-def _finding_lines(rows: Iterable[Row]) -> Iterator[Text]:
-    """Yield a line for each finding."""
-    for row in rows:
-        yield plain(f"{row['mark']:2} {row['since']} {row['sentence']}", row["style"])
-        if row["next"]:
-            yield plain(f"   {row['next']}", "dim")

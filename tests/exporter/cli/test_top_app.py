@@ -7,7 +7,7 @@ import pytest
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.render.layout import Order
-from tests.support.live_documents import device, finding, full_node, job, live, process
+from tests.support.live_documents import GIB, NOW, device, event, finding, full_node, job, live, process
 from tests.support.top_screen import URL, TopScreen, until
 
 
@@ -29,6 +29,40 @@ async def test_findings_devices_and_jobs_are_on_the_first_screen_of_any_size() -
         assert "A clear frees it for good." in world.text, "the words of the exporter"
         await pilot.press("x")
         await until(lambda: "any key returns" not in world.text, "the jobs")
+
+
+async def test_at_80_columns_no_column_appears_later_and_pushes_out_another_one() -> None:
+    def headings() -> list[list[str]]:
+        return [line.split() for line in world.text.split("\n") if line.lstrip().startswith(("Job", "GPU▲"))]
+
+    world = TopScreen()
+    async with world.on_screen(80, 24):
+        before = headings()
+        node = full_node()
+        for one in node["jobs"]:
+            one.update(growth_bytes_per_hour=15 * GIB, unmapped_bytes=GIB, step=10**7, state="not reporting")
+            one["engine"] = {"label": "vLLM", "kv_cache": {"used": GIB, "size": 26 * GIB, "peak_day": None}}
+        node["jobs"][1]["name"] = "a-job-with-a-long-name-of-a-person"
+        world.nodes = [Node(node, URL)]
+        await until(lambda: "a-job-with-a-long" in world.text, "the next reading")
+        assert headings() == before
+        assert max(map(len, world.text.split("\n"))) <= 80
+
+
+async def test_a_tall_screen_has_the_past_of_the_selected_row_and_its_events() -> None:
+    world = TopScreen()
+    world.events = [event(1, "oom", NOW - 300, detail={"requested_bytes": 2 * GIB})]
+    async with world.on_screen(200, 50) as pilot:
+        await until(lambda: "requested 2.0 GiB" in world.text, "the past of the first job")
+        assert "llm-pretrain (alice)  last 1 h" in world.text
+        lines = world.text.split("\n")
+        (axis,) = (at for at, line in enumerate(lines) if line.split() == ["02:42", "03:12", "03:42"])
+        assert "!" in lines[axis - 1]
+        await pilot.press("shift+tab", "G")
+        await until(lambda: "GPU 7  last 1 h" in world.text, "the selected device")
+        await until(lambda: any("history?device=GPU-7&" in path for path in world.paths), "its points")
+        await pilot.resize_terminal(120, 30)
+        await until(lambda: "last 1 h" not in world.text, "a screen without the space for it")
 
 
 async def test_keys_and_clicks_sort_the_table_with_the_cursor() -> None:

@@ -14,6 +14,7 @@ from tests.support.top_screen import URL, TopScreen, query_value, until
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read a job or a device again without a pause of seconds."""
     monkeypatch.setattr("gpumem_exporter.cli.top.detail._REFRESH_SECONDS", 0.2)
+    monkeypatch.setattr("gpumem_exporter.cli.top.past._REFRESH_SECONDS", 0.2)
 
 
 async def test_the_job_screen_has_timeline_ranks_memory_and_events() -> None:
@@ -74,8 +75,11 @@ async def test_the_device_screen_has_timeline_ledger_processes_and_events() -> N
         assert "!" in next(line for line in lines if "└" in line)
         (heading,) = (index for index, line in enumerate(lines) if "Other processes" in line)
         assert lines[heading + 1].split()[0] == "7"
-        used = [line for line in lines[heading:] if "(51145)" in line or "(50723)" in line or "pid 50723" in line]
-        assert ["notebook" in used[0], "moe-finetune rank 1" in used[1], len(used)] == [True, True, 2]
+        listed = [
+            line.split()[0] for line in lines[heading + 2 :] if line.startswith(("notebook", "moe-", "  rank", "  pid"))
+        ]
+        assert sorted(listed) == ["moe-finetune", "notebook", "pid", "rank"]
+        assert "rank 1 (51145)" in world.text
         assert "(51144)" not in world.text, "the rank on another device"
         world.nodes = [Node({**full_node(), "devices": full_node()["devices"][:7]}, URL)]
         await until(lambda: "removed" in world.text.split("\n")[0], "the end")

@@ -73,7 +73,7 @@ def test_the_sizes_on_the_screen_are_those_of_the_exporter(demo: ExporterProcess
     assert max(map(len, terminal.lines)) <= 80
     terminal.resize(110, 50)
     terminal.type("\r")
-    terminal.until_shows("last 10 min", "Peaks of phases", "Events")
+    terminal.until_shows("last 10 min", "Peaks of phases", "started")
 
 
 def _assert_restored(terminal: TerminalProgram) -> None:
