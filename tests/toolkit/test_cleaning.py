@@ -189,10 +189,9 @@ def recommended(values: dict[str, int], current: str = "", variable: str = "", c
         (FRAGMENTED, "max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True", ("2.0 GiB", "7.0 GiB")),
         (FRAGMENTED, "expandable_segments:True", "", ("2.0 GiB",)),
         (RETRIES, "", "expandable_segments:True", ("7 times", "2 times")),
-        (RETRIES, "per_process_memory_fraction:0.5", FRACTION, ("7 times",)),
         ({**FRAGMENTED, **RETRIES}, "backend:cudaMallocAsync", "", ("cudaMallocAsync",)),
     ],
-    ids=["reclaimable", "fragmented", "expandable", "retries", "retries below a fraction", "asynchronous"],
+    ids=["reclaimable", "fragmented", "expandable", "retries", "asynchronous"],
 )
 def test_recommended_settings(values: dict[str, int], current: str, line: str, named: tuple[str, ...]) -> None:
     found = recommended(values, current, "PYTORCH_ALLOC_CONF")

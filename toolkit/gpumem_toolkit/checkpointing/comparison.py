@@ -14,7 +14,7 @@ class CheckpointingRow:
     """One training step with some of the blocks checkpointed."""
 
     every: int | None
-    """1 checkpoints every block, 2 every second one, starting with the first; None checkpoints none."""
+    """1 checkpoints every block, 2 every second one from the first on; None checkpoints none."""
     blocks: int
     """Number of checkpointed blocks."""
     seconds: float | None

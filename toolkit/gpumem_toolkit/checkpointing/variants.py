@@ -25,7 +25,6 @@ def compare_checkpointing(
     *,
     loss: Callable[[Any], Any] | None = None,
     blocks: Iterable[nn.Module] | None = None,
-    every: Iterable[int] | None = None,
     repeats: int = 5,
     autocast: torch.dtype | None = None,
 ) -> CheckpointingComparison:
@@ -49,7 +48,6 @@ def compare_checkpointing(
         loss: returns the loss of the model's output. Default: the output's `loss`, the output if it has one element,
             else its mean.
         blocks: the modules to checkpoint, in the order in which they run. Default: the longest list of one class.
-        every: 2 checkpoints every second block, starting with the first. Default: 2 and 4, if there are more blocks.
         repeats: number of timed runs.
         autocast: the dtype of the forward pass, such as `torch.bfloat16`.
     """
@@ -58,9 +56,8 @@ def compare_checkpointing(
     if repeats < 1:
         raise ConfigurationError(f"invalid repeats {repeats}: it must be at least 1")
     description, names = _choose(model, blocks)
-    selections = _from_least_memory(every, len(names))
     with left_as_it_was(step) as restore:
-        rows = _Variants(step, names, restore).rows(selections, repeats)
+        rows = _Variants(step, names, restore).rows(repeats)
     return CheckpointingComparison(type(model).__name__, str(step.device), description, repeats, tuple(rows))
 
 
@@ -78,17 +75,6 @@ def _choose(model: nn.Module, blocks: Iterable[nn.Module] | None) -> tuple[str, 
     return description, [known[id(block)] for block in found]
 
 
-def _from_least_memory(every: Iterable[int] | None, blocks: int) -> list[int | None]:
-    """Return the selections in the order of their peaks."""
-    if every is None:
-        return [1, *(k for k in (2, 4) if k < blocks), None]
-    selections = sorted({1, *every})
-    for k in selections:
-        if not 1 <= k <= blocks:
-            raise ConfigurationError(f"invalid every {k}: the model has {blocks} blocks")
-    return [*selections, None]
-
-
 class _Variants:
     """Runs a step with some of the named blocks checkpointed. `restore` resets what a run changes."""
 
@@ -97,17 +83,17 @@ class _Variants:
         self._names = names
         self._restore = restore
 
-    def rows(self, selections: Sequence[int | None], repeats: int) -> Sequence[CheckpointingRow]:
-        """Return the rows of the comparison, from no checkpointed blocks to all."""
-        return self._compare([self._measure(every, repeats) for every in selections][::-1])
+    def rows(self, repeats: int) -> Sequence[CheckpointingRow]:
+        """Return the rows of the comparison: no checkpointed blocks, every fourth, every second, and all."""
+        selections = (None, *(k for k in (4, 2) if k < len(self._names)), 1)
+        return self._compare([self._measure(every, repeats) for every in selections])
 
     def _measure(self, every: int | None, repeats: int) -> CheckpointingRow:
         """Measure time and peak of one variant."""
-        device = self._step.device
-        seconds: list[float] = []
-        chosen = self._chosen(every)
+        device, seconds = self._step.device, list[float]()
+        count = len(self._names[::every]) if every is not None else 0
         try:
-            with self._checkpointed(chosen):
+            with self._checkpointed(every):
                 self._run_once()  # warms up
                 self._restore()
                 peak_bytes = measure_peak(self._run, device)
@@ -117,8 +103,8 @@ class _Variants:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return CheckpointingRow(every, len(chosen), None, None, out_of_memory=True)
-        return CheckpointingRow(every, len(chosen), statistics.median(seconds), peak_bytes)
+            return CheckpointingRow(every, count, None, None, out_of_memory=True)
+        return CheckpointingRow(every, count, statistics.median(seconds), peak_bytes)
 
     def _compare(self, rows: Sequence[CheckpointingRow]) -> list[CheckpointingRow]:
         """Add to each row how its results differ from the results of the first row that runs, which runs twice."""
@@ -128,7 +114,7 @@ class _Variants:
         for row in rows:
             if not row.out_of_memory:
                 try:
-                    with self._checkpointed(self._chosen(row.every)):
+                    with self._checkpointed(row.every):
                         reference = reference or Results(self._step, self._run_once())
                         row = replace(row, differs=reference.differing(self._step, self._run_once()))
                 except Exception as error:
@@ -138,10 +124,8 @@ class _Variants:
             compared.append(row)
         return compared
 
-    def _chosen(self, every: int | None) -> Sequence[str]:
-        return self._names[::every] if every is not None else ()
-
-    def _checkpointed(self, chosen: Sequence[str]) -> AbstractContextManager[None]:
+    def _checkpointed(self, every: int | None) -> AbstractContextManager[None]:
+        chosen = self._names[::every] if every is not None else ()
         return _checkpointed([self._step.model.get_submodule(name) for name in chosen])
 
     def _run_once(self) -> Tensor:

@@ -17,6 +17,7 @@ from gpumem_client.torch_access import Statistics, initialized_torch, without_to
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.measure.tensor_bytes import HOST, Storages, bytes_of_unshared, tensors_in
 
+_nothing: Callable[[], None] = lambda: None  # noqa: E731
 COMPONENTS = ("parameters", "gradients", "optimizer_state")
 
 _INTERVAL_SECONDS = 10.0
@@ -65,9 +66,9 @@ class Watch(ShownAsText):
             raise TypeError(f"cannot watch a {type(model).__name__}: the model must be a torch.nn.Module or None")
         self._observed = observed or process_observed()
         self._clock = clock
-        self._model = None if model is None else weakref.ref(model, self._on_deleted)
+        self._model: Callable[[], Any] = _nothing if model is None else weakref.ref(model, self._on_deleted)
         inner = inner_optimizer(optimizer)
-        self._optimizer = None if inner is None else weakref.ref(inner, self._on_deleted)
+        self._optimizer: Callable[[], Any] = _nothing if inner is None else weakref.ref(inner, self._on_deleted)
         self._counting = threading.Lock()
         self._step = OneStep()
         self._optimizer_reports_steps = False
@@ -129,7 +130,7 @@ class Watch(ShownAsText):
     def _counts_after(self, optimizer: Any) -> bool:
         """Whether this is the end of a step at which to count; `optimizer` is None for a mark of the user's code."""
         # All counts are at the same point of a step: at another point, gradients may be released.
-        watched = self._watched_optimizer()
+        watched = self._optimizer()
         if watched is None:
             return self._step.ends(optimizer)
         self._optimizer_reports_steps = self._optimizer_reports_steps or optimizer is watched
@@ -139,7 +140,7 @@ class Watch(ShownAsText):
         now, started = self._clock(), time.perf_counter()
         between = 0.0 if self._counted_seconds is None else now - self._counted_seconds
         with without_torch_function(torch):  # active modes of the user's code must not see the count
-            counted = _count(torch, self._watched_model(), self._watched_optimizer())
+            counted = _count(torch, self._model(), self._optimizer())
         self._counted_seconds = now
         self._due_seconds = now + max(_INTERVAL_SECONDS, _COST_RATIO * (time.perf_counter() - started))
         statistics = Statistics(torch)
@@ -158,15 +159,9 @@ class Watch(ShownAsText):
         devices = [*sorted({*allocated, *counted} - {HOST}), *([HOST] if HOST in counted else [])]
         self._latest = tuple(_component_bytes(each, counted.get(each, {}), allocated.get(each)) for each in devices)
 
-    def _watched_model(self) -> Any:
-        return self._model() if self._model is not None else None
-
-    def _watched_optimizer(self) -> Any:
-        return self._optimizer() if self._optimizer is not None else None
-
     def _watched_ids(self) -> frozenset[int]:
         """The ids of the innermost model and of the optimizer."""
-        both = _inner_model(self._watched_model()), self._watched_optimizer()
+        both = _inner_model(self._model()), self._optimizer()
         return frozenset(id(one) for one in both if one is not None)
 
 

@@ -119,11 +119,7 @@ def _retries(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> It
     observation = f"{name} had to empty its cache {retries} times for an allocation"
     if sample.ooms:
         observation += f", and ran out of memory {counted(sample.ooms, 'time', 'times')}"
-    fraction = settings.get("per_process_memory_fraction")
-    if fraction is not None and float(fraction) < 1 and "garbage_collection_threshold" not in settings:
-        effect = f"releases what was unused for long before it reaches the limit of {fraction}"
-        yield "garbage_collection_threshold", "0.8", observation, f"the allocator then {effect}"
-    elif settings.get("expandable_segments") == "True":
+    if settings.get("expandable_segments") == "True":
         yield "", "", observation, "no setting helps: use less memory (a smaller batch, checkpointing)"
     else:
         yield "expandable_segments", "True", observation, "expandable segments grow by the page instead"

@@ -185,12 +185,6 @@ class GradientAccumulator:
 def _accumulation_steps(effective_batch: int, micro_batch: int) -> int:
     """Return the number of micro batches in a window."""
     effective, micro = operator.index(effective_batch), operator.index(micro_batch)
-    if min(effective, micro) < 1:
-        raise ConfigurationError(f"invalid effective batch {effective} or micro batch {micro}: at least 1")
-    steps, rest = divmod(effective, micro)
-    if rest:
-        accepted = f"{steps * micro} or {(steps + 1) * micro}" if steps else f"{micro}"
-        raise ConfigurationError(
-            f"invalid effective batch {effective}: it is not a multiple of the micro batch {micro}; use {accepted}"
-        )
-    return steps
+    if min(effective, micro) < 1 or effective % micro:
+        raise ConfigurationError(f"invalid effective batch {effective}: use a multiple of the micro batch, {micro}")
+    return effective // micro

@@ -33,9 +33,8 @@ def optimize_model(
 ) -> ModelOptimization:
     """Change a model's weights in place, and log the effect on their bytes.
 
-    Calls `model.to(dtype=…)` and `model.to(memory_format=torch.channels_last)`. The parameters stay the same objects,
-    so optimizers still refer to them. `inference_mode` measures a forward pass before and after. Raises
-    ConfigurationError if neither `dtype`, a floating-point type, nor `channels_last` is given.
+    Calls `model.to(dtype=…)` and `model.to(memory_format=torch.channels_last)`. The parameters stay the same objects.
+    Raises ConfigurationError if neither `dtype`, a floating-point type, nor `channels_last` is given.
     """
     if not (dtype is not None and dtype.is_floating_point) and not channels_last:
         raise ConfigurationError(f"invalid dtype {dtype}: use dtype=torch.bfloat16, channels_last=True, or both")

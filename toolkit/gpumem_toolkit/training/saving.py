@@ -68,7 +68,8 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     mode = _mode(target)
     started = time.monotonic()
     _refuse_collective(parts)
-    tree = {name: value.state_dict() if _has_state(value) else value for name, value in parts.items()}
+    states = {name: getattr(value, "state_dict", None) for name, value in parts.items() if not isinstance(value, type)}
+    tree = {name: state() if callable(state := states.get(name)) else value for name, value in parts.items()}
     _refuse_shards(tree)
     saved = SavedCheckpoint(target, _write(tree, target, mode), time.monotonic() - started)
     _log.info("saved %s", saved)
@@ -120,10 +121,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
 
 
 def _refuse_collective(parts: Mapping[str, Any]) -> None:
