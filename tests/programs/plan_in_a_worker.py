@@ -1,4 +1,4 @@
-"""A job whose plan is made in another process. The functions run in a process with torch."""
+"""A script that plans its own model, in another process, which imports the script. Runs in a process with torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from gpumem_toolkit.planning.plan import Target
 from gpumem_toolkit.planning.planner import plan_job
 
 
-def make() -> nn.Module:
-    return nn.Linear(16, 16)
+class Width:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def make(self) -> nn.Module:
+        return nn.Linear(self.width, self.width)
 
 
 def state() -> dict[str, Any]:
@@ -42,9 +46,13 @@ def state() -> dict[str, Any]:
 
 def a_plan_changes_nothing_and_equals_a_plan_in_the_process_of_the_caller() -> None:
     torch.set_default_dtype(torch.float64)  # the worker uses it, too
-    before = state()
+    before, make = state(), Width(16).make
     planned = toolkit.plan(make, "float64[B,16]", "2GiB", optimizer="sgd", changes=False)
     assert state() == before
     assert planned.breakdown["parameters"] == 8 * (16 * 16 + 16)
     job = Job(make, [parse_tensor("float64[B,16]")], optimizer="sgd")
     assert plan_job(job, parse_gpu("2GiB"), Target(), changes=False) == planned
+
+
+if __name__ == "__main__":
+    a_plan_changes_nothing_and_equals_a_plan_in_the_process_of_the_caller()

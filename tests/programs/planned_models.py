@@ -37,7 +37,7 @@ def make():
 
 def tied():
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 3), nn.Linear(64, 64))
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(64, 64))
     model[1].weight = model[0].layers[0].self_attn.out_proj.weight
     return model
 
