@@ -110,8 +110,10 @@ def _run_demo(settings: Settings, listeners: Listeners, processes: int | None) -
     token = TokenFile(Path(settings.report_token_file)).read().decode() if settings.report_token_file else None
     with demo_url(listeners) as url:
         try:
+            # The past of many processes would take seconds.
+            past = node.past if processes is None else lambda _: ()
             runtime = Runtime(
-                settings, provider=node.provider, host=node.host, socket_file=listeners.socket_file, past=node.past
+                settings, provider=node.provider, host=node.host, socket_file=listeners.socket_file, past=past
             )
             return serve(runtime, listeners, on_started=lambda: node.start(url, report_token=token))
         finally:

@@ -17,7 +17,6 @@ from gpumem_exporter.demo.simulation import TICK_SECONDS, Instance
 from gpumem_exporter.node.job_ids import job_id
 
 SECONDS = 3660
-_ROWS_OF_SECONDS = 660
 _Sizes: TypeAlias = Sequence[int | None]
 
 
@@ -90,8 +89,8 @@ def _minima(allocated: _Sizes, start: int) -> Iterator[StoredRow]:
 
 
 def _rows(values: _Values, start: int) -> Iterator[StoredRow]:
-    """Yield a row for each of the last seconds, and for each ten seconds. Values are whole KiB."""
-    for at in range(SECONDS - _ROWS_OF_SECONDS, SECONDS):
+    """Yield a row for each second of eleven minutes, and for each ten seconds. Values are whole KiB."""
+    for at in range(SECONDS - 660, SECONDS):
         used, allocated, idle = (size and size >> 10 for size in (lists[at] for lists in values))
         if used is not None:
             yield (1, start + at, used, allocated, idle, allocated, None, None, None)

@@ -329,12 +329,12 @@ class SimulatedProcess:
         """The number of completed training steps."""
         return self.loop.sampler.step or 0
 
-    def end_step(self, ticks: int, *, skips: bool = True) -> int:
+    def end_step(self, ticks: int, *, most_skipped: int = 1 << 40) -> int:
         """End a training step of some ticks; return the ticks until the next one. Commands that wait for a step run.
 
-        With `skips`, the steps until the run-up of the demo are only counted.
+        Until the run-up of the demo, some of the next steps are only counted.
         """
-        skipped = self.until_run_up() // ticks if skips else 0
+        skipped = min(self.until_run_up() // ticks, most_skipped)
         for _ in range(1 + skipped):
             self.loop.sampler.on_step(None)
         return 1 + skipped * ticks

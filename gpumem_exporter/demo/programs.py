@@ -157,15 +157,15 @@ def train(
         process.keep(count, 2 * layer_mib * MIB, "optimizer_state", device=device)
     while True:
         with process.phase("forward"):
-            size_bytes = batch_mib() * MIB
-            activations = [process.tensor(size_bytes, device=device) for device in devices]
+            activations = [process.tensor(batch_mib() * MIB, device=device) for device in devices]
+            if len(layers) > 1:  # a copy between the devices
+                process.free([process.tensor(192 * MIB)])
         yield 1
         gradients: list[Tensor] = []
         with process.phase("backward"):
             for device in reversed(devices):
                 gradients.append(process.tensor(grad_mib * MIB, "gradients", device=device))
                 process.free([activations.pop()])
-                process.free([process.tensor(192 * MIB, device=device)])  # for the next layer
         yield 1
         with process.phase("optimizer"):
             for device in layers:
@@ -185,8 +185,9 @@ def varying_length_training(process: SimulatedProcess) -> Iterator[int]:
     process.slots[0].allocator.limit_bytes = int(process.scale * 0.58 * process.slots[0].device.usable_bytes)
     process.keep(6, 512 * MIB, "parameters")
     process.keep(6, 1024 * MIB, "optimizer_state")  # loaded from a checkpoint
-    sizes_mib = [4096.0] * 14  # the longest recordings come first, and do not fit
     while True:
+        # In each epoch, the longest recordings come first, and do not fit.
+        sizes_mib = [min(rng.lognormvariate(6.4, 0.8), 2200.0) if process.step % 2400 else 4096.0 for _ in range(14)]
         batch: list[Tensor] = []
         gradients: list[Tensor] = []
         process.busy_ratio = 0.82
@@ -209,8 +210,8 @@ def varying_length_training(process: SimulatedProcess) -> Iterator[int]:
         rng.shuffle(batch)
         process.free(batch)
         process.free(gradients)
-        sizes_mib = [min(rng.lognormvariate(6.4, 0.8), 2200.0) for _ in range(14)]
-        yield process.end_step(STEP_TICKS, skips=process.step > 100)  # when the heap is as fragmented as later
+        step = process.step % 2400  # after 100 steps the heap is as fragmented as later
+        yield process.end_step(STEP_TICKS, most_skipped=2399 - step if step > 100 else 0)
 
 
 def mixture_of_experts(process: SimulatedProcess) -> Iterator[int]:

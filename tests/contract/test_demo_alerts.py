@@ -30,7 +30,7 @@ ALERTS = {
 FULL = 'ALERTS{alertname="GpuMemDeviceFull"}'
 FIRING = 'ALERTS{alertstate="firing"}'
 SECONDS = 4200
-LEAK_SECONDS = 2680.0
+LEAK_SECONDS = 2650.0
 """How long the leak has run when the history starts: it fails in the last minutes."""
 PRESSURE_SECONDS = (600, *range(3570, 3991, 30))
 """At first no device is nearly full; at the end the leak fills one."""
