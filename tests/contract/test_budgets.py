@@ -15,9 +15,9 @@ from tests.support.paths import REPOSITORY
 EXPORTER = REPOSITORY / "gpumem_exporter"
 FEATURES = EXPORTER / "features"
 BUDGETS = {
-    "gpumem_exporter": 2_143,
+    "gpumem_exporter": 2_145,
     "gpumem_exporter/actions": 4_886,
-    "gpumem_exporter/cli": 4_547,
+    "gpumem_exporter/cli": 4_548,
     "gpumem_exporter/core": 3_200,
     "gpumem_exporter/demo": 1_463,
     "gpumem_exporter/edge": 2_572,

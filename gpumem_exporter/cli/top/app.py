@@ -161,7 +161,7 @@ class Top(App[None]):
         # After Ctrl-Z the terminal's screen is empty, and Textual draws only what changes.
         self.app_resume_signal.subscribe(self, lambda _: self.screen.refresh(layout=True))
         self.set_interval(_TICK_SECONDS, self._tick)
-        self.run_worker(self._watch())
+        self.run_worker(self._watch)  # type: ignore[arg-type]
         self.call_after_refresh(self.show)
 
     def on_resize(self) -> None:
@@ -336,7 +336,7 @@ class Top(App[None]):
             finally:
                 self._stopped = None
 
-        self.run_worker(run())
+        self.run_worker(run)  # type: ignore[arg-type]
 
     async def _cleared(self, name: str, clear: Row | None, url: str, stopped: threading.Event) -> str:
         """Ask and clear. Return the note about the result; empty if the answer is no."""

@@ -78,7 +78,7 @@ class DetailScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
-        self.run_worker(self._watch())
+        self.run_worker(self._watch)  # type: ignore[arg-type]
 
     def on_resize(self) -> None:
         self.call_after_refresh(self.show)
