@@ -218,7 +218,7 @@ def list_option(flag: str, name: str, values: Mapping[str, str], text: str) -> C
 
 
 def job_option(text: str, *, required: bool = False) -> Callable[[_Command], _Command]:
-    """Return the option that selects a job; `ExporterApi.page_job` reads it."""
+    """Return the option that selects a job. `ExporterApi.page_job` is for routes that know no id of Slurm or Ray."""
     help_text = f"{text}: its id of Slurm or Ray, its workload, or its id on the page."
     return click.option("--job", metavar="JOB", required=required, shell_complete=JOBS, help=help_text)
 

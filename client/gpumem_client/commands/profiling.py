@@ -117,7 +117,7 @@ class Profiling:
             if not records:
                 return live_profile(self.heap, command.id, "action", search_seconds=command.search_seconds)
             enough = self.heap.entries_enough()
-            self._recording = Recording(self.heap, self.recorder, entries=enough, clock=self._clock)
+            self._recording = Recording(self.heap, self.recorder, entries_enough=enough, clock=self._clock)
             self._recording.name()
         if not self._ends(self._recording, command):
             return None

@@ -355,9 +355,9 @@ def variables_in(
         # interpreter copies the frame's variables back from the dictionary.
         values: set[int] = set()
         read.call(values.update, map(id, chain.from_iterable(map(dict.values, copies))))
-        usual_frames = map(not_, map(values.__contains__, map(id, frames)))
+        untraced = map(not_, map(values.__contains__, map(id, frames)))
         unshared = map(_UNSHARED.__eq__, counts)
-        read.call(any, map(dict.clear, compress(locals_, map(and_, unshared, usual_frames))))
+        read.call(any, map(dict.clear, compress(locals_, map(and_, unshared, untraced))))
     functions = read.kept(map(attrgetter("f_code.co_filename", "f_code.co_firstlineno", "f_code.co_name"), frames))
     loaded = read.held(map(sys.modules.get, names))
     usual = read.kept(are(loaded, ids_of(subclasses(ModuleType))))

@@ -63,16 +63,16 @@ class Recording:
     """
 
     def __init__(
-        self, heap: HeapReader, recorder: Recorder, *, entries: int, clock: Callable[[], float] = time.monotonic
+        self, heap: HeapReader, recorder: Recorder, *, entries_enough: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._entries_enough = entries
+        self._entries_enough = entries_enough
         self._heap = heap
         self._recorder = recorder
         self._clock = clock
         self._stacks = Stacks()
         heap.pause_seconds = 0.0
         try:
-            first = functools.partial(recorder.start, entries + entries // _SPARE_PART)
+            first = functools.partial(recorder.start, entries_enough + entries_enough // _SPARE_PART)
             self._start = heap.blocks(self._stacks, first=first)
             require_device(self._start)
         except BaseException:
@@ -93,7 +93,7 @@ class Recording:
         self._notes += notes
 
     def full_seconds(self) -> float:
-        """Return after how many seconds it must end, so that its history is complete, at the rate until now."""
+        """Return the seconds until it must end, so that its history is complete at the rate until now."""
         entries = self._heap.entries() - self._entries_before
         if entries <= 0:
             return math.inf

@@ -35,7 +35,7 @@ _RECORDING_SECONDS = 0.5
 # The number of times that an ending reporter tries to remove the hook on steps, which fails during a step, and the
 # seconds between two tries.
 _UNHOOK_TRIES, _UNHOOK_SECONDS = 500, 0.01
-# The longest that an ending interpreter waits for the profile of an out-of-memory error.
+# The longest that an ending interpreter waits for the report and the profile of an out-of-memory error.
 _OOM_SECONDS = 3.0
 
 

@@ -60,7 +60,7 @@ class Past(Static):
             self._subject, self._history, self._events, self._due_seconds = subject, None, (), 0.0
         if subject.url and time.monotonic() >= self._due_seconds:
             self._due_seconds = time.monotonic() + _REFRESH_SECONDS
-            # As a call: a coroutine of a worker that ends before it starts would warn that it was never awaited.
+            # A function: a worker that ends before it starts would leave a coroutine that was never awaited.
             self.run_worker(partial(self._update, subject, row["now"]), exclusive=True)  # type: ignore[arg-type]
         self.update(Group(*self._lines(words, row["now"], bars)))
 

@@ -140,7 +140,7 @@ class Watch(ShownAsText):
         now, started = self._clock(), time.perf_counter()
         between = 0.0 if self._counted_seconds is None else now - self._counted_seconds
         with without_torch_function(torch):  # active modes of the user's code must not see the count
-            counted = _count(torch, self._model(), self._optimizer())
+            counted = count_components(torch, self._model(), self._optimizer())
         self._counted_seconds = now
         self._due_seconds = now + max(_INTERVAL_SECONDS, _COST_RATIO * (time.perf_counter() - started))
         statistics = Statistics(torch)
@@ -225,7 +225,7 @@ def _component_bytes(index: int, components: Mapping[str, int], allocated: int |
     )
 
 
-def _count(torch: Any, model: Any, optimizer: Any) -> Mapping[int, Mapping[str, int]]:
+def count_components(torch: Any, model: Any, optimizer: Any) -> Mapping[int, Mapping[str, int]]:
     """Count a module, and an object with `state` and `param_groups`: bytes by device index (or `HOST`) and component.
 
     Keeps no reference: `torch.utils.swap_tensors` raises even for a tensor with a weak reference.

@@ -28,7 +28,7 @@ class Milestone(ShownAsText):
     seconds: float
     """Seconds since the first milestone."""
     devices: tuple[DeviceUse, ...]
-    """The use since the previous milestone; the peak is that since the last reset."""
+    """The use since the previous milestone. `peak_bytes` is the peak since the last reset."""
 
     def __str__(self) -> str:
         return f"{self.name}: {'; '.join(map(str, self.devices)) or 'no CUDA'}"
