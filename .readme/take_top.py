@@ -18,9 +18,9 @@ from demo import demo
 from rich.terminal_theme import TerminalTheme
 
 from gpumem_client.wire.errors import ExporterError
-from gpumem_exporter.actions.declarations import Target
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.top.app import Top
 from gpumem_exporter.cli.top.source import Source

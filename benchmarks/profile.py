@@ -29,7 +29,7 @@ PREPARED = """
 import gc, threading, time
 from torch import nn
 from gpumem_client.allocator.allocator import attached
-from gpumem_client.profile.blocks import Stacks
+from gpumem_client.profile.heap_blocks import Stacks
 from gpumem_client.profile.heap_reader import HeapReader
 from gpumem_client.profile.profiler import live_profile
 from gpumem_client.profile.recorder import Recorder

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from gpumem_exporter.actions.declarations import ACTIONS
+from gpumem_exporter.actions.action_options import ACTIONS
 from gpumem_exporter.cli.program import PROGRAM
 from gpumem_exporter.commands import COMMANDS
 from gpumem_exporter.features.engines.engine_metrics import ENGINE
@@ -29,9 +29,9 @@ from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Rule
 from gpumem_exporter.features.policy.policy_values import FIELDS
 from gpumem_exporter.main import main
 from gpumem_exporter.metrics import catalog
+from gpumem_exporter.metrics.collector_types import Metric
 from gpumem_exporter.metrics.instruments import Registry
 from gpumem_exporter.metrics.registry import described
-from gpumem_exporter.metrics.subjects import Metric
 from gpumem_exporter.settings import ACTION_WORDS
 from gpumem_exporter.settings_sources import models
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, create_model
 
-from gpumem_exporter.actions.declarations import DEFAULT_ACTIONS
+from gpumem_exporter.actions.action_options import DEFAULT_ACTIONS
 from gpumem_exporter.actions.kinds import COMMAND_NAMES
 from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.edge.listeners import parse_listen_address

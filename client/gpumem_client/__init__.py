@@ -22,7 +22,7 @@ from gpumem_client.api import start, step, stop
 
 if TYPE_CHECKING:
     from gpumem_client.allocator.snapshot_file import snapshot
-    from gpumem_client.phases.measured import memory_context, phase
+    from gpumem_client.phases.measured_block import memory_context, phase
     from gpumem_client.release import clear_cache, reset_peak, set_memory_fraction
     from gpumem_client.summary import log_summary, memory_summary
 
@@ -46,9 +46,9 @@ __all__ = [
 _LAZY = {
     "clear_cache": "release",
     "log_summary": "summary",
-    "memory_context": "phases.measured",
+    "memory_context": "phases.measured_block",
     "memory_summary": "summary",
-    "phase": "phases.measured",
+    "phase": "phases.measured_block",
     "reset_peak": "release",
     "set_memory_fraction": "release",
     "snapshot": "allocator.snapshot_file",

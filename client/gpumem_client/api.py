@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpumem_client.hooks.lifecycle import made_singleton
+from gpumem_client.hooks.process_life import made_singleton
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gpumem_client.allocator.allocator import SharedAllocator
     from gpumem_client.hooks.steps import Steps
-    from gpumem_client.reporter.plan import AnyPlan
+    from gpumem_client.reporter.planned_peak import AnyPlan
     from gpumem_client.reporter.reporter import Reporter
 
 
@@ -51,7 +51,7 @@ def start(
         ConfigurationError: the URL has none of these forms.
     """
     from gpumem_client.reporter.reporter import process_reporter
-    from gpumem_client.reporter.settings import ReporterSettings
+    from gpumem_client.reporter.reporter_settings import ReporterSettings
 
     settings = ReporterSettings.resolve(
         workload=workload, rank=rank, url=url, plan=plan, oom_profile=oom_profile, actions=actions

@@ -103,7 +103,7 @@ def run(arguments: Sequence[str], *, program: str = "gpumem-exporter run") -> in
     # What each option needs is imported only with the option: a plain `run` starts in a few milliseconds.
     settings = [value for name, value in options if name == "--allocator"]
     if settings:
-        from gpumem_client.allocator.settings import environment_with
+        from gpumem_client.allocator.allocator_environment import environment_with
 
         given.update(environment_with(os.environ, ",".join(settings)))
     if "GPUMEM_EXPORTER_URL" in given:
@@ -111,7 +111,7 @@ def run(arguments: Sequence[str], *, program: str = "gpumem-exporter run") -> in
 
         Connection(given["GPUMEM_EXPORTER_URL"], timeout_seconds=1.0).close()
     if "GPUMEM_PLAN" in given:
-        from gpumem_client.reporter.plan import planned_peak_bytes
+        from gpumem_client.reporter.planned_peak import planned_peak_bytes
 
         planned_peak_bytes(given["GPUMEM_PLAN"])
         # The command may change the working directory.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_client.allocator.allocator import Allocator
-from gpumem_client.allocator.settings import VARIABLES, in_force
+from gpumem_client.allocator.allocator_environment import VARIABLES, in_force
 from gpumem_client.driver_memory import DriverReading, read_driver
 from gpumem_client.guest_safety import log
 from gpumem_client.phases.observed import process_observed

@@ -1,6 +1,6 @@
 """Actions on processes: requests, their delivery to reporters, and their results.
 
-Other folders import: `action_events`, `action_routes`, `audit`, `declarations`, `dispatcher`, `engine_starts`,
-`engines`, `kinds`, `lifecycle`, `model`, `nvml_route`, `rate_limits`, `selection`, `sentences`, `terminate`,
+Other folders import: `action`, `action_events`, `action_options`, `action_routes`, `audit`, `dispatcher`,
+`engine_starts`, `engines`, `kinds`, `lifecycle`, `nvml_route`, `rate_limits`, `selection`, `sentences`, `terminate`,
 `timing`.
 """

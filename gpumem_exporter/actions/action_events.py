@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from gpumem_exporter.actions.declarations import ActionRequest, Target
-from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
+from gpumem_exporter.actions.action import Action, ActionResult, SubmittedAction
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.core.event import ACTION_REQUESTED, PLACE, Event
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """`/api/v1/actions`: request, list and cancel actions. `/api/v1/caller`: what the caller may do.
 
-The request guard has authorized the caller of actions. The fields of a request are declared in `actions.declarations`.
+The request guard has authorized the caller of actions. `actions.action_options` declares the fields of a request.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH
 from gpumem_exporter.actions import sentences
-from gpumem_exporter.actions.audit import Audit
-from gpumem_exporter.actions.declarations import (
+from gpumem_exporter.actions.action import Action, ActionResult, EngineWait
+from gpumem_exporter.actions.action_options import (
     ACTIONS,
     GROUP_IS_DEPRECATED,
     OPTIONS,
@@ -32,9 +32,9 @@ from gpumem_exporter.actions.declarations import (
     Target,
     invalid_fields,
 )
+from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.lifecycle import ActionState
-from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
 from gpumem_exporter.core.caller import Rights
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.spelling import did_you_mean
@@ -145,7 +145,7 @@ class ListParameters(KnownFields):
 
 
 class _Strict(KnownFields):
-    """Checks types only; `actions.declarations.invalid_fields` checks values."""
+    """Checks types only; `actions.action_options.invalid_fields` checks values."""
 
     # Unknown fields are errors, as in all `KnownFields`: without a mistyped part, the target could be wider.
     model_config = ConfigDict(strict=True, allow_inf_nan=False)

@@ -15,10 +15,10 @@ from typing import TypeVar
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions.action import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.action_events import action_event, read_action, read_requested, requested_event
-from gpumem_exporter.actions.declarations import MAX_DEADLINE_SECONDS
+from gpumem_exporter.actions.action_options import MAX_DEADLINE_SECONDS
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.core.event import ACTION_REQUESTED, Event, Query
 from gpumem_exporter.core.recorders import Journal
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_COMMANDS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.by_exporter import OutsideActs
-from gpumem_exporter.actions.declarations import (
+from gpumem_exporter.actions.action import Action, SubmittedAction
+from gpumem_exporter.actions.action_options import (
     ANSWER_GRACE_SECONDS,
     DEVICE_ACTIONS,
     ENGINE_ANSWER_SECONDS,
@@ -30,6 +30,7 @@ from gpumem_exporter.actions.declarations import (
     ActionRequest,
     Target,
 )
+from gpumem_exporter.actions.by_exporter import OutsideActs
 from gpumem_exporter.actions.engine_starts import EngineStarts, starts_for
 from gpumem_exporter.actions.engines import EngineMemory
 from gpumem_exporter.actions.kinds import KINDS
@@ -42,7 +43,6 @@ from gpumem_exporter.actions.lifecycle import (
     PartState,
     RunningAction,
 )
-from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.results import (
     DriverValues,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.declarations import ActionRequest
+from gpumem_exporter.actions.action import EngineWait
+from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, Part, PartState, RunningAction
-from gpumem_exporter.actions.model import EngineWait
 from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.naming import json_pid

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 from gpumem_client.wire.protocol import CommandResult, denied_by_owner
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
-from gpumem_exporter.actions.declarations import ActionRequest
+from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, RunningAction, Waking
 from gpumem_exporter.actions.results import DriverValues

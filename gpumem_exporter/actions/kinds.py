@@ -1,7 +1,7 @@
 """The actions: what each has that the surfaces show and decide by, in one declaration.
 
-The command line, `fleet`, the results, the events and the page read it. The options of an action are in `declarations`,
-and what a process does for it is in the client. Standard library only, because every command imports it.
+The command line, `fleet`, the results, the events and the page read it. `action_options` has the options of an action,
+the client what a process does for it. Standard library only, because every command imports it.
 """
 
 from __future__ import annotations

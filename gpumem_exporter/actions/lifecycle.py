@@ -29,9 +29,9 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.declarations import ActionRequest
+from gpumem_exporter.actions.action import Action, ActionResult, PendingPart, SubmittedAction
+from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.kinds import is_done
-from gpumem_exporter.actions.model import Action, ActionResult, PendingPart, SubmittedAction
 from gpumem_exporter.actions.results import DriverValues, as_shown, command_results, outside_results
 from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
 from gpumem_exporter.actions.timing import Turn

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, denied_by_owner
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
-from gpumem_exporter.actions.declarations import ActionRequest
+from gpumem_exporter.actions.action import ActionResult
+from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.kinds import KINDS, is_done
-from gpumem_exporter.actions.model import ActionResult
 from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
 from gpumem_exporter.core.samples import ReportingProcess
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, DeviceSample
 from gpumem_client.wire.units import counted
-from gpumem_exporter.actions.declarations import OUTSIDE_ACTIONS, ActionRequest, Target
+from gpumem_exporter.actions.action_options import OUTSIDE_ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.naming import json_pid

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gpumem_client.wire.protocol import CommandResult, StillFree
+from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.lifecycle import CommandPart, RunningAction
-from gpumem_exporter.actions.model import Action
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 
 SETTLING_GRACE_SECONDS = 5.0

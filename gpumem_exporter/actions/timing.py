@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from gpumem_exporter.actions.declarations import MAX_DEADLINE_SECONDS, ActionRequest
+from gpumem_exporter.actions.action_options import MAX_DEADLINE_SECONDS, ActionRequest
 from gpumem_exporter.actions.results import unsupported
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.naming import json_pid

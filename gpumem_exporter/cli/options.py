@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.actions.declarations import (
+from gpumem_exporter.actions.action_options import (
     OPTIONS,
     ORPHANS,
     SELECTORS,
@@ -224,7 +224,7 @@ def job_option(text: str, *, required: bool = False) -> Callable[[_Command], _Co
 
 
 def action_options(action: str, *, without: Collection[str] = ()) -> Callable[[_Command], _Command]:
-    """Return the options of an action as `actions.declarations` has them. Their names are the fields of a request."""
+    """Return the options of an action as `actions.action_options` has them. Their names are the fields of a request."""
     return option_group(
         *(
             _action_option(name, option, option.help[action])

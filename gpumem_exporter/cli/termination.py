@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.kinds import is_done
+from gpumem_exporter.cli.action_dialog import YES, answer, can_ask
 from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.clear import YES, answer, can_ask
 from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.cli.render.terminal import open_console, show
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.profile.aggregate import Naming
-from gpumem_client.profile.blocks import Block, DeviceBlocks, Stacks
+from gpumem_client.profile.heap_blocks import Block, DeviceBlocks, Stacks
 from gpumem_client.profile.heap_reader import HeapReader
-from gpumem_client.profile.model import Owner
+from gpumem_client.profile.profile_types import Owner
 from gpumem_client.profile.recorder import Recorder
 from gpumem_exporter.demo.process import DeviceSlot, SimulatedProcess, now_us
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.container import HERE, Place
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory

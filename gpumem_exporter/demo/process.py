@@ -20,8 +20,8 @@ from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
-from gpumem_client.profile.model import Owner
-from gpumem_client.reporter.loop import ReportLoop
+from gpumem_client.profile.profile_types import Owner
+from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity
 from gpumem_client.wire.reason_codes import ReasonCode

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from gpumem_exporter.edge.fair_queue import HeldRequests
     from gpumem_exporter.edge.replies import Renderer
     from gpumem_exporter.edge.request_guard import Callers, OwnNames
+    from gpumem_exporter.metrics.collector_types import Collector
     from gpumem_exporter.metrics.instruments import Registry
-    from gpumem_exporter.metrics.subjects import Collector
     from gpumem_exporter.node.host import Host
     from gpumem_exporter.page.findings import FindingsOf
     from gpumem_exporter.page.health import Check

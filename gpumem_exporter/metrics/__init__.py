@@ -1,4 +1,4 @@
 """The metrics page: the catalog of metrics, the samples of a snapshot, and their text formats.
 
-Other folders import: `exposition`, `instruments`, `metrics_route`, `subjects`.
+Other folders import: `collector_types`, `exposition`, `instruments`, `metrics_route`.
 """

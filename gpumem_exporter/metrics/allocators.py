@@ -9,7 +9,7 @@ from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import ReportingProcess, plan_error_ratio
 from gpumem_exporter.metrics import catalog
-from gpumem_exporter.metrics.subjects import Collector, Samples, Series, Subject, Value, View
+from gpumem_exporter.metrics.collector_types import Collector, Samples, Series, Subject, Value, View
 
 _SAMPLED = {
     catalog.TORCH_ALLOCATED: "allocated_bytes",

@@ -7,7 +7,7 @@ the page. Ratios are from 0 to 1, except the ratio of an error.
 from __future__ import annotations
 
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
-from gpumem_exporter.metrics.subjects import Metric
+from gpumem_exporter.metrics.collector_types import Metric
 
 _DEVICE = ("gpu", "uuid")
 _TORCH = ("gpu", "uuid", "pid", "workload", "rank")

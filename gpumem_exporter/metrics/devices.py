@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from gpumem_exporter.core.ledger import device_ledger, shares_on
 from gpumem_exporter.core.samples import DeviceReading
 from gpumem_exporter.metrics import catalog
-from gpumem_exporter.metrics.subjects import Collector, Samples, Series, Subject, View, one_of_each
+from gpumem_exporter.metrics.collector_types import Collector, Samples, Series, Subject, View, one_of_each
 
 _POLL_FAMILIES = (catalog.NVML_UP, catalog.POLL_DURATION, catalog.POLL_TIMESTAMP)
 _DEVICE_FAMILIES = (

@@ -23,11 +23,11 @@ import prometheus_client
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
 from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.allocators import TORCH
+from gpumem_exporter.metrics.collector_types import Collector, Metric, Samples, Series, Subject, Value, View, label_text
 from gpumem_exporter.metrics.devices import DEVICE, LEDGER, POLL
 from gpumem_exporter.metrics.instruments import Registry
 from gpumem_exporter.metrics.processes import PROCESS, REPORTER
 from gpumem_exporter.metrics.registry import RegistryLines
-from gpumem_exporter.metrics.subjects import Collector, Metric, Samples, Series, Subject, Value, View, label_text
 
 CONTENT_TYPE_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 CONTENT_TYPE_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"

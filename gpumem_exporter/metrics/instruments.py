@@ -14,10 +14,10 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from gpumem_client.wire.protocol import OUTCOMES
-from gpumem_exporter.actions.declarations import ACTIONS
-from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.action import Action
+from gpumem_exporter.actions.action_options import ACTIONS
 from gpumem_exporter.metrics import catalog
-from gpumem_exporter.metrics.subjects import Metric
+from gpumem_exporter.metrics.collector_types import Metric
 
 # For each counter, one more series whose value never changes.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]

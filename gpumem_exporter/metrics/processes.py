@@ -16,7 +16,7 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
 )
 from gpumem_exporter.metrics import catalog
-from gpumem_exporter.metrics.subjects import Collector, Samples, Series, Subject, View, one_of_each
+from gpumem_exporter.metrics.collector_types import Collector, Samples, Series, Subject, View, one_of_each
 
 _UNKNOWN = ProcessFacts(0, 0)
 _NO_READING = NodeReading(0.0, 0.0, 0.0, up=False)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import prometheus_client
 from prometheus_client.registry import Collector
 
+from gpumem_exporter.metrics.collector_types import Metric, label_text
 from gpumem_exporter.metrics.instruments import Registry
-from gpumem_exporter.metrics.subjects import Metric, label_text
 
 
 def described(family: prometheus_client.Metric) -> Metric:

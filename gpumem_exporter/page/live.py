@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS
-from gpumem_exporter.actions.declarations import ActionRequest, Target
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.actions.sentences import stays_free
 from gpumem_exporter.actions.timing import turns_of_job
@@ -14,7 +14,7 @@ from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.ledger import DeviceLedger, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import PartKey, Snapshot
 from gpumem_exporter.page.documents import Part, device_document, process_document
-from gpumem_exporter.page.engines import component_sums, engine_document
+from gpumem_exporter.page.engine_words import component_sums, engine_document
 from gpumem_exporter.page.findings import Finding, FindingsOf, Since, find
 from gpumem_exporter.page.growth import GrowingPart, Growth, growing_parts, growth
 from gpumem_exporter.page.hues import Hues

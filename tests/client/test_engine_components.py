@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gpumem_client.allocator.components import with_cache_use, with_components
-from gpumem_client.allocator.heap import PoolSegment
+from gpumem_client.allocator.heap_sum import PoolSegment
 from gpumem_client.engines.engine_state import CacheUse, EngineClock, EngineFacts
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
-from gpumem_client.reporter.loop import ReportLoop
+from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.protocol import DeviceSample, EngineState
 from tests.support.builders import identity
 from tests.support.fake_allocator import FakeAllocator

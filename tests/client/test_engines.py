@@ -19,8 +19,8 @@ import pytest
 
 from gpumem_client import torch_access
 from gpumem_client.engines import engine_state
+from gpumem_client.engines.engine_reader import EngineReader
 from gpumem_client.engines.engine_state import CacheUse, EngineFacts
-from gpumem_client.engines.reader import EngineReader
 from tests.support.waiting import patient, wait_for
 
 GIB = 1 << 30

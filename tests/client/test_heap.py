@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.allocator import unmapped
-from gpumem_client.allocator.heap import PoolSegment, read_heaps
+from gpumem_client.allocator.heap_sum import PoolSegment, read_heaps
 from gpumem_client.allocator.unmapped import Unmapped, unmapped_in, without_unmapped
 from tests.support.builders import sample
 

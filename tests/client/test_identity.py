@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.reporter import identity
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.wire.protocol import ProcessIdentity
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
@@ -23,7 +23,7 @@ import json, multiprocessing, os, sys
 
 def describe():
     from gpumem_client.reporter.identity import current_process
-    from gpumem_client.reporter.settings import ReporterSettings
+    from gpumem_client.reporter.reporter_settings import ReporterSettings
     from gpumem_exporter.node.linux import LinuxHost
 
     own = current_process(ReporterSettings.resolve(environ={})).command

@@ -11,7 +11,7 @@ from tests.support.waiting import patient
 
 PROGRAM = """
 import os
-from gpumem_client.hooks.lifecycle import after_fork_in_child, at_exit
+from gpumem_client.hooks.process_life import after_fork_in_child, at_exit
 
 def say(text):
     return lambda: os.write(1, text.encode() + b"\\n")
@@ -34,7 +34,7 @@ def test_calls_at_exit_and_after_a_fork_can_be_removed() -> None:
 
 FORK_DURING_A_CHANGE = """
 import os, signal, sys, threading, types
-from gpumem_client.hooks.lifecycle import after_fork_in_child
+from gpumem_client.hooks.process_life import after_fork_in_child
 from gpumem_client.hooks.graph_captures import listen_to_captures, no_capture_starts
 
 parent, changing, cleared, forked = os.getpid(), threading.Event(), threading.Event(), threading.Event()
@@ -89,13 +89,13 @@ def test_a_child_forked_while_other_threads_hold_the_locks_of_the_client_does_no
 
 FORK_DURING_A_LOAD = """
 import os, signal, sys, threading
-from gpumem_client.hooks.lifecycle import loading
+from gpumem_client.hooks.process_life import loading
 
 started, go_on = threading.Event(), threading.Event()
 
 class Waits:
     def find_spec(self, name, path=None, target=None):
-        if name == "gpumem_client.profile.model":
+        if name == "gpumem_client.profile.profile_types":
             started.set()
             go_on.wait()
 
@@ -131,16 +131,16 @@ def test_a_child_can_import_what_another_thread_was_loading_when_it_was_forked()
 REPLACED_FILES = """
 import os
 from pathlib import Path
-from gpumem_client.hooks import lifecycle
+from gpumem_client.hooks import process_life
 
-with lifecycle.loading():
+with process_life.loading():
     pass
-file = Path(lifecycle.__file__)
+file = Path(process_life.__file__)
 written = file.with_name("new")
 written.write_bytes(file.read_bytes())
 written.replace(file)
 try:
-    with lifecycle.loading():
+    with process_life.loading():
         print("loaded")
 except ImportError as error:
     print("start the process again" in str(error))

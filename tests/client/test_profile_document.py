@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 from gpumem_client.profile import encoded
-from gpumem_client.profile.model import Frame, Owner, Profile, ProfiledDevice, Row
+from gpumem_client.profile.profile_types import Frame, Owner, Profile, ProfiledDevice, Row
 from gpumem_client.wire.protocol import ProcessIdentity
 
 IDENTITY = ProcessIdentity(1, 2, 3, "session", 4.0)

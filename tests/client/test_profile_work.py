@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.profile import blocks
+from gpumem_client.profile import heap_blocks
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.errors import CommandRefusedError
 from tests.support.waiting import patient
@@ -24,8 +24,8 @@ def test_work_rests_often_but_not_for_most_of_the_time(
         nonlocal now, slice_
         now, slice_ = now + sleep_seconds, 0.0
 
-    monkeypatch.setattr(blocks, "time", types.SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
-    for _ in blocks.resting(range(40_000)):
+    monkeypatch.setattr(heap_blocks, "time", types.SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
+    for _ in heap_blocks.resting(range(40_000)):
         now, worked, slice_ = now + 1e-5, worked + 1e-5, slice_ + 1e-5
         longest = max(longest, slice_)
     assert worked / now > share

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.allocator.heap import Heap, PoolSegment
+from gpumem_client.allocator.heap_sum import Heap, PoolSegment
 from gpumem_client.allocator.reclaimable import Reclaimable
 
 

@@ -11,7 +11,7 @@ import pytest
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.reporter.delivery import Outcome
-from gpumem_client.reporter.loop import ReportLoop
+from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.protocol import Command, DeviceSample, Reply
 from tests.support.builders import identity
 from tests.support.fake_allocator import FakeAllocator

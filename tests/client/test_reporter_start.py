@@ -13,7 +13,7 @@ from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.reporter import reporter as module
 from gpumem_client.reporter.reporter import Reporter
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.reporter.worker import Worker
 from tests.support.waiting import patient, wait_for
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.allocator.settings import environment_limit
+from gpumem_client.allocator.allocator_environment import environment_limit
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.reporter.identity import current_process, with_rank
 from gpumem_client.reporter.reporter import Reporter
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.wire.http import DEFAULT_URLS
 from gpumem_client.wire.protocol import COMMAND_ACTIONS
 

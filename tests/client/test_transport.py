@@ -14,7 +14,7 @@ import pytest
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
 from gpumem_client.reporter.identity import current_process
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_client.wire.http import Connection, shown_url
 from gpumem_client.wire.protocol import Report

@@ -52,7 +52,7 @@ def test_only_one_module_registers_for_forks_and_for_the_exit() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.register_at_fork", "atexit.register")
     }
-    assert registering == {"hooks/lifecycle.py"}
+    assert registering == {"hooks/process_life.py"}
 
 
 def test_the_documentation_lists_every_hook() -> None:

@@ -23,7 +23,7 @@ NAMES = {package.name for package in PACKAGES}
 SHIMS = {"gpumem_exporter.client", "gpumem_exporter.training"}
 ALLOWED = {
     ("gpumem_exporter.demo", "gpumem_client"),
-    ("gpumem_exporter.features.profiles", "gpumem_client.profile.model"),
+    ("gpumem_exporter.features.profiles", "gpumem_client.profile.profile_types"),
     ("gpumem_exporter.main", "gpumem_client.run"),
     ("gpumem_exporter.cli.commands.passed_on", "gpumem_client.run"),
     ("gpumem_exporter.cli.commands.passed_on", "gpumem_toolkit.planning.command"),
@@ -146,7 +146,7 @@ def _reachable(edges: dict[str, set[str]], start: str) -> set[str]:
     ("module", "source", "target"),
     [
         ("gpumem_exporter.core.store", "import gpumem_exporter.app", "gpumem_exporter.app"),
-        ("gpumem_exporter.actions.model", "from gpumem_exporter import cli, core", "gpumem_exporter.cli"),
+        ("gpumem_exporter.actions.action", "from gpumem_exporter import cli, core", "gpumem_exporter.cli"),
         ("gpumem_exporter.core.store", "def f():\n    from gpumem_exporter import page", "gpumem_exporter.page"),
         ("gpumem_exporter.core.store", "if TYPE_CHECKING:\n    from ..page import live", "gpumem_exporter.page.live"),
         ("gpumem_exporter.core.store", "from .. import page", "gpumem_exporter.page"),

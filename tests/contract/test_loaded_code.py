@@ -51,7 +51,7 @@ def test_a_training_process_loads_no_code_that_no_command_has_asked_for(node: Em
                 training.kill()
     lines = {name: int(number) for name, number in map(str.split, output.splitlines())}
     print(*sorted(lines.items(), key=lambda each: -each[1]), sep="\n")
-    assert "gpumem_client.reporter.loop" in lines
+    assert "gpumem_client.reporter.report_loop" in lines
     folders = {name.split(".")[1] for name in lines if "." in name}
     assert not folders & {"objects", "profile"}
     assert sum(lines.values()) <= LINES_MAX

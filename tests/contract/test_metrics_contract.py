@@ -16,8 +16,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from gpumem_client.wire.protocol import DeviceSample, EngineState, ProcessIdentity, Report
-from gpumem_exporter.actions.declarations import Target
-from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.action import Action, ActionResult
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.samples import (
     DeviceMemory,

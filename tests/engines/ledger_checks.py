@@ -151,7 +151,7 @@ pool = core.scheduler.kv_cache_manager.block_pool
 result = pool.num_gpu_blocks
 """
 STATE = """
-from gpumem_client.engines.reader import process_engine
+from gpumem_client.engines.engine_reader import process_engine
 facts = process_engine().read()
 result = [facts.name, facts.version, facts.model, facts.measures, facts.ready, facts.requests]
 """

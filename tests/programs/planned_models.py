@@ -26,7 +26,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning import planner, simulation
 from gpumem_toolkit.planning.command import main
 from gpumem_toolkit.planning.job import CHOICES, Job, parse_tensor
-from gpumem_toolkit.planning.worker import Progress
+from gpumem_toolkit.planning.planner_process import Progress
 
 INPUT = "float32[B,512]"
 

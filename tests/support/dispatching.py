@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from gpumem_client.wire.protocol import MODES, CommandResult, DeviceResult
-from gpumem_exporter.actions.declarations import DEFAULT_ACTIONS, ActionRequest, Target
+from gpumem_exporter.actions.action import Action
+from gpumem_exporter.actions.action_options import DEFAULT_ACTIONS, ActionRequest, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.container import HERE

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gpumem_client.profile.model import FORMAT, MAX_LISTS, MAX_ROWS, MAX_VALUES
+from gpumem_client.profile.profile_types import FORMAT, MAX_LISTS, MAX_ROWS, MAX_VALUES
 from gpumem_exporter.features.profiles.profile_document import MAX_TEXT
 from tests.support.builders import UUIDS, report
 

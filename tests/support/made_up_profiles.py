@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gpumem_client.profile.model import Frame, Owner, Profile, ProfiledDevice, Row
+from gpumem_client.profile.profile_types import Frame, Owner, Profile, ProfiledDevice, Row
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.features.profiles.stored_profile import KeptDevice, StoredProfile
 from tests.support.builders import MIB, UUIDS

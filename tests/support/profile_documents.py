@@ -8,7 +8,7 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
-from gpumem_client.profile.model import FORMAT, Frame, Owner, Profile, ProfiledDevice, Row
+from gpumem_client.profile.profile_types import FORMAT, Frame, Owner, Profile, ProfiledDevice, Row
 from gpumem_client.wire.http import Answer
 from gpumem_client.wire.protocol import PROFILES_PATH, CommandResult, OutOfMemory, ProcessIdentity, Report
 from gpumem_exporter.core.container import HERE

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpumem_client.profile.model import MAX_COMPRESSED_BYTES
+from gpumem_client.profile.profile_types import MAX_COMPRESSED_BYTES
 from gpumem_client.wire.protocol import PROFILES_PATH
 
 

@@ -38,7 +38,7 @@ VALUES = (
     "core/naming.py",
     "core/container.py",
     "core/samples.py",
-    "actions/model.py",
+    "actions/action.py",
     "core/event.py",
     "wire/protocol.py",
     "wire/units.py",

@@ -11,7 +11,7 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.top.app import Top
 from gpumem_exporter.cli.top.tables import RowTable

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gpumem_client as client
 import gpumem_toolkit as toolkit
-from gpumem_client.allocator.settings import KEYS, environment_with, merged, parse_settings
+from gpumem_client.allocator.allocator_environment import KEYS, environment_with, merged, parse_settings
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_toolkit.cleanup import auto_clean

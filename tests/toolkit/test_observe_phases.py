@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_client import memory_context, phase
-from gpumem_client.phases.measured import Measured, MemoryUse
+from gpumem_client.phases.measured_block import Measured, MemoryUse
 from gpumem_client.phases.observed import Observed
 from gpumem_client.phases.peaks import Span
 from gpumem_client.wire.protocol import MAX_PHASES

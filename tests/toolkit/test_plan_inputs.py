@@ -12,7 +12,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning import planner
 from gpumem_toolkit.planning.devices import Gpu, parse_bytes, parse_gpu
 from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor, parse_value, read_arguments
-from gpumem_toolkit.planning.worker import place, run_in_worker
+from gpumem_toolkit.planning.planner_process import place, run_in_worker
 from tests.support.running_command import run_python
 
 GIB = 1 << 30

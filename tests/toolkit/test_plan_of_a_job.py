@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.reporter.plan import chosen_plan, planned_peak_bytes, with_plan
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.planned_peak import chosen_plan, planned_peak_bytes, with_plan
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import plan_error_ratio

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumem_toolkit.planning import worker as progress_module
-from gpumem_toolkit.planning.worker import Progress
+from gpumem_toolkit.planning import planner_process as progress_module
+from gpumem_toolkit.planning.planner_process import Progress
 from tests.support.waiting import wait_for
 
 

@@ -15,7 +15,7 @@ from gpumem_client.commands.scheduler import Scheduler
 from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps
-from gpumem_client.phases.measured import Measured
+from gpumem_client.phases.measured_block import Measured
 from gpumem_client.phases.observed import Observed
 from gpumem_client.wire.protocol import Command
 from gpumem_toolkit import oom_guard

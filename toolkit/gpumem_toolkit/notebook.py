@@ -20,7 +20,7 @@ from IPython.display import display
 from gpumem_client import clear_cache, memory_summary
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.out_of_memory import chain, out_of_memory_in
-from gpumem_client.phases.measured import Measured, MemoryUse
+from gpumem_client.phases.measured_block import Measured, MemoryUse
 from gpumem_client.torch_access import initialized_torch
 from gpumem_client.wire.units import human_bytes
 from gpumem_toolkit.measure.named_holders import holders_among

@@ -13,17 +13,17 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from gpumem_client import torch_access
+from gpumem_client.allocator.allocator_environment import environment_limit, in_force
 from gpumem_client.allocator.captures import Captures
 from gpumem_client.allocator.components import with_cache_use, with_components
-from gpumem_client.allocator.heap import LARGE_PAGE_BYTES, Heap, PoolSegment, read_heaps
+from gpumem_client.allocator.heap_sum import LARGE_PAGE_BYTES, Heap, PoolSegment, read_heaps
 from gpumem_client.allocator.reclaimable import Reclaimable, known
-from gpumem_client.allocator.settings import environment_limit, in_force
 from gpumem_client.allocator.unmapped import Unmapped, can_unmap, unmapped_in, without_unmapped
+from gpumem_client.engines.engine_reader import EngineReader, process_engine
 from gpumem_client.engines.engine_state import EngineFacts
-from gpumem_client.engines.reader import EngineReader, process_engine
 from gpumem_client.guest_safety import log
-from gpumem_client.hooks.lifecycle import process_singleton
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
+from gpumem_client.hooks.process_life import process_singleton
 from gpumem_client.phases.observed import Observed, process_observed
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
-from gpumem_client.allocator.heap import PoolId
+from gpumem_client.allocator.heap_sum import PoolId
 from gpumem_client.hooks.graph_captures import listen_to_captures, running_captures
 
 

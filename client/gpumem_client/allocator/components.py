@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from gpumem_client.allocator.heap import PoolId, PoolSegment
+from gpumem_client.allocator.heap_sum import PoolId, PoolSegment
 from gpumem_client.engines.engine_state import CacheUse
 from gpumem_client.wire.protocol import DeviceSample
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Dict, Tuple
 
-from gpumem_client.allocator.heap import Heap, PoolId, PoolSegment
+from gpumem_client.allocator.heap_sum import Heap, PoolId, PoolSegment
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.protocol import DeviceSample
 

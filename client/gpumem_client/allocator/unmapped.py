@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpumem_client.allocator.heap import PoolSegment
+from gpumem_client.allocator.heap_sum import PoolSegment
 from gpumem_client.wire.protocol import DeviceSample
 
 _MODULES = ("torch_memory_saver", "vllm.device_allocator.cumem")

@@ -16,10 +16,10 @@ from gpumem_client.allocator.reclaimable import known
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands.settling import Settling
-from gpumem_client.engines.reader import process_engine
+from gpumem_client.engines.engine_reader import process_engine
 from gpumem_client.guest_safety import raised_by_signal_handler
 from gpumem_client.hooks.graph_captures import no_capture_starts
-from gpumem_client.hooks.lifecycle import loading
+from gpumem_client.hooks.process_life import loading
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import (

@@ -11,7 +11,7 @@ from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.guest_safety import log
 from gpumem_client.profile.heap_reader import HeapReader
 from gpumem_client.profile.latest import note_profile
-from gpumem_client.profile.model import Profile
+from gpumem_client.profile.profile_types import Profile
 from gpumem_client.profile.profiler import Recording, live_profile
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.torch_access import in_torch

@@ -3,5 +3,5 @@
 Nothing here imports an engine, calls CUDA or takes a lock, and only `sleep` changes an object of an engine, on request.
 What an engine's version does not have is absent. docs/engines.md lists what is read.
 
-Other folders import: `engine_state`, `reader`, `sleep`.
+Other folders import: `engine_reader`, `engine_state`, `sleep`.
 """

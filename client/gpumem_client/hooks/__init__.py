@@ -8,5 +8,5 @@ The hook on steps does not change while an optimizer iterates over the hooks, be
 A hook that cannot be removed at once does nothing until it is removed. The ending reporter removes the hook on steps;
 the next call of the remove function removes any other hook.
 
-Other folders import: `cuda_start`, `graph_captures`, `lifecycle`, `out_of_memory`, `recordings`, `steps`.
+Other folders import: `cuda_start`, `graph_captures`, `out_of_memory`, `process_life`, `recordings`, `steps`.
 """

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from gpumem_client.guest_safety import guest_safety
-from gpumem_client.hooks.lifecycle import after_fork_in_child
+from gpumem_client.hooks.process_life import after_fork_in_child
 
 # Methods that end a capture. The hook replaces the first that exists: since torch 2.14 the second calls the first.
 _ENDS = ("capture_end_pre", "capture_end")

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.cuda_start import when_cuda_starts
-from gpumem_client.hooks.lifecycle import process_singleton
+from gpumem_client.hooks.process_life import process_singleton
 from gpumem_client.torch_access import uncompiled
 
 # An optimizer counts as unused if it makes no step while others make this number of steps.

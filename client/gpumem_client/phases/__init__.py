@@ -1,4 +1,4 @@
 """Phases and peaks: what the memory of a process was at most, by phase and component.
 
-Other folders import: `blocks`, `measured`, `observed`, `peaks`.
+Other folders import: `block_contexts`, `measured_block`, `observed`, `peaks`.
 """

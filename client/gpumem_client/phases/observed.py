@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_client.guest_safety import log
-from gpumem_client.hooks.lifecycle import after_fork_in_child, process_singleton
+from gpumem_client.hooks.process_life import after_fork_in_child, process_singleton
 from gpumem_client.phases.peaks import PeakBounds, PeakWatch, PhasePeak, Span
 from gpumem_client.torch_access import Statistics, calling_thread, mark_thread, process_statistics
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, MAX_PHASES

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Tuple
 
-from gpumem_client.profile.blocks import Stacks, resting
+from gpumem_client.profile.heap_blocks import Stacks, resting
 from gpumem_client.profile.lifetimes import Lifetime
-from gpumem_client.profile.model import Owner, Profile, Row
+from gpumem_client.profile.profile_types import Owner, Profile, Row
 
 # Device, pool, stack, owner.
 _Key = Tuple[int, str, "int | None", "int | None"]

@@ -1,4 +1,4 @@
-"""Encodes a profile for the exporter: JSON as gzip, within the limits of `model`."""
+"""Encodes a profile for the exporter: JSON as gzip, within the limits of `profile_types`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
-from gpumem_client.profile.blocks import resting
-from gpumem_client.profile.model import (
+from gpumem_client.profile.heap_blocks import resting
+from gpumem_client.profile.profile_types import (
     FORMAT,
     MAX_COMPRESSED_BYTES,
     MAX_DOCUMENT_BYTES,

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator
-from gpumem_client.allocator.heap import Heap
+from gpumem_client.allocator.heap_sum import Heap
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.profile.aggregate import Naming
-from gpumem_client.profile.blocks import DeviceBlocks, Stacks, read_blocks
+from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks, read_blocks
 from gpumem_client.profile.lifetimes import SplitRules
-from gpumem_client.profile.model import ProfiledDevice
 from gpumem_client.profile.owners import GRADIENT_SECONDS, TESTED_TORCH, Named, is_tested, name_storages
+from gpumem_client.profile.profile_types import ProfiledDevice
 from gpumem_client.uninterrupted import GENERATIONS, Slices, Uninterrupted, take_turns
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.reason_codes import ReasonCode

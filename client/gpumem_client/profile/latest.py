@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import NamedTuple
 
-from gpumem_client.profile.model import Profile
+from gpumem_client.profile.profile_types import Profile
 
 _OWNERS = 10
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_client.profile.blocks import Block, DeviceBlocks, Stacks, consumed, pool_name, resting
+from gpumem_client.profile.heap_blocks import Block, DeviceBlocks, Stacks, consumed, pool_name, resting
 
 BEFORE = -1
 """The index of what happened before the first entry."""

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from gpumem_client.guest_safety import log
 from gpumem_client.profile.aggregate import Rows
-from gpumem_client.profile.blocks import DeviceBlocks, Stacks
+from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks
 from gpumem_client.profile.heap_reader import HeapReader
 from gpumem_client.profile.lifetimes import BEFORE, REST_BYTES_MAX, Lifetime, between_snapshots, read_history
-from gpumem_client.profile.model import Owner, Profile, ProfiledDevice
+from gpumem_client.profile.profile_types import Owner, Profile, ProfiledDevice
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.protocol import OutOfMemory
 

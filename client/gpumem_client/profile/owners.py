@@ -16,9 +16,9 @@ from gpumem_client import torch_access
 from gpumem_client.objects.holders import Holders, ids_of, name_of_class, read_holders
 from gpumem_client.objects.referrers import GRAPH, NO_REFERRER, describe_referrers
 from gpumem_client.objects.tensors import TensorReader, subclasses
-from gpumem_client.profile.blocks import resting
 from gpumem_client.profile.gradients import Gradients, Place
-from gpumem_client.profile.model import Owner
+from gpumem_client.profile.heap_blocks import resting
+from gpumem_client.profile.profile_types import Owner
 from gpumem_client.profile.tensor_paths import (
     Model,
     NamedTensor,

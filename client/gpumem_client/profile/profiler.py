@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from gpumem_client.profile.aggregate import Naming, Rows
-from gpumem_client.profile.blocks import DeviceBlocks, Stacks
+from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks
 from gpumem_client.profile.heap_reader import HeapReader
 from gpumem_client.profile.lifetimes import BEFORE, History, Lifetime, between_snapshots, living, read_history
-from gpumem_client.profile.model import Profile
+from gpumem_client.profile.profile_types import Profile
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.reason_codes import ReasonCode

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from gpumem_client.guest_safety import ErrorLog, log
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.wire.errors import (
     ConfigurationError,
     ExporterAnswerError,

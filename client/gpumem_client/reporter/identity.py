@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpumem_client import __version__
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.torch_access import rank_and_size
 from gpumem_client.wire import procfs
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, MAX_TEXT_LENGTH, ProcessIdentity

@@ -9,10 +9,10 @@ from typing import Any
 
 from gpumem_client.guest_safety import ErrorLog, log
 from gpumem_client.hooks.cuda_start import when_cuda_starts
-from gpumem_client.hooks.lifecycle import after_fork_in_child, at_exit, process_singleton
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
+from gpumem_client.hooks.process_life import after_fork_in_child, at_exit, process_singleton
 from gpumem_client.hooks.steps import Steps, process_steps
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.reporter.worker import Worker
 from gpumem_client.wire.http import Connection
 

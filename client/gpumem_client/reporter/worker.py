@@ -13,14 +13,14 @@ from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.guest_safety import ErrorLog, guest_safety, log
-from gpumem_client.hooks.lifecycle import loading
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog, OutOfMemoryObserver
+from gpumem_client.hooks.process_life import loading
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
 from gpumem_client.reporter.identity import current_process
-from gpumem_client.reporter.loop import ReportLoop
-from gpumem_client.reporter.plan import planned_peak_bytes
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.planned_peak import planned_peak_bytes
+from gpumem_client.reporter.report_loop import ReportLoop
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.torch_access import in_torch
 
 if TYPE_CHECKING:

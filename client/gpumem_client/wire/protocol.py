@@ -22,7 +22,7 @@ from gpumem_client.wire.errors import WireError
 PROTOCOL_VERSION = 1
 REPORTS_PATH = "/api/v1/reports"
 PROFILES_PATH = "/api/v1/profiles"
-"""A reporter posts a memory profile there: JSON as gzip, see `gpumem_client.profile.model`."""
+"""A reporter posts a memory profile there: JSON as gzip, see `gpumem_client.profile.profile_types`."""
 
 MAX_INTEGER = 2**63 - 1
 """The largest number in a report."""

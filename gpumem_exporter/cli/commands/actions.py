@@ -10,8 +10,8 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.kinds import KINDS, ActionKind, is_done
+from gpumem_exporter.cli.action_dialog import act, can_ask, confirmed
 from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
-from gpumem_exporter.cli.clear import act, can_ask, confirmed
 from gpumem_exporter.cli.options import (
     action_options,
     action_request,

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
-from gpumem_exporter.cli.node import Node, node_document, read_live, require_known, selected
+from gpumem_exporter.cli.node_view import Node, node_document, read_live, require_known, selected
 from gpumem_exporter.cli.options import api_options, pop_target, pop_view, target_options, view_options, wide_option
 from gpumem_exporter.cli.render.node_tables import device_lines, node_tables
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show

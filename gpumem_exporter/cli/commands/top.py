@@ -12,7 +12,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.connection import action_token, exporter_trust, exporter_urls, kube_forward
-from gpumem_exporter.cli.node import node_document
+from gpumem_exporter.cli.node_view import node_document
 from gpumem_exporter.cli.options import (
     connection_options,
     interval_option,

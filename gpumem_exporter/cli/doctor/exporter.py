@@ -11,7 +11,7 @@ from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableEr
 from gpumem_client.wire.http import shown_url
 from gpumem_client.wire.units import counted
 from gpumem_exporter import __version__
-from gpumem_exporter.actions.declarations import ACTIONS, OUTSIDE_ACTIONS
+from gpumem_exporter.actions.action_options import ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.cli.api_client import Document, ExporterApi, read_rights
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, short_bytes
-from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, LEDGER
 from gpumem_exporter.cli.render.layout import Column, Layout, Order

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.columns import JOBS, SEVERITIES, clock, natural
 from gpumem_exporter.cli.render.layout import Column, Order
 

@@ -23,9 +23,9 @@ from textual.widgets import DataTable, Footer, Input, Static
 
 from gpumem_client.wire.errors import GpumemError
 from gpumem_exporter.actions.sentences import sentence
+from gpumem_exporter.cli.action_dialog import act
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.clear import act
-from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.program import INTERRUPTED, one_line
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS

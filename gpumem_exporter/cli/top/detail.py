@@ -19,9 +19,9 @@ from textual.widgets import Footer, Static
 
 from gpumem_client.wire.errors import GpumemError
 from gpumem_client.wire.units import UNKNOWN, human_seconds, short_bytes
-from gpumem_exporter.actions.declarations import Target
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.node import Node, read_live, selected
+from gpumem_exporter.cli.node_view import Node, read_live, selected
 from gpumem_exporter.cli.render.columns import DEVICES, JOBS, LEDGER, clock
 from gpumem_exporter.cli.render.layout import Layout
 from gpumem_exporter.cli.render.node_tables import finding_lines

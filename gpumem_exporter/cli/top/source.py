@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gpumem_client.wire.errors import ExporterError, ExporterUnreachableError
-from gpumem_exporter.actions.declarations import Target
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.node import Node, read_live, require_known, selected
+from gpumem_exporter.cli.node_view import Node, read_live, require_known, selected
 from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:

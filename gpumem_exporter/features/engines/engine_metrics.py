@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gpumem_client.wire.protocol import KV_CACHE_STATES
 from gpumem_exporter.core.samples import KV_PEAK_WINDOWS
-from gpumem_exporter.metrics.subjects import Collector, Metric, Samples, Series, Subject, Value, View
+from gpumem_exporter.metrics.collector_types import Collector, Metric, Samples, Series, Subject, Value, View
 
 _REPORTER = ("pid", "workload", "rank")
 _TORCH = ("gpu", "uuid", *_REPORTER)

@@ -11,7 +11,7 @@ from gpumem_client.wire.units import human_bytes, human_seconds
 from gpumem_exporter.core.ledger import DeviceLedger
 from gpumem_exporter.core.samples import DeviceMemory, KvCachePeak, Snapshot, kv_cache_size_bytes
 from gpumem_exporter.page.documents import SeenProcess
-from gpumem_exporter.page.engines import caches_of, title_of
+from gpumem_exporter.page.engine_words import caches_of, title_of
 from gpumem_exporter.page.findings import Finding, finding, gpus_in_words
 from gpumem_exporter.page.jobs import Job, job_uuids
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gpumem_exporter.core.event import EVENT_TYPES, Event
+from gpumem_exporter.metrics.collector_types import Metric
 from gpumem_exporter.metrics.instruments import Counter, Registry
-from gpumem_exporter.metrics.subjects import Metric
 
 EVENTS = Metric(
     "gpumem_events_total",

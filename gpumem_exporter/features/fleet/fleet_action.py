@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.errors import ExporterError, ExporterUnreachableError, ExporterUntrustedError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.actions.declarations import DEVICE_ACTIONS, OUTSIDE_ACTIONS
+from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.sentences import sentence, subject
-from gpumem_exporter.cli import clear
+from gpumem_exporter.cli import action_dialog
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.interrupt import Interrupts
 from gpumem_exporter.cli.options import action_request
@@ -201,7 +201,7 @@ def _rows(request: NodeRequest, body: Document, options: FleetOptions, stopped: 
     try:
         if not stopped():
             with options.api(request.exporter.url) as api:
-                action = clear.act(api, {**body, "target": request.target}, stopped=stopped)
+                action = action_dialog.act(api, {**body, "target": request.target}, stopped=stopped)
                 failure = ("expired", f"no result of the process; see action {action['id']}")
     except ExporterError as error:
         failure = _failure(error)

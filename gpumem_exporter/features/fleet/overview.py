@@ -7,7 +7,7 @@ from typing import Any
 
 from gpumem_client.wire.errors import ExporterError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.cli.node import Node, node_document, read_live
+from gpumem_exporter.cli.node_view import Node, node_document, read_live
 from gpumem_exporter.features.fleet.fleet_options import FleetOptions
 from gpumem_exporter.features.fleet.node_selection import exporters_of
 from gpumem_exporter.features.fleet.prometheus import Prometheus

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from gpumem_exporter.core.naming import pid_order
-from gpumem_exporter.metrics.subjects import Collector, Metric, Samples, Subject, View, one_of_each
+from gpumem_exporter.metrics.collector_types import Collector, Metric, Samples, Subject, View, one_of_each
 
 
 def _gauge(name: str, help: str) -> Metric:  # noqa: A002 - the field's name

@@ -20,7 +20,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
-from gpumem_exporter.actions.declarations import MAX_REASON_LENGTH, SELECTORS, Target
+from gpumem_exporter.actions.action_options import MAX_REASON_LENGTH, SELECTORS, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.selection import SelectedProcess, nothing_matches, select_reporting

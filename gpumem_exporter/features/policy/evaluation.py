@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.declarations import ActionRequest, Target
+from gpumem_exporter.actions.action import Action
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.engine_starts import describe_starts
 from gpumem_exporter.actions.kinds import is_done
-from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.timing import acts_on_jobs, steps_with_ranks
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.ledger import sum_of_known

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gpumem_exporter.features.policy.policy_values import RESULTS
+from gpumem_exporter.metrics.collector_types import Metric
 from gpumem_exporter.metrics.instruments import Counter, Registry
-from gpumem_exporter.metrics.subjects import Metric
 
 ALERT_OUTCOMES = ("acted", "repeated", "waiting", "refused", "resolved", "ignored", "invalid")
 EVALUATIONS = Metric(

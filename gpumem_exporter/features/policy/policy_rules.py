@@ -23,7 +23,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from gpumem_exporter.actions.declarations import (
+from gpumem_exporter.actions.action_options import (
     ACTIONS,
     GROUP_IS_DEPRECATED,
     MAX_SETTLE_SECONDS,

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_events import place_of
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.model import Action
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.samples import ProcessKey, Snapshot

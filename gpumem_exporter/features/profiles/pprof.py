@@ -10,7 +10,7 @@ import gzip
 from collections.abc import Iterable
 from typing import TypeVar
 
-from gpumem_client.profile.model import Frame, Owner
+from gpumem_client.profile.profile_types import Frame, Owner
 from gpumem_exporter.features.profiles.profile_diff import Difference
 from gpumem_exporter.features.profiles.profile_lines import Line, Stack, bounded, kind_text, owner_path
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile, device_names

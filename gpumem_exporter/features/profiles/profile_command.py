@@ -17,8 +17,8 @@ import click
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import human_bytes, human_seconds
 from gpumem_exporter.actions.kinds import is_done
+from gpumem_exporter.cli.action_dialog import act
 from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.clear import act
 from gpumem_exporter.cli.completion import PROFILE_IDS, SELECTORS
 from gpumem_exporter.cli.options import (
     action_options,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeAlias, TypeVar
 
-from gpumem_client.profile.model import Owner
+from gpumem_client.profile.profile_types import Owner
 from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, Moment, joined, without_numbers
 from gpumem_exporter.features.profiles.stored_profile import ProfileFacts, SavedProfile, StoredProfile
 

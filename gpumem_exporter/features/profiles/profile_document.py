@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 
-from gpumem_client.profile.model import (
+from gpumem_client.profile.profile_types import (
     CAUSES,
     FORMAT,
     MAX_COMPRESSED_BYTES,

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
-from gpumem_client.profile.model import Owner
+from gpumem_client.profile.profile_types import Owner
 from gpumem_exporter.features.profiles.profile_diff import Difference
 from gpumem_exporter.features.profiles.profile_lines import (
     Group,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from gpumem_client.profile.model import Frame, Owner, Profile
+from gpumem_client.profile.profile_types import Frame, Owner, Profile
 from gpumem_exporter.errors import NoPeakError
 
 Moment = Literal["live", "peak"]

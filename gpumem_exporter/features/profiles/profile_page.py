@@ -16,7 +16,7 @@ from importlib.resources import files
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from gpumem_client.profile.model import Owner
+from gpumem_client.profile.profile_types import Owner
 from gpumem_exporter.features.profiles.profile_diff import Difference
 from gpumem_exporter.features.profiles.profile_json import MAX_LENGTH, document_head, encoded, kinds, largest
 from gpumem_exporter.features.profiles.profile_lines import (

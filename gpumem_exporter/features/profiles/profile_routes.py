@@ -12,8 +12,8 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, PROFILES_PATH
+from gpumem_exporter.actions.action_options import ActionRequest, Target, invalid_fields
 from gpumem_exporter.actions.action_routes import KnownFields, refusals_as_problems
-from gpumem_exporter.actions.declarations import ActionRequest, Target, invalid_fields
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.event import Event, session_of_oom

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gpumem_client.profile.model import Frame, Owner
+from gpumem_client.profile.profile_types import Frame, Owner
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.features.profiles.profile_lines import Line, Stack, Stacks

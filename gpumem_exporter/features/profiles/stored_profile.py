@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from gpumem_client.profile.model import CAUSES as CAUSES
-from gpumem_client.profile.model import Profile as Profile
+from gpumem_client.profile.profile_types import CAUSES as CAUSES
+from gpumem_client.profile.profile_types import Profile as Profile
 from gpumem_exporter.core.container import Place
 from gpumem_exporter.features.profiles.profile_lines import Line, Moment, Stack, lines_of, stacks_of
 
@@ -38,7 +38,7 @@ class ProfileFacts:
     time_unix_seconds: float
     """When it was taken."""
     cause: str
-    """One of `gpumem_client.profile.model.CAUSES`."""
+    """One of `gpumem_client.profile.profile_types.CAUSES`."""
     pid: int | str
     """The name of the process at that time, as in `core.naming`."""
     workload: str

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.action_routes import ActionBody
-from gpumem_exporter.actions.declarations import ActionRequest, Target
 from gpumem_exporter.edge.problems import ProblemError
 
 

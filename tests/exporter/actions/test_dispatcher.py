@@ -9,9 +9,9 @@ import pytest
 
 from gpumem_client.wire.protocol import COMMAND_ACTIONS, CommandResult, StillFree
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.declarations import ANSWER_GRACE_SECONDS, ActionRequest, Target
+from gpumem_exporter.actions.action import Action, SubmittedAction
+from gpumem_exporter.actions.action_options import ANSWER_GRACE_SECONDS, ActionRequest, Target
 from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
-from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS

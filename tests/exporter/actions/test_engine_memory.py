@@ -14,9 +14,9 @@ import pytest
 from gpumem_client.wire.protocol import COMMAND_ACTIONS, CommandResult, DeviceResult, EngineState
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions import engines
-from gpumem_exporter.actions.declarations import ACTIONS, ENGINE_ANSWER_SECONDS, Target
+from gpumem_exporter.actions.action import Action
+from gpumem_exporter.actions.action_options import ACTIONS, ENGINE_ANSWER_SECONDS, Target
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS, Activity, EngineRefusedError
-from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.container import Place

@@ -10,8 +10,8 @@ import pytest
 
 from gpumem_client.wire.protocol import Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.declarations import ACTIONS, Target
-from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.action import Action
+from gpumem_exporter.actions.action_options import ACTIONS, Target
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
 from gpumem_exporter.core.starting_engines import GROWTH_PAUSE_SECONDS, TITLED_START_SECONDS

@@ -11,8 +11,8 @@ import pytest
 
 from gpumem_client.wire.protocol import MODES, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions.action import Action, SubmittedAction
 from gpumem_exporter.actions.dispatcher import GROUP_ANSWER_SECONDS
-from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.timing import GROUP_LEAD_SECONDS
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import ReportingProcess

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.declarations import ActionRequest, Target
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.selection import select
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import LostLauncher, ProcessFacts, Snapshot

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from gpumem_client.wire.procfs import pid_namespace
-from gpumem_exporter.actions.declarations import ACTIONS, ActionRequest, Target
+from gpumem_exporter.actions.action_options import ACTIONS, ActionRequest, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.container import HERE, UNKNOWN, Place

@@ -8,9 +8,9 @@ import pytest
 
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, SnapshotBlock, SnapshotFile
 from gpumem_exporter.actions import lifecycle
-from gpumem_exporter.actions.declarations import Target
+from gpumem_exporter.actions.action import Action, ActionResult
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.lifecycle import MAX_BYTES, ActionRegistry
-from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.errors import TooManyActionsError
 from gpumem_exporter.reports.report_schema import shortened

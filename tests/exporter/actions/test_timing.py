@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import MODES
-from gpumem_exporter.actions.declarations import ActionRequest, Target
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.results import dry_run_results
 from gpumem_exporter.actions.selection import NodeFacts, select, select_reporting
 from gpumem_exporter.actions.timing import Turn, plan

@@ -6,7 +6,7 @@ from typing import Any
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter import __version__
-from gpumem_exporter.actions.declarations import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.actions.action_options import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
 from gpumem_exporter.cli.doctor.exporter import (
     check_actions,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.node_tables import device_lines, node_tables
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.render.terminal import open_console, show

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.declarations import Target
-from gpumem_exporter.cli.node import require_known, selected
+from gpumem_exporter.actions.action_options import Target
+from gpumem_exporter.cli.node_view import require_known, selected
 from gpumem_exporter.errors import TargetNotFoundError
 from tests.support.live_documents import device, finding, job, live, process, unreported
 

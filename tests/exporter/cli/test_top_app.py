@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumem_client.wire.errors import ExporterUnreachableError
-from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.layout import Order
 from tests.support.live_documents import GIB, NOW, device, event, finding, full_node, job, live, process
 from tests.support.top_screen import URL, TopScreen, until

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpumem_client.wire.errors import ExporterAnswerError
-from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.node_view import Node
 from tests.support.live_documents import full_node
 from tests.support.top_screen import TopScreen, until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
-from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.node_view import Node
 from tests.support.live_documents import GIB, NOW, event, full_node
 from tests.support.top_screen import URL, TopScreen, query_value, until
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterError, ExporterUnreachableError
-from gpumem_exporter.actions.declarations import Target
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.render.node_tables import heading, node_tables
 from gpumem_exporter.cli.render.rows import View

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.declarations import Target
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.selection import select_reporting
 from gpumem_exporter.core.container import Place
 from gpumem_exporter.core.ledger import node_ledgers

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
-from gpumem_client.profile.model import Profile
+from gpumem_client.profile.profile_types import Profile
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.wire.protocol import Command, CommandResult, Reply, Report
 from gpumem_exporter.core.ledger import fragmented_bytes, node_ledgers

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions import action_routes as module
+from gpumem_exporter.actions.action import Action, ActionResult
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.action_routes import INLINE_RESULTS, ActionRoutes, action_document
-from gpumem_exporter.actions.declarations import Target
-from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.replies import Renderer, accepts_gzip, encoded

@@ -22,16 +22,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.actions.declarations import Target
-from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.action import Action, ActionResult
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.metrics import catalog
+from gpumem_exporter.metrics.collector_types import Metric
 from gpumem_exporter.metrics.exposition import PageCollector
 from gpumem_exporter.metrics.instruments import Counter as CounterMetric
 from gpumem_exporter.metrics.instruments import Instruments, Registry
-from gpumem_exporter.metrics.subjects import Metric
 from gpumem_exporter.settings import COLLECTORS
 from tests.support.builders import UUIDS, device, node, reporting
 from tests.support.exposition_builders import Read, exposition, read, text_of, whole_text_of

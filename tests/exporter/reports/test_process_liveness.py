@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_client.wire.protocol import CommandResult, ProcessIdentity
-from gpumem_exporter.actions.declarations import ActionRequest, Target
-from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.action import Action
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store

@@ -170,7 +170,7 @@ def test_bytecode_of_a_job_of_root_is_not_writable_for_others(folder: Path) -> N
     put_client(folder)
     (version,) = versions(folder)
     environment = {"PYTHONPATH": f"{folder}:{folder / version}"}
-    program = "import gpumem_client.reporter.settings"
+    program = "import gpumem_client.reporter.reporter_settings"
     subprocess.run(
         [sys.executable, "-S", "-c", f"import sitecustomize; {program}"], env=environment, check=True, umask=0
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.actions.declarations import ACTIONS, DEFAULT_ACTIONS, OUTSIDE_ACTIONS
+from gpumem_exporter.actions.action_options import ACTIONS, DEFAULT_ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.settings_sources import load_settings
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.profile.model import ProfiledDevice, Row
+from gpumem_client.profile.profile_types import ProfiledDevice, Row
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.kinds import PROFILES_PER_MINUTE
 from gpumem_exporter.features.profiles import profile_intake

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.profile.model import Profile
+from gpumem_client.profile.profile_types import Profile
 from gpumem_exporter.main import main
 from tests.support.builders import MIB
 from tests.support.made_up_profiles import training

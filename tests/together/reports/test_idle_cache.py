@@ -20,7 +20,7 @@ START = """
 from dataclasses import replace
 import gpumem_client as client
 from gpumem_client.reporter.reporter import process_reporter
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 
 process_reporter().start(replace(ReporterSettings.resolve(), idle_cache_seconds=seconds))
 

@@ -12,7 +12,7 @@ import pytest
 
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.wire.protocol import REPORTS_PATH, CommandResult, DeviceResult, Report, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, running_exporter

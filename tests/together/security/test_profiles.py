@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.profile.model import MAX_ROWS
+from gpumem_client.profile.profile_types import MAX_ROWS
 from gpumem_client.wire.protocol import PROFILES_PATH, OutOfMemory
 from gpumem_exporter.actions.kinds import PROFILES_PER_MINUTE
 from tests.support.builders import MIB, UUIDS

@@ -22,7 +22,7 @@ from tests.support.waiting import wait_for
 _START = """
 from dataclasses import replace
 from gpumem_client.reporter.reporter import process_reporter
-from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.reporter_settings import ReporterSettings
 process_reporter().start(replace(ReporterSettings.resolve(workload=workload, rank=3), idle_cache_seconds=3.0))
 """
 """Starts the reporter of a process whose idle cache is known after some seconds."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.planning.worker import Progress, run_in_worker
+from gpumem_toolkit.planning.planner_process import Progress, run_in_worker
 from tests.emulation.torch_process import TorchProcess
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for

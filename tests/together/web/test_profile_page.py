@@ -9,7 +9,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
-from gpumem_client.profile.model import Frame, Owner
+from gpumem_client.profile.profile_types import Frame, Owner
 from gpumem_exporter.features.profiles import profile_page
 from gpumem_exporter.features.profiles.profile_diff import Difference, difference
 from gpumem_exporter.features.profiles.profile_formats import render

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpumem_exporter.actions.declarations import Target
-from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.action import Action, ActionResult
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.core.event import Event
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, running_exporter

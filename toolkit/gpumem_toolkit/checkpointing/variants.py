@@ -15,7 +15,7 @@ from gpumem_client.hooks.out_of_memory import is_out_of_memory
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.checkpointing.comparison import CheckpointingComparison, CheckpointingRow
 from gpumem_toolkit.checkpointing.step import Results, Step, left_as_it_was
-from gpumem_toolkit.planning.model import find_blocks, recomputed
+from gpumem_toolkit.planning.fake_model import find_blocks, recomputed
 from gpumem_toolkit.training.model_runs import check_autocast, measure_peak, run_seconds
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.steps import process_steps
-from gpumem_client.phases.measured import DeviceUse
+from gpumem_client.phases.measured_block import DeviceUse
 from gpumem_client.torch_access import process_statistics, without_torch_function
 from gpumem_client.wire.units import ShownAsText
 from gpumem_toolkit.measure.components import inner_optimizer

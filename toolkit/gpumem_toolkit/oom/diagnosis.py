@@ -14,7 +14,7 @@ from gpumem_client.allocator.allocator import attached
 from gpumem_client.guest_safety import GuestLog
 from gpumem_client.hooks.out_of_memory import OomMessage, latest_oom, parse_oom_message
 from gpumem_client.objects.referrers import instance_dictionary
-from gpumem_client.phases.measured import phase_at_error
+from gpumem_client.phases.measured_block import phase_at_error
 from gpumem_client.torch_access import rank_and_size, tensor_base_class
 from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_client.wire.units import ShownAsText, human_bytes

@@ -17,7 +17,7 @@ from gpumem_client.allocator.allocator import attached
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.out_of_memory import chain, is_out_of_memory, out_of_memory_in
-from gpumem_client.phases.blocks import RunningBlocks, run_calls_in
+from gpumem_client.phases.block_contexts import RunningBlocks, run_calls_in
 from gpumem_client.torch_access import DeviceState, initialized_torch, process_statistics
 from gpumem_toolkit.oom.diagnosis import NOTE_PREFIX, OomDiagnosis, Run, diagnose
 from gpumem_toolkit.oom.growth import BlockHistory

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gpumem_client.allocator.allocator import attached, no_cuda
+from gpumem_client.allocator.allocator_environment import VARIABLES, in_force, merged, parse_settings
 from gpumem_client.allocator.reclaimable import unreturnable_bytes
-from gpumem_client.allocator.settings import VARIABLES, in_force, merged, parse_settings
 from gpumem_client.objects.tracked import find_frozen, tracked_of_types
 from gpumem_client.uninterrupted import GENERATIONS
 from gpumem_client.wire.errors import ConfigurationError

@@ -17,7 +17,7 @@ from gpumem_toolkit.planning.devices import parse_bytes, parse_gpu, smallest_gpu
 from gpumem_toolkit.planning.job import Description, parse_value
 from gpumem_toolkit.planning.plan import Plan
 from gpumem_toolkit.planning.planner import plan
-from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS
+from gpumem_toolkit.planning.planner_process import TIMEOUT_SECONDS
 
 _DESCRIPTION = """\
 Predict the GPU memory of a training job before it runs.

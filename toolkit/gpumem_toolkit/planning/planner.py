@@ -13,8 +13,8 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.devices import Gpu, parse_gpu, smallest_gpu
 from gpumem_toolkit.planning.job import Description, Job, TensorSpec, TransformersJob, parse_tensor, read_arguments
 from gpumem_toolkit.planning.plan import Change, Fit, Plan, Target, accumulate
+from gpumem_toolkit.planning.planner_process import TIMEOUT_SECONDS, Named, Progress, run_in_worker
 from gpumem_toolkit.planning.search import Sizing
-from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, Named, Progress, run_in_worker
 
 _PROFILED_BATCH = 8
 
@@ -120,7 +120,7 @@ def plan_job(
     progress, gpus = progress or Progress(), (gpus,) if isinstance(gpus, Gpu) else tuple(gpus)
     job, target = _prepared(given, target)
     if profiled_batch is not None:
-        from gpumem_toolkit.planning.measured import profile_job  # imports torch: not in the caller
+        from gpumem_toolkit.planning.measured_plan import profile_job  # imports torch: not in the caller
 
         return profile_job(job, gpus[0], target, batch=profiled_batch, notify=progress.of("measuring the job"))
     limits = [int(gpu.free_bytes * target.margin) for gpu in gpus]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.planning.fake_model import make_fake_mode, without_values
 from gpumem_toolkit.planning.job import Job, TensorSpec, TransformersJob, parse_tensor
-from gpumem_toolkit.planning.model import make_fake_mode, without_values
 
 # The inputs of a model by the end of its class's name. `S` is the length of a sequence.
 _INPUTS = {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.planning.fake_model import DTYPES
 from gpumem_toolkit.planning.job import Job, TensorSpec
-from gpumem_toolkit.planning.model import DTYPES
 from gpumem_toolkit.planning.sources import LightningStep
 
 # The values that share a scale in bitsandbytes' 8-bit states. Smaller parameters than `_LEAST_8BIT` keep fp32.

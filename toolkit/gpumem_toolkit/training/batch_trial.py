@@ -14,7 +14,7 @@ from gpumem_client import clear_cache
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.hooks.out_of_memory import out_of_memory_in
 from gpumem_client.hooks.steps import no_training
-from gpumem_client.phases.measured import Measured, MemoryUse
+from gpumem_client.phases.measured_block import Measured, MemoryUse
 from gpumem_client.torch_access import Statistics
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.errors import RankFailedError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumem_client.phases.measured import MemoryUse, memory_context
+from gpumem_client.phases.measured_block import MemoryUse, memory_context
 from gpumem_toolkit.training.model_runs import autocasting, check_autocast, evaluating
 
 

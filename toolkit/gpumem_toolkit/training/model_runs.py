@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumem_client.phases.measured import Measured
+from gpumem_client.phases.measured_block import Measured
 from gpumem_client.wire.errors import ConfigurationError
 
 

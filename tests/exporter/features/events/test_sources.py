@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import DeviceSample
+from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_events import action_event
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.audit import Audit
-from gpumem_exporter.actions.declarations import Target
-from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.features.events.event_recorder import DeviceHistory
 from gpumem_exporter.features.events.process_events import MAX_STARTS_PER_MINUTE, DeviceUsage

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError
-from gpumem_exporter.cli import clear
+from gpumem_exporter.cli import action_dialog
 from gpumem_exporter.features.fleet.fleet_action import requests_for
 from gpumem_exporter.features.fleet.node_selection import Selector
 from gpumem_exporter.main import main
@@ -34,7 +34,7 @@ def run(
 ) -> tuple[int, list[Any]]:
     """Run a command on processes of every exporter. Return its exit code and its results."""
     serve_fleet(monkeypatch, exporters, [{"instance": each.instance, "pid": pid} for each in exporters for pid in pids])
-    monkeypatch.setattr(clear, "_LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(action_dialog, "_LONGEST_PAUSE_SECONDS", 0.01)
     code = main(["fleet", *(words or ("clear",)), "--query", "q", "--json"])
     return code, json.loads(capsys.readouterr().out)["results"]
 
@@ -151,7 +151,7 @@ def test_a_node_that_does_not_name_its_processes_fails_and_the_others_act(
 def test_a_process_without_a_result_at_the_end_expires(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(clear, "longest_seconds", lambda _: 0.05)
+    monkeypatch.setattr(action_dialog, "longest_seconds", lambda _: 0.05)
     queued = action(row(1), state="running")
     exporter = ScriptedExporter(document=LISTED, submits=[queued], later=[queued])
     code, (expired, done) = run(monkeypatch, capsys, {A: exporter}, pids="12")

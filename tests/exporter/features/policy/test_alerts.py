@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.declarations import DEFAULT_ACTIONS, Target
+from gpumem_exporter.actions.action_options import DEFAULT_ACTIONS, Target
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.edge.problems import ProblemError

@@ -10,8 +10,8 @@ import pytest
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.declarations import ACTIONS, ActionRequest, Target
-from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.action import Action, ActionResult
+from gpumem_exporter.actions.action_options import ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.features.policy.evaluation import MAX_DECISIONS, Decision, PolicyEvaluator, Stop
 from gpumem_exporter.features.policy.policy_rules import Condition, Rule

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.actions.declarations import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.actions.action_options import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.core.yaml_file import MAX_FILE_BYTES
 from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Condition, Rule, StopAfter, read_policy
 from gpumem_exporter.features.policy.policy_values import FIELDS, read_quantity, shown_quantity

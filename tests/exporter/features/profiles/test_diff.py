@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpumem_client.profile.model import Frame, Owner, ProfiledDevice
+from gpumem_client.profile.profile_types import Frame, Owner, ProfiledDevice
 from gpumem_exporter.features.profiles.profile_diff import Difference, difference
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile
 from tests.support.builders import MIB, UUIDS

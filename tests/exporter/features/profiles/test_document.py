@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumem_client.profile.encoded import encode
-from gpumem_client.profile.model import (
+from gpumem_client.profile.profile_types import (
     MAX_DOCUMENT_BYTES,
     MAX_LISTS,
     MAX_ROWS,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.profile.model import Owner
+from gpumem_client.profile.profile_types import Owner
 from gpumem_exporter.errors import NoPeakError
 from gpumem_exporter.features.profiles import pprof, profile_json, profile_page
 from gpumem_exporter.features.profiles.profile_diff import difference

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.declarations import ActionRequest, Target
-from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.action import Action
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.core.caller import Caller
 from tests.support.dispatching import Bench
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from gpumem_client.profile.model import Frame
+from gpumem_client.profile.profile_types import Frame
 from gpumem_client.wire.protocol import MAX_TEXT_LENGTH
 
 _Item = TypeVar("_Item")

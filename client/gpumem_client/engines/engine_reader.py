@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from gpumem_client.engines.engine_state import EngineFacts, unknown
-from gpumem_client.hooks.lifecycle import loading, process_singleton
+from gpumem_client.hooks.process_life import loading, process_singleton
 
 if TYPE_CHECKING:
     from gpumem_client.engines.sglang import Sglang

@@ -16,15 +16,15 @@ from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.scheduler import Scheduler
+from gpumem_client.engines.engine_reader import process_engine
 from gpumem_client.engines.engine_state import EngineClock, EngineFacts
-from gpumem_client.engines.reader import process_engine
 from gpumem_client.guest_safety import ErrorLog, log
-from gpumem_client.hooks.lifecycle import loading
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
+from gpumem_client.hooks.process_life import loading
 from gpumem_client.reporter.activity import Activity
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.reporter.identity import with_rank, with_ray
-from gpumem_client.reporter.plan import with_plan
+from gpumem_client.reporter.planned_peak import with_plan
 from gpumem_client.torch_access import in_torch
 from gpumem_client.wire.protocol import (
     COMMAND_ACTIONS,
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from gpumem_client.commands.profiling import Profiling
     from gpumem_client.engines.sleep import CoreMemory
     from gpumem_client.profile.heap_reader import HeapReader
-    from gpumem_client.profile.model import Profile
     from gpumem_client.profile.oom_moment import OomMoments
+    from gpumem_client.profile.profile_types import Profile
     from gpumem_client.profile.recorder import Recorder
 
 _DEFAULT_INTERVAL_SECONDS = 1.0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
-from gpumem_exporter.cli import clear
-from gpumem_exporter.cli.clear import act, confirmed
+from gpumem_exporter.cli import action_dialog
+from gpumem_exporter.cli.action_dialog import act, confirmed
 from tests.support.fleet_builders import action, row
 
 GIB = 1 << 30
@@ -68,8 +68,8 @@ def waits() -> None:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clear, "_FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(clear, "_LONGEST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(action_dialog, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(action_dialog, "_LONGEST_PAUSE_SECONDS", 0.001)
 
 
 @pytest.mark.parametrize(("given", "agreed"), [("n", False), ("", False), ("y", True), ("now", False)])
@@ -85,7 +85,7 @@ def test_the_question_says_what_stays_free_and_when_the_jobs_clear(
     text = " ".join(capsys.readouterr().out.split())
     assert "Clear 4 processes? Stays free 4.0 GiB; 36.0 GiB more would be reserved again." in text
     assert "At the end of a step, within 45 s: llm (2 ranks). At once: 2 processes. [y/N]" in text
-    assert clear.can_ask() is False
+    assert action_dialog.can_ask() is False
 
 
 def test_nothing_to_clear_is_no_question() -> None:
@@ -132,7 +132,7 @@ def test_a_second_ctrl_c_ends_the_command_and_prints_the_id(capsys: pytest.Captu
 
 def test_an_exporter_that_restarts_does_not_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert act(Api(SILENT, SILENT, waits), BODY)["state"] == "done"  # type: ignore[arg-type]
-    monkeypatch.setattr(clear, "_LOST_SECONDS", 0.0)
+    monkeypatch.setattr(action_dialog, "_LOST_SECONDS", 0.0)
     for error in (SILENT, ExporterAnswerError(404, "unknown")):
         with pytest.raises(type(error), match="a1"):
             act(Api(error, error), BODY)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import SnapshotFile
-from gpumem_exporter.actions.declarations import DEFAULT_DEADLINE_SECONDS, ActionRequest, Target
+from gpumem_exporter.actions.action_options import DEFAULT_DEADLINE_SECONDS, ActionRequest, Target
 from gpumem_exporter.core.caller import Caller, Rights, share_of
 from gpumem_exporter.core.ledger import sum_of_known
 

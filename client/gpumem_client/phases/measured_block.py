@@ -10,7 +10,7 @@ from typing import Any, Callable, TypeVar
 
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.out_of_memory import out_of_memory_in
-from gpumem_client.phases.blocks import RunningBlocks, run_calls_in
+from gpumem_client.phases.block_contexts import RunningBlocks, run_calls_in
 from gpumem_client.phases.observed import Observed, process_observed
 from gpumem_client.phases.peaks import Span
 from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.actions.declarations import Target
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.selection import unknown_names
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.errors import TargetNotFoundError

@@ -12,8 +12,8 @@ from torch import Tensor
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.measure.tensor_bytes import Storages
 from gpumem_toolkit.planning.devices import Gpu
+from gpumem_toolkit.planning.fake_model import DTYPES, checkpoint_blocks
 from gpumem_toolkit.planning.job import Job
-from gpumem_toolkit.planning.model import DTYPES, checkpoint_blocks
 from gpumem_toolkit.planning.plan import Fit, Plan, Target, accumulate
 from gpumem_toolkit.planning.stepping import make_optimizer, train
 

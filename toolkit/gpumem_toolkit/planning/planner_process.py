@@ -33,7 +33,7 @@ _GRACE_SECONDS = 30.0
 
 _START = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
-    "from gpumem_toolkit.planning import worker; worker.main()"
+    "from gpumem_toolkit.planning import planner_process; planner_process.main()"
 )
 _CLEAR = "\r\033[K"
 _FIRST_LINE_SECONDS = 30.0

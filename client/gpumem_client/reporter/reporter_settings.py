@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS
-from gpumem_client.reporter.plan import AnyPlan, chosen_plan
+from gpumem_client.reporter.planned_peak import AnyPlan, chosen_plan
 from gpumem_client.wire.http import exporter_urls
 from gpumem_client.wire.protocol import ACTION_OF_COMMAND, COMMAND_ACTIONS, MAX_LABEL_LENGTH
 from gpumem_client.wire.trust import Trust

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.actions import sentences
-from gpumem_exporter.actions.declarations import ANSWER_GRACE_SECONDS, longest_seconds
+from gpumem_exporter.actions.action_options import ANSWER_GRACE_SECONDS, longest_seconds
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended
 from gpumem_exporter.cli.interrupt import Interrupts

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import MODES
-from gpumem_exporter.actions.declarations import ACTIONS, MAX_DEADLINE_SECONDS, ActionRequest, Target, invalid_fields
+from gpumem_exporter.actions.action_options import ACTIONS, MAX_DEADLINE_SECONDS, ActionRequest, Target, invalid_fields
 
 EVERY_PROCESS = Target(all=True)
 

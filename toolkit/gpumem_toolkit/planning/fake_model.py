@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.job import Job
-from gpumem_toolkit.planning.worker import place
+from gpumem_toolkit.planning.planner_process import place
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
 
