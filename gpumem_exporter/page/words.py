@@ -5,13 +5,13 @@ from __future__ import annotations
 WORDS: dict[str, dict[str, str]] = {
     name: {"label": label, "help": text}
     for name, label, text in (
-        ("total", "Total", "The memory of the device."),
         ("used", "Used", "What the driver counts as used."),
         ("free", "Free", "What any process can take now."),
-        ("allocatable", "Allocatable", "What a process can get after a clear: free memory and idle cache."),
         ("allocated", "Allocated", "In tensors."),
         ("reserved", "Reserved", "What PyTorch took from the driver: allocated memory and cache."),
-        ("idle_cache", "Idle cache", "Cache that the job did not need for a minute. A clear frees it for good."),
+        ("idle_cache", "Idle cache", "Cache that no job needed for a minute. It stays free after a clear."),
+        ("other_cache", "Other cache", "Cache that a job will need again, or that lies between tensors."),
+        ("not_torch", "Not torch's", "CUDA contexts, libraries, the driver, and processes that do not report."),
         ("reclaimable", "Reclaimable", "Cache that a clear would free at this instant. The job may need it again."),
         ("fragmented", "Fragmented", "Cache that a clear cannot free, because tensors lie between its parts."),
         ("non_torch", "Non-torch", "Used outside of PyTorch's allocator: CUDA context, NCCL, libraries."),

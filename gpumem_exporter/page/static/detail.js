@@ -14,8 +14,8 @@ import { jobHref, param } from "./route.js";
 import { Timeline } from "./timeline.js";
 
 const OF_JOB = ["allocated", "reclaimable", "fragmented", "non_torch"];
-const CLASSES = { allocated: "torch_allocated", reclaimable: "torch_reclaimable", fragmented: "torch_fragmented", non_torch: "non_torch" };
-const STATES = { used: "torch_allocated", evictable: "torch_reclaimable", free: "free" }; // of a key-value cache
+const OF_DEVICE = { allocated: ["torch_allocated"], reclaimable: ["torch_reclaimable"], fragmented: ["torch_fragmented"], non_torch: ["non_torch", "other_processes", "driver_reserved", "unattributed"], free: ["free"] };
+const STATES = { used: "allocated", evictable: "idle_cache", free: "free" }; // of a key-value cache
 const COLORS = { weights: 0, parameters: 0, kv_cache: 1, optimizer_state: 1, cuda_graphs: 2, gradients: 2, runtime: 3, other: 5 }; // and the order
 
 class Detail {
@@ -31,6 +31,8 @@ class Detail {
     this.bar = new Bar();
     this.strip = new Bar();
     this.parts = h("dl", { class: "parts" });
+    this.exact = h("dl", { class: "parts" });
+    this.every = h("details", {}, h("summary", {}, "To the byte"), this.exact);
     this.named = [new NamedParts("Components"), new NamedParts("")];
     this.timeline = new Timeline();
     this.processes = new Processes();
@@ -47,7 +49,7 @@ class Detail {
       this.oom.element,
       (this.users = h("section", {}, h("h3", {}, "Jobs"), this.strip.element, this.jobs)),
       this.timeline.element,
-      (this.memory = h("section", {}, h("h3", {}, "Memory"), this.bar.element, this.parts, ...this.named.map(({ element }) => element))),
+      (this.memory = h("section", {}, h("h3", {}, "Memory"), this.bar.element, this.parts, ...this.named.map(({ element }) => element), this.every)),
       this.processes.element,
       this.profiles.element,
       h("section", {}, h("div", { class: "title" }, h("h3", {}, "Events and actions"), this.filter), this.events),
@@ -66,7 +68,7 @@ class Detail {
       this.title.focus({ preventScroll: true });
     }
     this.job = target.job ?? null;
-    if (target.kind === "job") this.profiles.update(target.id, target.job, view.node.allowed_actions.includes("profile"));
+    if (target.kind === "job") this.profiles.update(target.id, target.job, view.node);
     else setHidden(this.profiles.element, true);
     this.filter.value = param("type");
     if (target.kind === "job") this.showJob(target.id, target.job, view);
@@ -102,7 +104,8 @@ class Detail {
     for (const element of [this.facts, this.memory, this.processes.element]) setHidden(element, !known);
     setHidden(this.users, true);
     if (!known) return;
-    setHidden(this.memory, OF_JOB.every((name) => job[`${name}_bytes`] === null));
+    const unknown = OF_JOB.every((name) => job[`${name}_bytes`] === null);
+    setHidden(this.memory, unknown);
     const { engine } = job;
     facts(this.facts, [
       [words.state, engine?.idle_seconds >= 60 ? `${job.state} for ${duration(engine.idle_seconds)}` : job.state],
@@ -114,12 +117,20 @@ class Detail {
       [words.step, job.step === null ? UNKNOWN : `${integer(job.step)}${job.step_seconds === null ? "" : `, ${job.step_seconds.toFixed(1)} s each`}`],
       [words.since, job.since_unix_seconds === null ? UNKNOWN : `${dayAndTime(job.since_unix_seconds)}, ${duration(now - job.since_unix_seconds)}`],
     ]);
-    const categories = OF_JOB.map((name) => ({ key: name, bytes: job[`${name}_bytes`] ?? 0, className: CLASSES[name], idle: name === "reclaimable" ? (job.idle_cache_bytes ?? 0) : 0 }));
-    this.bar.update(categories);
-    const shown = job.unmapped_bytes ? [...OF_JOB, "unmapped"] : OF_JOB;
-    amounts(this.parts, shown.map((name) => [words[name], CLASSES[name], sumOf(job, name)]));
+    const shown = [...OF_JOB, ...(job.unmapped_bytes ? ["unmapped"] : [])];
+    const least = OF_JOB.some((name) => job.incomplete?.includes(`${name}_bytes`));
+    if (!unknown) this.showMemory(Object.fromEntries(OF_JOB.map((name) => [name, job[`${name}_bytes`]])), job.idle_cache_bytes, least, words);
+    exactly(this.exact, shown.map((name) => [words[name], job[`${name}_bytes`]]));
     this.showNamed(job, words);
     this.processes.update(job, words, now, devices);
+  }
+
+  /** Show where the memory is in the few words of the page. `known`: bytes by category; null where unknown. */
+  showMemory({ allocated, reclaimable, fragmented, non_torch: outside, free }, idle, least, words) {
+    const other = sum([reclaimable, fragmented]) - (idle ?? 0);
+    const all = Object.entries({ allocated, idle_cache: idle, other_cache: reclaimable === null ? null : other, not_torch: outside, ...(free !== undefined && { free }) });
+    this.bar.update(all.map(([name, size]) => ({ key: name, bytes: size ?? 0, className: name, title: `${words[name].label}: ${bytes(size)}` })));
+    amounts(this.parts, all.map(([name, size]) => [words[name], name, `${least && size !== null ? "≥ " : ""}${bytes(size)}`]));
   }
 
   /** Show the components of a job, unmapped ones hatched, and how its engine uses the key-value cache. */
@@ -157,19 +168,18 @@ class Detail {
     if (!known) return;
     const { memory, ledger } = device;
     facts(this.facts, [
-      [words.total, bytes(memory?.total_bytes)],
-      [words.used, bytes(memory?.used_bytes)],
-      [words.free, bytes(memory?.free_bytes)],
+      [words.free, memory === null ? UNKNOWN : `${bytes(memory.free_bytes)} of ${bytes(memory.total_bytes)}`],
       [words.idle_cache, bytes(device.idle_cache_bytes)],
-      [words.allocatable, bytes(device.allocatable_bytes)],
       [{ label: "Utilization", help: "The share of the time in which a kernel ran." }, percent(device.utilization_ratio)],
       [{ label: "UUID", help: device.pci_bus_id }, device.uuid],
     ]);
     const names = new Map(jobs.map((job) => [job.id, safe(job.name)]));
     this.strip.update(stripOf(device, (job) => names.get(job) ?? job, words));
-    const categories = Object.entries(ledger ?? {});
-    this.bar.update(categories.map(([name, size]) => ({ key: name, bytes: size ?? 0, className: name === "free" ? "free" : name, idle: name === "torch_reclaimable" ? (device.idle_cache_bytes ?? 0) : 0, title: `${words[name]?.label ?? name}: ${bytes(size)}` })));
-    amounts(this.parts, categories.map(([name, size]) => [words[name] ?? { label: name }, name, bytes(size)]));
+    setHidden(this.memory, ledger === null);
+    if (ledger !== null) {
+      this.showMemory(Object.fromEntries(Object.entries(OF_DEVICE).map(([name, categories]) => [name, sum(categories.map((each) => ledger[each]))])), device.idle_cache_bytes, false, words);
+      exactly(this.exact, Object.entries(ledger).map(([name, size]) => [words[name], size]));
+    }
     const byId = new Map(jobs.map((job) => [job.id, job]));
     const there = device.jobs.map((part) => ({ ...part, of: byId.get(part.job) })).filter(({ of }) => of);
     arrange(this.jobs, this.jobViews.update(there, ({ job }) => job).map(({ element }) => element));
@@ -225,6 +235,17 @@ function markOf({ type, unix_seconds: time, title, text }) {
 /** Show the known values. */
 function facts(element, entries) {
   refill(element, entries.filter(([, text]) => text !== UNKNOWN), (all) => all.map(([word, text]) => h("div", { title: word?.help }, h("dt", {}, word?.label ?? ""), h("dd", {}, text))));
+}
+
+/** Return the sum of the known sizes; null if none is known. */
+function sum(sizes) {
+  const known = sizes.filter((size) => size !== null && size !== undefined);
+  return known.length === 0 ? null : known.reduce((total, size) => total + size, 0);
+}
+
+/** Show the known categories of the ledger, in bytes. */
+function exactly(element, entries) {
+  refill(element, entries.filter(([, size]) => size !== null), (all) => all.map(([word, size]) => h("div", {}, h("dt", {}, word.label), h("dd", {}, integer(size)), h("dd", { class: "faint" }, word.help))));
 }
 
 function amounts(element, entries) {

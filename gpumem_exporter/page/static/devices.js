@@ -51,7 +51,7 @@ export function stripOf({ memory, jobs }, jobName, words) {
     title: `${jobName(job)}: ${bytes(used)}${idle ? `, idle cache ${bytes(idle)}` : ""}`,
   }));
   const rest = parts.reduce((left, part) => left - part.bytes, memory.total_bytes - memory.free_bytes);
-  parts.push({ key: " rest", bytes: Math.max(0, rest), className: "rest", title: `${words.driver_reserved?.label ?? ""}, ${words.other_processes?.label ?? ""}` });
+  parts.push({ key: " rest", bytes: Math.max(0, rest), className: "rest", title: `${words.not_torch?.label ?? ""}: ${bytes(rest)}` });
   parts.push({ key: " free", bytes: memory.free_bytes, className: "free", title: `${words.free?.label ?? ""}: ${bytes(memory.free_bytes)}` });
   return parts;
 }

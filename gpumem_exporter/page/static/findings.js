@@ -4,6 +4,7 @@ import { clearButton } from "./actions.js";
 import { $, arrange, h, isInUse, setAttribute, setHidden, setText, Views } from "./dom.js";
 import { bytes, duration, safe } from "./format.js";
 import { hueOf } from "./hues.js";
+import { askForProfile, canProfile } from "./profiles.js";
 import { deviceHref, jobHref, LAST_OOM } from "./route.js";
 
 const SEVERITIES = ["critical", "warning", "info"];
@@ -17,7 +18,9 @@ class Finding {
     this.since = h("span", { class: "since faint" });
     this.clear = clearButton(() => ({ name: this.finding.clear.name, clear: this.finding.clear }));
     this.why = h("a", { class: "button why" }, "Why");
-    this.element = h("li", {}, this.severity, h("p", {}, this.title, " ", this.sentence, " ", this.next), this.since, this.why, this.clear);
+    this.profile = h("button", { type: "button", class: "act" }, "What holds it…");
+    this.profile.addEventListener("click", () => askForProfile(this.job));
+    this.element = h("li", {}, this.severity, h("p", {}, this.title, " ", this.sentence, " ", this.next), this.since, this.why, this.profile, this.clear);
   }
 
   update(finding) {
@@ -28,12 +31,16 @@ class Finding {
     setAttribute(this.title, "href", hrefOf(finding));
     setAttribute(this.why, "href", hrefOf(finding));
     setHidden(this.why, finding.kind !== "oom");
+    this.job = finding.kind === "growth" ? view.jobs.find(({ id }) => id === finding.job) : undefined;
+    const explains = this.job !== undefined && canProfile(this.job, view.node);
+    setHidden(this.profile, !explains);
+    setAttribute(this.profile, "aria-label", explains ? `What holds the memory of ${safe(this.job.name)}…` : null);
     setAttribute(this.why, "aria-label", `Why: ${safe(finding.sentence)}`);
     setAttribute(this.title, "data-hue", finding.job === null ? null : hueOf(finding.job));
     setText(this.sentence, safe(finding.sentence));
-    // The buttons say what comes next for an error, and where a clear helps.
-    setText(this.next, finding.kind === "oom" || finding.clear !== null ? "" : safe(finding.next));
-    const lasts = finding.since_unix_seconds === null ? "" : duration(now - finding.since_unix_seconds);
+    // A button says what comes next for an error, for growth, and where a clear helps.
+    setText(this.next, finding.kind === "oom" || explains || finding.clear !== null ? "" : safe(finding.next));
+    const lasts = finding.since_unix_seconds === null ? "" : duration(view.now - finding.since_unix_seconds);
     setText(this.since, lasts && (finding.kind === "oom" ? `${lasts} ago` : `for ${lasts}`));
     setHidden(this.clear, finding.clear === null);
     if (finding.clear !== null) {
@@ -45,10 +52,11 @@ class Finding {
 
 const views = new Views(() => new Finding());
 const quiet = h("li", { class: "quiet" });
-let now = 0;
+let view = null;
 
-export function showFindings({ findings, node, now: time }) {
-  now = time;
+export function showFindings(state) {
+  view = state;
+  const { findings, node } = state;
   const list = $("findings-list");
   const known = views.update(findings, ({ id }) => id).map(({ element }) => element);
   setText(quiet, node.driver.up ? "Nothing needs attention." : "The driver does not answer: the devices are unknown.");

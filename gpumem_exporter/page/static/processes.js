@@ -4,7 +4,7 @@ import { Bar } from "./devices.js";
 import { arrange, h, refill, setAttribute, setText, Views } from "./dom.js";
 import { bytes, dayAndTime, duration, processName, safe, UNKNOWN } from "./format.js";
 
-const COLUMNS = ["used", "allocated", "idle_cache", "reclaimable", "fragmented", "non_torch"];
+const COLUMNS = ["used", "allocated", "idle_cache"];
 
 export class Processes {
   constructor() {
@@ -16,7 +16,7 @@ export class Processes {
 
   update(job, words, now) {
     const titles = ["Process", words.devices?.label, ...COLUMNS.map((name) => words[name]?.label), "Last report"];
-    refill(this.head, titles, (all) => all.map((title, i) => h("th", { scope: "col", class: i > 1 && i < 8 ? "number" : null }, title ?? "")));
+    refill(this.head, titles, (all) => all.map((title, i) => h("th", { scope: "col", class: i > 1 && i < titles.length - 1 ? "number" : null }, title ?? "")));
     const parts = job.processes.flatMap((process) => (process.devices.length > 0 ? process.devices : [{}]).map((device) => ({ process, device, now, titles, words })));
     const views = this.views.update(parts, ({ process, device }) => `${process.pid} ${device.uuid}`);
     if (views.length > 0 && !views.some(({ touched }) => touched)) views[0].set(true);
@@ -56,15 +56,16 @@ class ProcessPart {
       ["Components, unmapped", device.component_unmapped_bytes, (name) => words[name]?.label ?? name],
       ["KV cache", device.kv_cache_bytes, (name) => words[`kv_${name}`]?.label ?? name],
     ];
-    refill(this.more, [details, settingsOf(process, device)], ([groups, settings]) => [
+    refill(this.more, [details, settingsOf(process, device, words)], ([groups, settings]) => [
       ...groups.filter(([, sizes]) => Object.values(sizes ?? {}).some((size) => size > 0)).map((group) => sizeBars(...group)),
       h("dl", { class: "settings" }, ...settings.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text)))),
     ]);
   }
 }
 
-function settingsOf(process, device) {
+function settingsOf(process, device, words) {
   const known = [
+    ...["reclaimable", "fragmented", "non_torch"].map((name) => [words[name]?.label, (device[`${name}_bytes`] ?? null) === null ? null : bytes(device[`${name}_bytes`])]),
     ["Allocator settings", process.allocator_settings === "" ? "default" : process.allocator_settings],
     ["Engine", process.engine ? [process.engine.label, process.engine.state].filter(Boolean).join(", ") : null],
     ["Torch", process.torch_version],
@@ -91,7 +92,7 @@ function sizeBars(title, sizes, labelOf) {
   const most = entries[0][1];
   const row = ([name, size]) => {
     const bar = new Bar();
-    bar.update([{ key: name, bytes: size, className: "torch_allocated" }, { key: " rest", bytes: most - size, className: "free" }]);
+    bar.update([{ key: name, bytes: size, className: "allocated" }, { key: " rest", bytes: most - size, className: "free" }]);
     return h("li", {}, h("span", {}, safe(labelOf(name))), bar.element, h("span", { class: "number" }, bytes(size)));
   };
   return h("div", { class: "sizes" }, h("h4", {}, title), h("ul", {}, ...entries.map(row)));

@@ -39,14 +39,14 @@ export function profileLink(id, text) {
 export class ProfileList {
   constructor() {
     this.button = h("button", { type: "button", class: "act" }, "Take a profile…");
-    this.button.addEventListener("click", () => question(this.job, () => this.request(true)));
+    this.button.addEventListener("click", () => askForProfile(this.job, () => this.request(true)));
     this.list = h("ul", { class: "profiles" });
     this.element = h("section", {}, h("div", { class: "title" }, h("h3", {}, "Memory profiles"), this.button), this.list);
     this.id = null;
   }
 
-  /** Show the profiles of a job, which may have ended; `allowed`: whether the exporter takes profiles. */
-  update(id, job, allowed) {
+  /** Show the profiles of a job, which may have ended: then `job` is null. */
+  update(id, job, node) {
     if (id !== this.id) {
       this.id = id;
       this.profiles = [];
@@ -54,7 +54,7 @@ export class ProfileList {
     }
     this.job = job;
     this.request();
-    const canAct = allowed && happened.caller?.rights !== "none" && (job?.processes ?? []).some(({ state }) => state === "reporting");
+    const canAct = job !== null && canProfile(job, node);
     setHidden(this.button, !canAct);
     setHidden(this.element, !canAct && this.profiles.length === 0);
     refill(this.list, this.profiles, (all) => (all.length === 0 ? [h("li", { class: "faint" }, "Which lines and objects hold the memory. None is kept yet.")] : all.map((each, i) => row(each, all.slice(i + 1)))));
@@ -87,8 +87,13 @@ function row(profile, older) {
   );
 }
 
+/** Return whether the viewer may take a profile of a job. */
+export function canProfile(job, node) {
+  return node.allowed_actions.includes("profile") && happened.caller?.rights !== "none" && (job.processes ?? []).some(({ state }) => state === "reporting");
+}
+
 /** Ask for a process and a recording; `taken` is called when there is a new profile. */
-function question(job, taken) {
+export function askForProfile(job, taken = () => {}) {
   const processes = job.processes.filter(({ state }) => state === "reporting");
   const option = (seconds, text) => {
     const radio = h("input", { type: "radio", name: "recorded", value: seconds, ...(seconds === 0 && { checked: "" }) });

@@ -117,7 +117,7 @@ export class Timeline {
     const minima = line?.used?.min ?? columns[0];
     const data = [times, ...stacked(columns), minima];
     const empty = columns.every((column) => column.every((value) => value === null));
-    setText(this.note, empty ? "No history of this time." : `${stepInWords(step)} Drag to zoom, double-click to reset. Marks: out of memory, actions.`);
+    setText(this.note, empty ? "No history of this time." : `${stepInWords(step)} Grey: other cache, and what is not torch's. Drag to zoom, double-click to reset. Marks: out of memory, actions.`);
     const scheme = matchMedia("(prefers-color-scheme: dark)").matches;
     if (!this.chart || this.scheme !== scheme || this.charted !== this.query) {
       this.chart?.destroy();
