@@ -145,14 +145,14 @@
     const shape = (group) => `${group.dtype ?? ""} ${group.shape ?? ""}`.trim();
     const parts = [kindsOf(kinds, all)];
     if (owners.length > 0) {
-      const rows = owners.map((group) => [owner(group), kindOf(group.kind), shape(group), ...numbers(group), line(group)]);
+      const rows = owners.map((group) => [owner(group), ...numbers(group), kindOf(group.kind), shape(group), line(group)]);
       const heading = view in CHANGES ? "Owners that changed the most" : "Largest owners";
-      parts.push(table(heading, ["Owner", "Kind", "Shape", ...sizes, "Allocated by"], rows, moreOwners));
+      parts.push(table(heading, ["Owner", ...sizes, "Kind", "Shape", "Allocated by"], rows, moreOwners));
     }
     if (lines.length > 0) {
-      const rows = lines.map((group) => [line(group), group.called_from ?? UNKNOWN, ...numbers(group), group.kind ? owner(group) : UNKNOWN]);
+      const rows = lines.map((group) => [line(group), ...numbers(group), group.called_from ?? UNKNOWN, group.kind ? owner(group) : UNKNOWN]);
       const heading = view in CHANGES ? "Lines that changed the most" : "Lines that allocated the most";
-      parts.push(table(heading, ["Line", "Called from", ...sizes, "Mostly for"], rows, moreLines));
+      parts.push(table(heading, ["Line", ...sizes, "Called from", "Mostly for"], rows, moreLines));
     }
     $("tables").replaceChildren(...(owners.length > 0 ? parts : [make("section", {}, "Nothing.")]));
   }
@@ -165,7 +165,7 @@
       const texts = differs ? [growth(kind.change_bytes)] : [`${bytes(kind.bytes)} `, make("small", {}, share(kind.bytes, all))];
       return make("div", {}, make("dt", {}, kindOf(kind.kind)), make("dd", {}, ...texts));
     });
-    return make("section", {}, make("h2", {}, "Whose memory it is"), make("dl", { class: "kinds" }, ...items));
+    return make("section", {}, make("h2", {}, "What the memory is"), make("dl", { class: "kinds" }, ...items));
   }
 
   /** Return what the view shows of bytes, and of the bytes before. */
