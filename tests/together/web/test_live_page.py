@@ -89,6 +89,25 @@ def test_a_job_has_the_color_that_the_exporter_assigns_on_every_screen_and_after
     assert live.page.evaluate(f"`${{{title}.textContent}} ${{{title}.dataset.hue}}`") in colors[0]
 
 
+def test_the_memory_of_a_device_adds_up_in_words_and_to_the_byte(still: StillDemo, open_page: OpenPage) -> None:
+    live = open_page(still, path="?gpu=7")
+    live.until("document.querySelector('#detail details dd')")
+    device = live.page.evaluate("fetch('api/v1/live').then((reply) => reply.json())")["devices"][7]
+    memory, amounts = "#detail section:has(> details)", "(it) => [...document.querySelectorAll(it)].map((each) => each.%s)"
+    parts = live.page.evaluate(amounts % "dataset.bytes", f"{memory} > .bar > *")
+    exact = live.page.evaluate(amounts % "textContent", f"{memory} details dd:not(.faint)")
+    assert len(parts) == 5
+    assert sum(map(int, parts)) == device["memory"]["total_bytes"]
+    assert [int(each.replace(",", "")) for each in exact] == list(device["ledger"].values())
+
+
+def test_a_job_that_grows_is_explained_by_a_button(still: StillDemo, open_page: OpenPage) -> None:
+    live = open_page(still)
+    live.page.get_by_role("button", name="What holds the memory of demo-rag-indexer-leak").click()
+    live.until("document.querySelector('#dialog form.profile')")
+    assert live.text("#dialog-title") == "Memory profile of demo-rag-indexer-leak"
+
+
 def test_everything_is_reached_with_the_keyboard(still: StillDemo, open_page: OpenPage) -> None:
     live = open_page(still, viewport={"width": 1440, "height": 900})
     press, shown = live.page.keyboard.press, "#jobs tbody:not([hidden])"
