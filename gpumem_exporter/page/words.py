@@ -5,8 +5,10 @@ from __future__ import annotations
 WORDS: dict[str, dict[str, str]] = {
     name: {"label": label, "help": text}
     for name, label, text in (
+        ("total", "Total", "The memory of the device."),
         ("used", "Used", "What the driver counts as used."),
         ("free", "Free", "What any process can take now."),
+        ("allocatable", "Allocatable", "What a process can get after a clear: free memory and idle cache."),
         ("allocated", "Allocated", "In tensors."),
         ("reserved", "Reserved", "What PyTorch took from the driver: allocated memory and cache."),
         ("idle_cache", "Idle cache", "Cache that no job needed for a minute. It stays free after a clear."),

@@ -93,7 +93,8 @@ def test_the_memory_of_a_device_adds_up_in_words_and_to_the_byte(still: StillDem
     live = open_page(still, path="?gpu=7")
     live.until("document.querySelector('#detail details dd')")
     device = live.page.evaluate("fetch('api/v1/live').then((reply) => reply.json())")["devices"][7]
-    memory, amounts = "#detail section:has(> details)", "(it) => [...document.querySelectorAll(it)].map((each) => each.%s)"
+    memory = "#detail section:has(> details)"
+    amounts = "(it) => [...document.querySelectorAll(it)].map((each) => each.%s)"
     parts = live.page.evaluate(amounts % "dataset.bytes", f"{memory} > .bar > *")
     exact = live.page.evaluate(amounts % "textContent", f"{memory} details dd:not(.faint)")
     assert len(parts) == 5
