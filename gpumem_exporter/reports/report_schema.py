@@ -101,10 +101,11 @@ class ReportReader:
 
 def report_core_schema() -> CoreSchema:
     """Return the schema of a report. It is strict: a string is not accepted as a number, or a number as a string."""
-    return _dataclass_schema(Report)
+    return dataclass_schema(Report)
 
 
-def _dataclass_schema(cls: type) -> CoreSchema:
+def dataclass_schema(cls: type) -> CoreSchema:
+    """Return the schema of a dataclass of the wire, with the limits of the fields of a report."""
     hints = typing.get_type_hints(cls)
     fields = []
     for field in dataclasses.fields(cls):
@@ -137,7 +138,7 @@ def _type_schema(hint: Any) -> CoreSchema:
     if hint in simple:
         return simple[hint]
     if dataclasses.is_dataclass(hint):
-        return _dataclass_schema(typing.cast(type, hint))
+        return dataclass_schema(typing.cast(type, hint))
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType and len(arguments) == 2 and arguments[1] is type(None):
         return core_schema.nullable_schema(_type_schema(arguments[0]))

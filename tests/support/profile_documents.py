@@ -10,7 +10,7 @@ from typing import Any
 
 from gpumem_client.profile.profile_types import FORMAT, Frame, Owner, Profile, ProfiledDevice, Row
 from gpumem_client.wire.http import Answer
-from gpumem_client.wire.protocol import PROFILES_PATH, CommandResult, OutOfMemory, ProcessIdentity, Report
+from gpumem_client.wire.protocol import PROFILES_PATH, CommandResult, OutOfMemory, ProcessIdentity, Report, to_wire
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.features.profiles.stored_profile import KeptDevice, ProfileFacts
 from tests.support.builders import UUIDS, report
@@ -40,7 +40,7 @@ def profile(profile_id: str = "a" * 32, cause: str = "action", **changes: Any) -
 
 def document(identity: ProcessIdentity, sent: Profile) -> dict[str, Any]:
     """Return a profile as JSON."""
-    return {**asdict(sent), "format": FORMAT, "process": asdict(identity)}
+    return {**asdict(sent), "format": FORMAT, "process": to_wire(identity)}
 
 
 def body(identity: ProcessIdentity, sent: Profile) -> bytes:
