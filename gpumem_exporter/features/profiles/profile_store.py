@@ -39,9 +39,7 @@ _log = logging.getLogger(__name__)
 class _Entry:
     facts: ProfileFacts
     body: bytes | None
-    """None if it is in its file. While the file is being written, readers need the body."""
-    has_file: bool
-    """Whether it counts as a file, also while the file is being written."""
+    """None if it is in its file."""
 
 
 class Profiles:
@@ -68,7 +66,7 @@ class Profiles:
             # Profiles may arrive while the folder is read: they are newer than all files.
             with self._lock:
                 newer = self._entries
-                self._entries = {facts.id: _Entry(facts, None, has_file=True) for facts in found} | newer
+                self._entries = {facts.id: _Entry(facts, None) for facts in found} | newer
                 for facts in found:
                     self._note_error(facts)
             self._make_room()
@@ -76,23 +74,19 @@ class Profiles:
     def put(self, facts: ProfileFacts, body: bytes) -> None:
         """Keep a profile. If the disk fails, it is kept in memory."""
         with self._disk:
-            with self._lock:
-                self._entries[facts.id] = _Entry(facts, body, has_file=self._folder is not None)
+            with self._lock:  # readers need the body while the file is being written
+                self._entries[facts.id] = _Entry(facts, body)
                 self._note_error(facts)
+            if self._folder is not None:
+                try:
+                    _write(self._folder, facts, body)
+                except OSError as error:
+                    self._failures.failed("profiles", f"{self._folder}: {error.strerror or error}; kept in memory")
+                else:
+                    self._failures.recovered("profiles")
+                    with self._lock:
+                        self._entries[facts.id] = _Entry(facts, None)
             self._make_room()
-            if self._folder is None or facts.id not in self._entries:
-                return
-            try:
-                _write(self._folder, facts, body)
-            except OSError as error:
-                self._failures.failed("profiles", f"{self._folder}: {error.strerror or error}; kept in memory")
-                with self._lock:
-                    self._entries[facts.id] = _Entry(facts, body, has_file=False)
-                self._make_room()
-            else:
-                self._failures.recovered("profiles")
-                with self._lock:
-                    self._entries[facts.id] = _Entry(facts, None, has_file=True)
 
     def read(self, profile_id: str) -> StoredProfile | None:
         """Return a profile with its rows; None if it is unknown, or if its file cannot be read any more."""
@@ -157,9 +151,9 @@ class Profiles:
     def _victim(self) -> str | None:
         """Return the profile that makes room for others; None if all fit."""
         least = self._max_bytes // _MAX_FILES
-        in_memory = {each.facts.id: 1 for each in self._entries.values() if not each.has_file}
+        in_memory = {each.facts.id: 1 for each in self._entries.values() if each.body is not None}
         in_files = {
-            each.facts.id: max(each.facts.size_bytes, least) for each in self._entries.values() if each.has_file
+            each.facts.id: max(each.facts.size_bytes, least) for each in self._entries.values() if each.body is None
         }
         for sizes, limit in ((in_memory, MAX_IN_MEMORY), (in_files, self._max_bytes)):
             shares = Shares(limit)
@@ -192,7 +186,7 @@ class Profiles:
 
     def _unlink(self, lost: Iterable[_Entry]) -> None:
         for entry in lost:
-            if entry.has_file:
+            if entry.body is None:
                 with contextlib.suppress(OSError):
                     self._path(entry.facts.id).unlink()
 
