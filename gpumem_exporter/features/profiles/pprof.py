@@ -7,8 +7,8 @@ https://github.com/google/pprof/blob/main/proto/profile.proto
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
 from gpumem_client.profile.profile_types import Frame, Owner
 from gpumem_exporter.features.profiles.profile_diff import Difference
@@ -16,11 +16,9 @@ from gpumem_exporter.features.profiles.profile_lines import Line, Stack, bounded
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile, device_names
 
 T = TypeVar("T")
-# The length of all samples, without the names, which they share.
-_MAX_LENGTH = 8 << 20
-# The length of the names of all modules. The names in a path of 4096 characters could take 4 MiB: without the limit, a
-# profile of 1 KiB became a page of 240 MB. The owners that follow have one name.
-_MAX_PATHS_LENGTH = 4 << 20
+# The length of all samples, each with the names that it is the first to have. A path of 4096 characters has up to 4 MiB
+# of names: without the limit, a profile of 1 KiB became a page of 240 MB.
+_MAX_LENGTH = 12 << 20
 _VARINT, _LENGTH_DELIMITED = 0, 2
 
 
@@ -31,78 +29,78 @@ def encode(profile: StoredProfile | Difference, changed: Iterable[Line]) -> byte
     """
     stored = profile.after if isinstance(profile, Difference) else profile
     devices = device_names(profile.uuids, profile.gpus)
-    paths = _OwnerPaths()
-    texts: _Table[str] = _Table({"": 0})
-    functions: _Table[tuple[str, str]] = _Table()
-    locations: _Table[Frame] = _Table()
-    body = bytearray()
+    new = bytearray()  # the texts, functions and locations that nothing before has; a reader takes them in any order
+    texts: _Table[str] = _Table(new, 0, lambda _, text: _field(6, text.encode("utf-8", "replace")))
+    functions: _Table[tuple[str, str]] = _Table(new, 1, lambda number, each: _function(number, *map(texts.of, each)))
+    locations: _Table[Frame] = _Table(
+        new, 1, lambda number, each: _location(number, functions.of((each.function, each.file)), each.line)
+    )
+    texts.of("")  # as the format requires
     stacks: dict[Stack, bytes] = {}
-    for name, unit in (("inuse_objects", "count"), ("inuse_space", "bytes")):
-        body += _message(1, _number(1, texts[name]), _number(2, texts[unit]))
 
     def sample(line: Line) -> bytes:
         if line.stack is None:
-            at = _packed(1, [locations[Frame(name, "", 0)] + 1 for name in reversed(paths.of(line.owner))])
+            names = _with_modules(line.owner)
+            at = _packed(1, [locations.of(Frame(name, "", 0)) for name in reversed(names)])
         elif line.stack in stacks:
             at = stacks[line.stack]
         else:
-            at = stacks[line.stack] = _packed(1, [locations[each] + 1 for each in line.stack.frames])
+            at = stacks[line.stack] = _packed(1, [locations.of(each) for each in line.stack.frames])
         owner = line.owner and " ".join(filter(None, (kind_text(line.owner.kind), line.owner.name)))
         labels = (("device", devices[line.device]), ("pool", line.pool), ("owner", owner))
-        return _message(
+        encoded = _message(
             2,
             at,
             _packed(2, (line.change_blocks, line.change_bytes)),
-            *(_message(3, _number(1, texts[name]), _number(2, texts[text])) for name, text in labels if text),
+            *(_message(3, _number(1, texts.of(name)), _number(2, texts.of(text))) for name, text in labels if text),
         )
+        encoded = bytes(new) + encoded
+        new.clear()
+        return encoded
 
+    body = bytearray()
+    for name, unit in (("inuse_objects", "count"), ("inuse_space", "bytes")):
+        body += _message(1, _number(1, texts.of(name)), _number(2, texts.of(unit)))
     for each in bounded(changed, sample, _MAX_LENGTH):
         body += each
     # Says that the names are complete: otherwise pprof looks for a program to read them from.
     body += _message(3, _number(1, 1), *(_number(flag, 1) for flag in (7, 8, 9)))
-    for number, location in enumerate(locations, 1):
-        function = functions[location.function, location.file] + 1
-        of_line = _message(4, _number(1, function), _number(2, location.line))
-        body += _message(4, _number(1, number), _number(2, 1), of_line)
-    for number, (name, file) in enumerate(functions, 1):
-        body += _message(
-            5, _number(1, number), _number(2, texts[name]), _number(3, texts[name]), _number(4, texts[file])
-        )
-    numbers = (
-        _number(9, int(stored.time_unix_seconds * 1e9)),
-        _number(10, int(stored.recorded_seconds * 1e9)),
-        *(_number(13, texts[comment]) for comment in profile.notes),
-        _number(14, texts["inuse_space"]),
-    )
-    # The texts are complete only now. A reader takes the fields in any order.
-    body += b"".join((*numbers, *(_field(6, text.encode("utf-8", "replace")) for text in texts)))
-    return gzip.compress(bytes(body), compresslevel=6, mtime=0)
+    body += _number(9, int(stored.time_unix_seconds * 1e9))
+    body += _number(10, int(stored.recorded_seconds * 1e9))
+    for comment in profile.notes:
+        body += _number(13, texts.of(comment))
+    body += _number(14, texts.of("inuse_space"))
+    return gzip.compress(bytes(body + new), compresslevel=6, mtime=0)
 
 
-class _OwnerPaths:
-    """The names of owners as the frames of a stack, from the kind to the full name: see `owner_path`."""
-
-    def __init__(self) -> None:
-        self._length = 0
-
-    def of(self, owner: Owner | None) -> list[str]:
-        """Return the names of an owner."""
-        names, path = owner_path(owner)
-        if not path:
-            return names
-        self._length += len(path) * (path.count(".") + 2) // 2
-        if self._length > _MAX_PATHS_LENGTH:
-            return [*names, path]
-        parts = path.split(".")
-        return [*names, *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+def _with_modules(owner: Owner | None) -> list[str]:
+    """Return the names of an owner as the frames of a stack, from the kind to the full name: see `owner_path`."""
+    names, path = owner_path(owner)
+    parts = path.split(".") if path else []
+    return [*names, *(".".join(parts[: i + 1]) for i in range(len(parts)))]
 
 
-class _Table(dict[T, int]):
-    """Gives each new key the next number."""
+def _function(number: int, name: int, file: int) -> bytes:
+    return _message(5, _number(1, number), _number(2, name), _number(3, name), _number(4, file))
 
-    def __missing__(self, key: T) -> int:
-        self[key] = number = len(self)
-        return number
+
+def _location(number: int, function: int, line: int) -> bytes:
+    return _message(4, _number(1, number), _number(2, 1), _message(4, _number(1, function), _number(2, line)))
+
+
+class _Table(Generic[T]):
+    """Gives each new key the next number, and adds its message to `new`."""
+
+    def __init__(self, new: bytearray, first: int, message: Callable[[int, T], bytes]) -> None:
+        self._new, self._first, self._message = new, first, message
+        self._numbers: dict[T, int] = {}
+
+    def of(self, key: T) -> int:
+        """Return the number of a key."""
+        if key not in self._numbers:
+            self._numbers[key] = number = self._first + len(self._numbers)
+            self._new += self._message(number, key)
+        return self._numbers[key]
 
 
 def _varint(value: int) -> bytes:
