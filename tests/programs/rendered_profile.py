@@ -15,7 +15,7 @@ from gpumem_exporter.features.profiles import (
     profile_formats,
     profile_page,  # noqa: F401
 )
-from gpumem_exporter.features.profiles.profile_diff import at_moment, difference
+from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_store import stored_profile
 from tests.support.profile_documents import facts
 
@@ -31,7 +31,7 @@ loaded_mib = highest_mib()
 started = time.process_time()
 bodies = [Path(file).read_bytes() for file in files]
 if len(bodies) == 2:
-    before, after = (at_moment(stored_profile(facts(reported_pid=i), body), "live") for i, body in enumerate(bodies))
+    before, after = (stored_profile(facts(reported_pid=i), body).at("live") for i, body in enumerate(bodies))
     length = len(profile_formats.render(difference(before, after), form)[0])  # type: ignore[arg-type]
 else:
     length = len(profile_formats.render(stored_profile(facts(), bodies[0]), form)[0])  # type: ignore[arg-type]

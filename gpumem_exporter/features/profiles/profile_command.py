@@ -38,7 +38,7 @@ from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_formats import SUFFIXES, render
 from gpumem_exporter.features.profiles.saved_profiles import read_saved
-from gpumem_exporter.features.profiles.stored_profile import Format, SavedProfile
+from gpumem_exporter.features.profiles.stored_profile import Format, ProfileAtMoment
 from gpumem_exporter.features.profiles.terminal_tables import profile_tables
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def diff_profiles(api: ExporterApi, before: str, after: str, **values: Any) -> i
     return 0
 
 
-def _read(api: ExporterApi, given: str, moment: str) -> SavedProfile:
+def _read(api: ExporterApi, given: str, moment: str) -> ProfileAtMoment:
     """Return the profile in a file, or the profile with an id."""
     if not Path(given).is_file():
         return read_saved(json.loads(api.get_bytes(f"{_PATH}/{api.full_id('profile', given)}?moment={moment}")))

@@ -8,15 +8,14 @@ stack that only one of them has is compared with the stack of the same functions
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from gpumem_client.profile.profile_types import Owner
 from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, Moment, joined, without_numbers
-from gpumem_exporter.features.profiles.stored_profile import ProfileFacts, SavedProfile, StoredProfile
+from gpumem_exporter.features.profiles.stored_profile import ProfileAtMoment, ProfileFacts
 
 T = TypeVar("T", bound=Hashable)
-Comparable: TypeAlias = StoredProfile | SavedProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +37,14 @@ class Difference:
         return self.before.gpus | self.after.gpus
 
 
-def at_moment(profile: StoredProfile, moment: Moment) -> SavedProfile:
-    """Return a profile with the lines of one moment, which takes less memory.
-
-    Raises NoPeakError for the highest moment if it was taken without a recording.
-    """
-    facts = {each.name: getattr(profile, each.name) for each in fields(ProfileFacts)}
-    return SavedProfile(**facts, saved_lines=tuple(profile.lines(moment)))
-
-
-def difference(before: Comparable, after: Comparable, moment: Moment = "live") -> Difference:
-    """Return what grew and what shrank from one profile to another; a `SavedProfile` has the lines of this moment.
-
-    Raises NoPeakError for the highest moment if one of the profiles was taken without a recording.
-    """
-    old, new = before.lines(moment), after.lines(moment)
+def difference(before: ProfileAtMoment, after: ProfileAtMoment) -> Difference:
+    """Return what grew and what shrank from one profile to another."""
+    old, new = before.lines, after.lines
     notes = []
     with_stacks = [any(line.stack for line in lines) for lines in (old, new)]
     if any(with_stacks) and not all(with_stacks):
         notes.append("One of the profiles has no stacks, so only owners are compared.")
-        old, new = ([line._replace(stack=None) for line in lines] for lines in (old, new))
+        old, new = (tuple([line._replace(stack=None) for line in lines]) for lines in (old, new))
     uuids, places = _devices(before.uuids, after.uuids)
     moved = [
         Line(places[line.device], line.pool, line.owner, line.stack, 0, 0, line.bytes, line.blocks) for line in old
@@ -66,7 +53,7 @@ def difference(before: Comparable, after: Comparable, moment: Moment = "live") -
     lines = joined(both, _exact(both))
     if before.process_key != after.process_key:
         lines = _with_moved_code(lines)
-    return Difference(before, after, moment, tuple(lines), uuids, tuple(notes))
+    return Difference(before, after, after.moment, tuple(lines), uuids, tuple(notes))
 
 
 def _devices(old: Sequence[str], new: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:

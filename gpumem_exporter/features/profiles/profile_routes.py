@@ -32,8 +32,8 @@ from gpumem_exporter.features.profiles.stored_profile import (
     CAUSES,
     OUT_OF_MEMORY,
     Format,
+    ProfileAtMoment,
     ProfileFacts,
-    SavedProfile,
     StoredProfile,
 )
 
@@ -251,17 +251,15 @@ class ProfileRoutes:
         self, request: Request, profile_id: _Id, later_id: _Id, parameters: Annotated[FormatParameters, Query()]
     ) -> Response:
         """What grew and what shrank from one profile to another, by stack and by owner."""
-        from gpumem_exporter.features.profiles.profile_diff import at_moment, difference
+        from gpumem_exporter.features.profiles.profile_diff import difference
 
         before, after = (self._access.find(Exchange.of(request).caller, each).id for each in (profile_id, later_id))
 
-        def lines(profile_id: str) -> SavedProfile:
+        def read(profile_id: str) -> ProfileAtMoment:
             # One after the other: a large profile takes more memory than its lines.
-            return at_moment(self._read(profile_id), parameters.moment)
+            return self._read(profile_id).at(parameters.moment)
 
-        return await self._reply(
-            request, parameters, lambda: difference(lines(before), lines(after), parameters.moment)
-        )
+        return await self._reply(request, parameters, lambda: difference(read(before), read(after)))
 
     async def take(
         self,

@@ -10,12 +10,12 @@ from gpumem_client.profile.profile_types import Frame, Owner
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.features.profiles.profile_lines import Line, Stack, Stacks
-from gpumem_exporter.features.profiles.stored_profile import KeptDevice, SavedProfile
+from gpumem_exporter.features.profiles.stored_profile import KeptDevice, ProfileAtMoment
 
 _FRAME = re.compile(r"(?s)(.*) \((.*?)(?::(\d+))?\)")
 
 
-def read_saved(document: Any) -> SavedProfile:
+def read_saved(document: Any) -> ProfileAtMoment:
     """Return the profile of a JSON document that `profile_json.render` wrote.
 
     Raises ProfileInvalidError if the document is not the document of one profile.
@@ -26,7 +26,7 @@ def read_saved(document: Any) -> SavedProfile:
         raise ProfileInvalidError(f"it is not the JSON of a profile: {error!r}") from None
 
 
-def _saved(document: Mapping[str, Any]) -> SavedProfile:
+def _saved(document: Mapping[str, Any]) -> ProfileAtMoment:
     devices = tuple(KeptDevice(e["uuid"], e["gpu"] or "", e["allocated_bytes"], None) for e in document["devices"])
     places = {device.uuid: number for number, device in enumerate(devices)}
     lines = []
@@ -41,7 +41,7 @@ def _saved(document: Mapping[str, Any]) -> SavedProfile:
         lines.append(Line(place, row["pool"], of, known[frames], row["bytes"], row["blocks"]))
     names = ("pid", "workload", "rank", "command", "job", "slurm_job_id", "ray_job_id", "recorded_seconds", "step")
     process = ("pid_namespace", "reported_pid", "start_time_ticks")
-    return SavedProfile(
+    return ProfileAtMoment(
         id=document["id"],
         time_unix_seconds=document["unix_seconds"],
         cause=document["cause"],
@@ -52,7 +52,8 @@ def _saved(document: Mapping[str, Any]) -> SavedProfile:
         owner_uid=None,
         place=HERE,
         size_bytes=0,
-        saved_lines=tuple(lines),
+        moment=document["moment"],
+        lines=tuple(lines),
         **{name: document.get(name, "") for name in names},
         **dict(zip(process, document["process"], strict=True)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -105,20 +105,22 @@ class StoredProfile(ProfileFacts):
         """Return the lines at the end, or at the highest moment; see `lines_of`."""
         return lines_of(self.profile, self._stacks, moment)
 
+    def at(self, moment: Moment) -> ProfileAtMoment:
+        """Return the profile with the lines of one moment, which takes less memory; see `lines_of`."""
+        facts = {each.name: getattr(self, each.name) for each in fields(ProfileFacts)}
+        return ProfileAtMoment(**facts, moment=moment, lines=tuple(self.lines(moment)))
+
     @cached_property
     def _stacks(self) -> Sequence[Stack | None]:
         return stacks_of(self.profile)
 
 
 @dataclass(frozen=True)
-class SavedProfile(ProfileFacts):
-    """A profile from a document, which has the lines of one moment."""
+class ProfileAtMoment(ProfileFacts):
+    """A profile with the lines of one moment: what is compared with another profile."""
 
-    saved_lines: tuple[Line, ...]
-
-    def lines(self, moment: Moment) -> Sequence[Line]:  # noqa: ARG002 - as StoredProfile
-        """Return the lines."""
-        return self.saved_lines
+    moment: Moment
+    lines: tuple[Line, ...]
 
 
 def device_names(uuids: Iterable[str], gpus: Mapping[str, str]) -> list[str]:

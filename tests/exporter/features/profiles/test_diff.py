@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from gpumem_client.profile.profile_types import Frame, Owner, ProfiledDevice
 from gpumem_exporter.features.profiles.profile_diff import Difference, difference
-from gpumem_exporter.features.profiles.stored_profile import StoredProfile
+from gpumem_exporter.features.profiles.stored_profile import ProfileAtMoment
 from tests.support.builders import MIB, UUIDS
 from tests.support.made_up_profiles import LINEAR, MAIN, SCRIPT, Block, made_up, stored
 
@@ -26,8 +26,8 @@ def changes(change: Difference) -> dict[str, int]:
     return found
 
 
-def of(*blocks: Block, start: int = 1000, recorded: bool = True) -> StoredProfile:
-    return stored(made_up(blocks, recorded=recorded), start_time_ticks=start)
+def of(*blocks: Block, start: int = 1000, recorded: bool = True) -> ProfileAtMoment:
+    return stored(made_up(blocks, recorded=recorded), start_time_ticks=start).at("live")
 
 
 def test_one_process_is_compared_line_by_line_and_another_one_may_have_other_line_numbers() -> None:
@@ -65,13 +65,13 @@ def test_the_sums_are_those_of_the_profiles_on_every_device() -> None:
     assert change.uuids == UUIDS[:2]
     for index in (0, 1):
         lines = [line for line in change.lines if line.device == index]
-        assert sum(line.before_bytes for line in lines) == before.profile.devices[index].allocated_bytes
-        assert sum(line.bytes for line in lines) == after.profile.devices[index].allocated_bytes
+        assert sum(line.before_bytes for line in lines) == before.devices[index].allocated_bytes
+        assert sum(line.bytes for line in lines) == after.devices[index].allocated_bytes
 
 
 def test_a_job_that_moved_to_another_device_is_compared_by_the_order_of_devices() -> None:
     before = of((0, (), WEIGHT, MIB, MIB), (1, (), WEIGHT, 2 * MIB, 2 * MIB))
     moved = replace(made_up([(0, (), WEIGHT, MIB, MIB)]), devices=(ProfiledDevice("GPU-other", MIB),))
-    change = difference(before, stored(moved, start_time_ticks=2000))
+    change = difference(before, stored(moved, start_time_ticks=2000).at("live"))
     assert change.uuids == ("GPU-other", UUIDS[1])
     assert [line.change_bytes for line in change.lines if line.change_bytes] == [-2 * MIB]

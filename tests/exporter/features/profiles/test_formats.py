@@ -142,7 +142,7 @@ def test_deep_paths_of_modules_stay_small(form: Format) -> None:
 
 
 def test_a_difference_has_signed_values_in_every_format() -> None:
-    before, after = stored(training(leaked=300)), stored(training(leaked=100, layers=12))
+    before, after = stored(training(leaked=300)).at("live"), stored(training(leaked=100, layers=12)).at("live")
     change = difference(before, after)
     (sample,) = read_pprof(render(change, "pprof")[0]).samples
     (row,) = json.loads(render(change, "json")[0])["rows"]
