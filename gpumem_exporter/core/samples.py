@@ -140,10 +140,22 @@ class NodeReading:
     facts: Mapping[int, ProcessFacts] = field(default_factory=dict)
     """By host pid, for each process on the devices that /proc has."""
 
+    def unix_seconds(self, seconds: float) -> float:
+        """Return a time on the monotonic clock as seconds since the epoch."""
+        return seconds + self.taken_unix_seconds - self.taken_seconds
+
     def facts_of(self, reporter: ReportingProcess | SilentReporter) -> ProcessFacts | None:
         """Return the host's description of a reporter's process, unless its pid is of another process."""
         facts = self.facts.get(reporter.host_pid) if reporter.host_pid is not None else None
         return facts if facts is not None and facts.start_time_ticks == reporter.start_time_ticks else None
+
+    def started_unix_seconds(self, reporter: ReportingProcess) -> float | None:
+        """Return when a reporter's process started, long before its first report if the exporter started later.
+
+        None if /proc does not show it.
+        """
+        facts = self.facts_of(reporter)
+        return None if facts is None or facts.started_seconds is None else self.unix_seconds(facts.started_seconds)
 
     def pid_belongs_to(self, process: ReportingProcess | SilentReporter) -> bool:
         """Return whether the reporter's host pid in this reading belongs to the reporter's process."""
@@ -462,7 +474,7 @@ class Snapshot:
     def unix_seconds(self, seconds: float, reporter: ReportingProcess | None) -> float:
         """Return a time on the monotonic clock, of a process, as seconds since the epoch."""
         if self.node is not None:
-            return seconds + self.node.taken_unix_seconds - self.node.taken_seconds
+            return self.node.unix_seconds(seconds)
         return seconds + (reporter.received_unix_seconds - reporter.received_seconds if reporter is not None else 0.0)
 
     def kv_cache_peak(self, pid: str, sample: DeviceSample, window: str) -> KvCachePeak | None:

@@ -124,7 +124,7 @@ class SeenProcess:
         """Return when the process started; None if /proc does not show it."""
         if node is None or self.facts is None or self.facts.started_seconds is None:
             return None
-        return round(node.taken_unix_seconds - node.taken_seconds + self.facts.started_seconds, 1)
+        return round(node.unix_seconds(self.facts.started_seconds), 1)
 
     @property
     def last_report_unix_seconds(self) -> float | None:
@@ -241,7 +241,7 @@ def orphan_document(process: SeenProcess, node: NodeReading | None) -> dict[str,
         "reason": lost.reason,
         "launcher": None if process.hidden else lost.command or None,
         "launcher_pid": lost.pid,
-        "ended_unix_seconds": None if ended is None else round(node.taken_unix_seconds - node.taken_seconds + ended, 1),
+        "ended_unix_seconds": None if ended is None else round(node.unix_seconds(ended), 1),
     }
 
 

@@ -292,11 +292,13 @@ class ProcessHistory:
 
     def _started(self, process: ReportingProcess) -> Event:
         identity = process.report.process
+        started = self._reading.started_unix_seconds(process) if self._reading is not None else None
         return Event(
             "process_started",
-            process.received_unix_seconds,
+            process.received_unix_seconds if started is None else started,
             **self._columns(process),
             detail={
+                "first_report_unix_seconds": process.received_unix_seconds,
                 "own_pid": identity.pid,
                 "host_pid": process.host_pid,
                 **{name: getattr(identity, name) for name in _STARTED},
@@ -331,7 +333,7 @@ def ended_unseen(started: Event, reason: str, now_unix_seconds: float) -> Event:
             "reason": reason,
             "command": detail["command"],
             **dict.fromkeys((*_FACTS, *_JOBS, "step", "last_report_unix_seconds", "pinned_host_bytes")),
-            "first_report_unix_seconds": started.time_unix_seconds,
+            "first_report_unix_seconds": detail.get("first_report_unix_seconds", started.time_unix_seconds),
             "devices": [
                 {**_row(each["uuid"], each["gpu"], None, None), **DeviceUsage().row()} for each in detail["devices"]
             ],

@@ -53,7 +53,11 @@ def test_soon_after_the_start_every_process_reports_and_has_a_history(tmp_path: 
         health = eventually(lambda: fresh.get("/health"), lambda health: health["status"] == "ok")
     assert health["devices"] == 8
     started = metrics.value("process_start_time_seconds")
-    assert sorted(event["unix_seconds"] - started for event in events)[REPORTING - 1] < patient(5)
+    reported = sorted(event["detail"]["first_report_unix_seconds"] - started for event in events)
+    assert reported[REPORTING - 1] < patient(5)
+    starts = [event["unix_seconds"] for event in events[:REPORTING]]
+    assert starts == sorted(starts)
+    assert starts[-1] < started
     assert len(metrics.values("gpumem_device_memory_used_bytes")) == 8
     assert live["findings"][0]["kind"] == "growth"
     assert not [found for found in live["findings"] if found["severity"] == "critical"]

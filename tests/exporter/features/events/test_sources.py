@@ -97,6 +97,18 @@ def test_a_user_has_a_limited_number_of_errors_and_starts_in_a_minute() -> None:
     assert sum(bench.log.left_out) == 30 * 50 - MAX_OF_OWNER_PER_MINUTE + 2 * 20
 
 
+def test_a_process_that_is_older_than_the_exporter_has_not_started_with_its_first_report() -> None:
+    bench = Bench()
+    facts = ProcessFacts(4711, 1000, started_seconds=bench.now - 3600)
+    listed = device(UUIDS[0], gpu="0", processes={4711: 9})
+    bench.reading(listed, facts={4711: facts}, taken_unix_seconds=bench.unix)
+    bench.wait(2.0)
+    bench.report(7, host_pid=4711)
+    (started,) = bench.log.of("process_started")
+    assert started.time_unix_seconds == bench.unix - 3602
+    assert started.detail["first_report_unix_seconds"] == bench.unix
+
+
 def test_a_process_starts_with_its_first_report_and_ends_with_its_last_values() -> None:
     bench = Bench()
     facts = ProcessFacts(4711, 1000, command="python train.py", user="ada", k8s_pod="llm-0")
