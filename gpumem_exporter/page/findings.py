@@ -92,9 +92,7 @@ class Finding:
     since_seconds: float | None = None
     """On the monotonic clock; None: since the finding was first seen."""
     idle_cache_bytes: int | None = None
-    """The idle cache that would help."""
-    clears: Job | None = None
-    """The job whose clear would help."""
+    """The idle cache that a clear of the job would free, if others may need it."""
     next: str = ""
     """What to do next, and the command for it, if there is one: `See what grows: gpumem-exporter …`."""
 
@@ -254,31 +252,22 @@ class _JobsOfErrors:
     def __init__(self, jobs: Iterable[Job]) -> None:
         # A session is a claim of its reporter, so it counts for the errors of the same user and container only.
         self._by_session: dict[tuple[str, str], Job] = {}
-        # The shares that claim each session. Errors that version 0.2 stored have no owner.
-        self._shares: defaultdict[str, set[str]] = defaultdict(set)
         self._by_workload: dict[tuple[str, str], Job] = {}
         for job in jobs:
             for process in job.processes:
                 if process.reporter is not None:
                     share = process.reporter.key.share
-                    session = process.reporter.report.process.session
-                    self._by_session[session, share] = job
-                    self._shares[session].add(share)
+                    self._by_session[process.reporter.report.process.session, share] = job
                     if job.workload:
                         self._by_workload[job.workload, share] = job
 
     def of(self, oom: LastOom) -> Job | None:
         """Return the job whose process failed; None if the job has ended."""
-        owner = self._owner(oom)
-        return self._by_session.get((oom.session, owner)) or self._by_workload.get((oom.workload, owner))
+        return self._by_session.get((oom.session, oom.owner)) or self._by_workload.get((oom.workload, oom.owner))
 
     def has_process_of(self, oom: LastOom) -> bool:
         """Return whether the process that failed still reports."""
-        return (oom.session, self._owner(oom)) in self._by_session
-
-    def _owner(self, oom: LastOom) -> str:
-        shares = self._shares.get(oom.session, ())
-        return next(iter(shares)) if not oom.owner and len(shares) == 1 else oom.owner
+        return (oom.session, oom.owner) in self._by_session
 
 
 def _request(oom: LastOom) -> str:
@@ -366,7 +355,6 @@ def _idle_caches(
             gpu=device.gpu,
             uuid=device.uuid,
             idle_cache_bytes=size,
-            clears=job,
             next=f"See what a clear would free: gpumem-exporter clear {_selecting(job)} --dry-run",
         )
 

@@ -186,12 +186,10 @@ def _users(there: Sequence[tuple[Job, Sequence[Part]]]) -> list[Document]:
 def _totals(devices: Sequence[Document], jobs: Sequence[Job], *, listed: bool) -> Document:
     """Return the sums of the node; `listed` is whether the driver lists the processes of every device."""
 
-    def over_devices(value: Callable[[Document], int | None]) -> int | None:
-        return sum_of_known([value(device) for device in devices] or [None])
+    def over_devices(values: Iterable[int | None]) -> int | None:
+        return sum_of_known([*values] or [None])
 
-    def of_memory(name: str) -> Callable[[Document], int | None]:
-        return lambda device: (device["memory"] or {}).get(name)
-
+    memories = [device["memory"] or {} for device in devices]
     shares = [(part.process.reporter is not None, part.share) for job in jobs for part in job.parts]
     used = [(reports, share.used_bytes) for reports, share in shares if share is not None]
     by_processes = sum_of_known([size for _, size in used] or [None])
@@ -203,11 +201,11 @@ def _totals(devices: Sequence[Document], jobs: Sequence[Job], *, listed: bool) -
         "devices": len(devices),
         "jobs": len(jobs),
         "processes": sum(len(job.processes) for job in jobs),
-        "total_bytes": over_devices(of_memory("total_bytes")),
-        "used_bytes": over_devices(of_memory("used_bytes")),
-        "free_bytes": over_devices(of_memory("free_bytes")),
-        "idle_cache_bytes": over_devices(lambda device: device["idle_cache_bytes"]),
-        "allocatable_bytes": over_devices(lambda device: device["allocatable_bytes"]),
+        "total_bytes": over_devices(memory.get("total_bytes") for memory in memories),
+        "used_bytes": over_devices(memory.get("used_bytes") for memory in memories),
+        "free_bytes": over_devices(memory.get("free_bytes") for memory in memories),
+        "idle_cache_bytes": over_devices(device["idle_cache_bytes"] for device in devices),
+        "allocatable_bytes": over_devices(device["allocatable_bytes"] for device in devices),
         "reported_bytes": reported,
         "coverage_ratio": coverage,
     }
@@ -317,22 +315,22 @@ def _target(pids: Sequence[int | str]) -> Document:
 
 
 def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> Document:
-    since = finding.since_seconds
-    clear = _clear(finding.clears, snapshot.taken_seconds) if finding.clears is not None else None
+    job, since = finding.job, finding.since_seconds
+    clear = None
+    if job is not None and finding.idle_cache_bytes is not None and (of_job := _clear(job, snapshot.taken_seconds)):
+        clear = {**of_job, "job": job.id, "name": job.name}
     return {
         "id": finding.id,
         "kind": finding.kind,
         "severity": finding.severity,
         "title": finding.title,
         "sentence": finding.sentence,
-        "job": finding.job.id if finding.job is not None else None,
-        "owner": finding.job.owner()["owner"] if finding.job is not None else "",
+        "job": job.id if job is not None else None,
+        "owner": job.owner()["owner"] if job is not None else "",
         "gpu": finding.gpu,
         "uuid": finding.uuid,
         "since_unix_seconds": None if since is None else round(now_unix_seconds - (snapshot.taken_seconds - since), 1),
         "idle_cache_bytes": finding.idle_cache_bytes,
         "next": finding.next,
-        "clear": None
-        if clear is None or finding.clears is None
-        else {**clear, "job": finding.clears.id, "name": finding.clears.name},
+        "clear": clear,
     }

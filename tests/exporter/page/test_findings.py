@@ -113,14 +113,6 @@ def test_the_errors_of_a_job_on_a_device_are_one_finding() -> None:
     assert " 5 of its processes" in found[0].sentence
 
 
-def test_an_error_that_an_earlier_version_stored_without_its_owner_has_its_job() -> None:
-    process = of(7, "train")
-    error = oom(pid="7", session="session-7", owner="")
-    found = findings(process, ooms=(error,))["oom"]
-    assert found.job is not None
-    assert "continues" in found.sentence
-
-
 def test_an_out_of_memory_error_within_a_limit_says_what_was_reserved_of_it() -> None:
     sizes: dict[str, Any] = {"device_free_bytes": 2 * GIB, "limit_bytes": 8 * GIB, "reserved_bytes": 7 * GIB}
     error = dataclasses.replace(oom(), **sizes, fragmented_bytes=4 * GIB)
@@ -240,8 +232,8 @@ def test_idle_cache_that_others_lack_is_a_warning(
     assert (found.severity if found else None) == severity
     if found is not None:
         assert found.idle_cache_bytes == idle
-        assert found.clears is not None
-        assert found.clears.workload == "notebook"
+        assert found.job is not None
+        assert found.job.workload == "notebook"
 
 
 def test_engines_of_two_jobs_that_start_on_one_device_are_a_warning() -> None:
