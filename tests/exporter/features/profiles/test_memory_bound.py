@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +15,13 @@ MOST_MIB = 160
 """The chart's pod may take 256 MiB."""
 
 
-@pytest.mark.parametrize("form", ["json", "pprof", "html"])
 @pytest.mark.parametrize("shape", HOSTILE)
-def test_a_difference_of_hostile_profiles_stays_within_the_memory_of_the_pod(
-    shape: str, form: str, tmp_path: Path
-) -> None:
+def test_a_difference_of_hostile_profiles_stays_within_the_memory_of_the_pod(shape: str, tmp_path: Path) -> None:
     files = []
     for number in (1, 2):
         file = tmp_path / str(number)
         file.write_bytes(HOSTILE[shape](number))
         files.append(str(file))
-    command = [sys.executable, "-m", "tests.programs.rendered_profile", form, *files]
+    command = [sys.executable, "-m", "tests.programs.rendered_profile", *files]
     done = subprocess.run(command, check=True, capture_output=True, timeout=patient(120))
-    assert json.loads(done.stdout)["mib"] <= MOST_MIB
+    assert float(done.stdout) <= MOST_MIB
