@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from fastapi import Request, Response
 
+from gpumem_client.profile.profile_types import Profile
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.kinds import PROFILES_PER_MINUTE
@@ -31,7 +32,7 @@ from gpumem_exporter.edge.replies import json_response
 from gpumem_exporter.errors import ForeignProcessError, ProfileInvalidError, TooManyActionsError
 from gpumem_exporter.features.profiles.profile_document import read_profile
 from gpumem_exporter.features.profiles.profile_store import Profiles
-from gpumem_exporter.features.profiles.stored_profile import ACTION, OUT_OF_MEMORY, KeptDevice, Profile, ProfileFacts
+from gpumem_exporter.features.profiles.stored_profile import ACTION, OUT_OF_MEMORY, KeptDevice, ProfileFacts
 from gpumem_exporter.node.job_ids import job_of_process
 from gpumem_exporter.reports.report_sender import ReportSenders
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from gpumem_client.profile.profile_types import CAUSES
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, PROFILES_PATH
 from gpumem_exporter.actions.action_options import ActionRequest, Target, invalid_fields
 from gpumem_exporter.actions.action_routes import KnownFields, refusals_as_problems
@@ -29,7 +30,6 @@ from gpumem_exporter.features.profiles.profile_intake import ProfileIntake, Scra
 from gpumem_exporter.features.profiles.profile_lines import Moment
 from gpumem_exporter.features.profiles.profile_store import Profiles, stored_profile
 from gpumem_exporter.features.profiles.stored_profile import (
-    CAUSES,
     OUT_OF_MEMORY,
     Format,
     ProfileAtMoment,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from gpumem_client.profile.profile_types import CAUSES as CAUSES
-from gpumem_client.profile.profile_types import Profile as Profile
+from gpumem_client.profile.profile_types import CAUSES, Profile
 from gpumem_exporter.core.container import Place
 from gpumem_exporter.features.profiles.profile_lines import Line, Moment, Stack, lines_of, stacks_of
 
