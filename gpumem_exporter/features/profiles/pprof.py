@@ -7,15 +7,13 @@ https://github.com/google/pprof/blob/main/proto/profile.proto
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from collections.abc import Iterable
 
 from gpumem_client.profile.profile_types import Frame, Owner
 from gpumem_exporter.features.profiles.profile_diff import Difference
-from gpumem_exporter.features.profiles.profile_lines import Line, Stack, bounded, kind_text, owner_path
+from gpumem_exporter.features.profiles.profile_lines import Line, Numbers, Stack, bounded, kind_text, owner_path
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile, device_names
 
-T = TypeVar("T")
 # The length of all samples, each with the names that it is the first to have. A path of 4096 characters has up to 4 MiB
 # of names: without the limit, a profile of 1 KiB became a page of 240 MB.
 _MAX_LENGTH = 12 << 20
@@ -30,10 +28,10 @@ def encode(profile: StoredProfile | Difference, changed: Iterable[Line]) -> byte
     stored = profile.after if isinstance(profile, Difference) else profile
     devices = device_names(profile.uuids, profile.gpus)
     new = bytearray()  # the texts, functions and locations that nothing before has; a reader takes them in any order
-    texts: _Table[str] = _Table(new, 0, lambda _, text: _field(6, text.encode("utf-8", "replace")))
-    functions: _Table[tuple[str, str]] = _Table(new, 1, lambda number, each: _function(number, *map(texts.of, each)))
-    locations: _Table[Frame] = _Table(
-        new, 1, lambda number, each: _location(number, functions.of((each.function, each.file)), each.line)
+    texts = Numbers[str](lambda text, _: new.extend(_field(6, text.encode("utf-8", "replace"))))
+    functions = Numbers[tuple[str, str]](lambda each, number: new.extend(_function(number, *map(texts.of, each))), 1)
+    locations = Numbers[Frame](
+        lambda each, number: new.extend(_location(number, functions.of((each.function, each.file)), each.line)), 1
     )
     texts.of("")  # as the format requires
     stacks: dict[Stack, bytes] = {}
@@ -86,21 +84,6 @@ def _function(number: int, name: int, file: int) -> bytes:
 
 def _location(number: int, function: int, line: int) -> bytes:
     return _message(4, _number(1, number), _number(2, 1), _message(4, _number(1, function), _number(2, line)))
-
-
-class _Table(Generic[T]):
-    """Gives each new key the next number, and adds its message to `new`."""
-
-    def __init__(self, new: bytearray, first: int, message: Callable[[int, T], bytes]) -> None:
-        self._new, self._first, self._message = new, first, message
-        self._numbers: dict[T, int] = {}
-
-    def of(self, key: T) -> int:
-        """Return the number of a key."""
-        if key not in self._numbers:
-            self._numbers[key] = number = self._first + len(self._numbers)
-            self._new += self._message(number, key)
-        return self._numbers[key]
 
 
 def _varint(value: int) -> bytes:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from gpumem_client.profile.profile_types import Frame, Owner, Profile
 from gpumem_exporter.errors import NoPeakError
 
+T = TypeVar("T", bound=Hashable)
 Moment = Literal["live", "peak"]
 
 KINDS: Mapping[str, str] = {
@@ -170,6 +171,24 @@ def bounded(lines: Iterable[Line], encode: Callable[[Line], bytes], most_bytes: 
             break
     for merged in joined(others, lambda line: line[:2]):
         yield encode(merged._replace(owner=Owner("merged"), stack=None))
+
+
+class Numbers(Generic[T]):
+    """Numbers the names that encoded lines share, such as their frames.
+
+    `add` is called with each new name and its number, after the names that it needs itself.
+    """
+
+    def __init__(self, add: Callable[[T, int], None], first: int = 0) -> None:
+        self._add, self._first = add, first
+        self._known: dict[T, int] = {}
+
+    def of(self, name: T) -> int:
+        """Return the number of a name."""
+        if name not in self._known:
+            self._known[name] = self._first + len(self._known)
+            self._add(name, self._known[name])
+        return self._known[name]
 
 
 def has_peak(profile: Profile) -> bool:

@@ -14,15 +14,16 @@ from functools import cache, partial
 from html import escape
 from importlib.resources import files
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from gpumem_client.profile.profile_types import Owner
+from gpumem_client.profile.profile_types import Frame, Owner
 from gpumem_exporter.features.profiles.profile_diff import Difference
 from gpumem_exporter.features.profiles.profile_json import MAX_LENGTH, document_head, encoded, kinds, largest
 from gpumem_exporter.features.profiles.profile_lines import (
     KINDS,
     Group,
     Line,
+    Numbers,
     Stack,
     bounded,
     by_code,
@@ -33,7 +34,6 @@ from gpumem_exporter.features.profiles.profile_lines import (
 )
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile, device_names
 
-T = TypeVar("T")
 _SCRIPTS = (  # .ci/fetch-libraries fetches the libraries again
     "d3-flame-graph/d3.min.js",
     "d3-flame-graph/d3-flamegraph.umd.min.js",
@@ -149,26 +149,20 @@ class _Records:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[str, dict[Any, int]] = {"frames": {}, "stacks": {}, "owners": {}}
         self._new: list[Any] = []
+        self._frames = Numbers[Frame](lambda frame, _: self._new.append(["frames", *frame, is_torch(frame)]))
+        self._stacks = Numbers[Stack](
+            lambda stack, _: self._new.append(["stacks", *map(self._frames.of, stack.frames)])
+        )
+        self._owners = Numbers[Owner](lambda owner, _: self._new.append(["owners", *_owner(owner)]))
 
     def of(self, rows: str, line: Line) -> bytes:
         """Return the record of a line, and before it the new records that it needs."""
-        stack = -1 if line.stack is None else self._number("stacks", line.stack, self._stack)
-        owner = -1 if line.owner is None else self._number("owners", line.owner, _owner)
+        stack = -1 if line.stack is None else self._stacks.of(line.stack)
+        owner = -1 if line.owner is None else self._owners.of(line.owner)
         new = [*self._new, [rows, line.device, stack, owner, line.blocks, line.bytes, line.before_bytes]]
         self._new.clear()
         return _escaped(new)[1:-1]
-
-    def _number(self, table: str, value: T, values: Callable[[T], Sequence[Any]]) -> int:
-        numbers = self._numbers[table]
-        if value not in numbers:
-            self._new.append([table, *values(value)])  # after the records that it needs itself
-            numbers[value] = len(numbers)
-        return numbers[value]
-
-    def _stack(self, stack: Stack) -> list[int]:
-        return [self._number("frames", frame, lambda each: (*each, is_torch(each))) for frame in stack.frames]
 
 
 def _owner(owner: Owner) -> Sequence[Any]:
