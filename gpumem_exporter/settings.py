@@ -187,9 +187,6 @@ class Settings(SettingsModel):
     storage_path: str = Field(
         default="", description="folder in which events, history and profiles survive a restart; created if missing"
     )
-    storage_retention: float = Field(
-        default=604800.0, ge=1, le=10 * 365 * 86400, description="seconds after which an event is deleted"
-    )
     storage_max_bytes: int = Field(
         default=64 << 20,
         ge=8 << 20,

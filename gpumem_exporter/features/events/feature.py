@@ -18,6 +18,7 @@ def _build(node: Node) -> Parts:
     from gpumem_exporter.features.events.event_recorder import Recorder
     from gpumem_exporter.features.events.event_routes import events_router, jobs_router
     from gpumem_exporter.features.events.event_storage import Storage
+    from gpumem_exporter.features.events.events_settings import EventsSettings
     from gpumem_exporter.node.job_ids import job_of_process
     from gpumem_exporter.reports.process_liveness import SILENT_SECONDS
     from gpumem_exporter.settings import PROFILES_SHARE
@@ -25,7 +26,7 @@ def _build(node: Node) -> Parts:
     settings, metrics = node.settings, EventMetrics(node.registry)
     storage = Storage(
         node.folder,
-        retention_seconds=settings.storage_retention,
+        retention_seconds=settings.of(EventsSettings).storage_retention,
         # Without the share of the profiles.
         max_bytes=settings.storage_max_bytes - settings.storage_max_bytes // PROFILES_SHARE,
         wall_clock=node.wall_clock,
@@ -60,6 +61,7 @@ def _build(node: Node) -> Parts:
 
 FEATURE = Feature(
     build=_build,
+    settings="EventsSettings",
     commands={
         "events": Listed(LOOK, "Show what happened on the node, oldest first.", "events_command"),
         "actions": Listed(LOOK, "Show the actions that were requested, and cancel them.", "action_log_command"),
