@@ -3,92 +3,73 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.event import Event, Query, process_subject
+from gpumem_exporter.core.naming import command_of, json_pid
 from gpumem_exporter.core.recorders import Journal, ProcessRecorder
-from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.features.events.process_events import ProcessHistory, ended_unseen
+from gpumem_exporter.features.events.device_events import DeviceHistory
+from gpumem_exporter.features.events.process_usage import GAP_SECONDS, DeviceUsage
 from gpumem_exporter.node.host import Host
 
+MAX_STARTS_PER_MINUTE = 1024
+"""The maximum number of processes of a user whose start in a minute, and whose end, is an event."""
 _RETRY_SECONDS = 1.0
 _STARTS_WITHOUT_END = Query(after=0, types=("process_started",), last_of_subject=True, limit=1000)
 # After a reboot, every process has ended. The queue of events has room for more of one user.
 _MAX_ENDS = 256
+# A report of a process that has exited is read a moment after its end, or after a pause of the exporter.
+_MAX_ENDED = 256
+_FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "start_time_ticks", "command"))
+_JOBS = ("slurm_job_id", "ray_job_id")
+_STARTED = ("pid_namespace", "start_time_ticks", "command", "torch_version", "allocator_settings", "client_version")
 
 
-class DeviceHistory:
-    """Compares each reading with the one before. Not thread-safe."""
+@dataclass(slots=True)
+class _TrackedProcess:
+    """A process from its first report to its end."""
 
-    def __init__(self) -> None:
-        # The last reading of a driver that answered.
-        self._reading: NodeReading | None = None
-        # The type of the last event of each device, by subject.
-        self._last_types: dict[str, str] = {}
+    process: ReportingProcess
+    """The process with its last report, and the samples of the last report that had samples."""
+    usage: defaultdict[str, DeviceUsage]
+    """By uuid."""
+    first_report_unix_seconds: float
+    left_out: bool
+    """It has no events, because its user started too many processes."""
+    facts: ProcessFacts | None = None
 
-    def take_reading(self, reading: NodeReading) -> list[Event]:
-        """Take a reading of a driver that answers, and return its events."""
-        changes = [
-            event
-            for event in _device_changes(self._reading, reading)
-            if self._last_types.get(event.subject) != event.type
-        ]
-        self._reading = reading
-        present = {f"device:{device.uuid}" for device in reading.devices}
-        self._last_types = {subject: type_ for subject, type_ in self._last_types.items() if subject in present}
-        self._last_types.update({event.subject: event.type for event in changes})
-        return changes
+    @property
+    def session(self) -> str:
+        """The session of its reporter."""
+        return self.process.report.process.session
 
+    def job_ids(self) -> dict[str, str | None]:
+        """Return the ids of the process' jobs, as it reports them, otherwise as the host does."""
+        identity = self.process.report.process
+        return {name: getattr(identity, name) or getattr(self.facts, name, None) for name in _JOBS}
 
-def _device_changes(before: NodeReading | None, after: NodeReading) -> Iterator[Event]:
-    """Return the events for devices that were lost or returned between two readings.
-
-    A device is lost when it stops answering, and it returns when it answers again.
-    """
-    # A device without an error that is no longer listed was removed on purpose (a GPU was unbound, a MIG device was
-    # destroyed). Without an earlier reading, the state of a device is compared with its last event.
-    earlier = {device.uuid: device for device in before.devices} if before is not None else {}
-    for device in after.devices:
-        if not device.uuid:
-            continue  # the driver cannot identify the device, so that its return could not be detected
-        known = earlier.get(device.uuid)
-        if device.up:
-            # An exporter that starts while a device is lost has no uuid of it before the device returns.
-            if known is None or not known.up:
-                only_after = "device_lost" if known is None or device.parent_uuid else ""
-                yield _device_event("device_returned", device, after, only_after)
-        elif device.parent_uuid:
-            # A MIG device may fail once while it is being destroyed, so only the second failure counts.
-            if known is not None and not known.up:
-                yield _device_event("device_lost", device, after)
-        elif known is None or known.up:
-            yield _device_event("device_lost", device, after)
-
-
-def _device_event(type_: str, device: DeviceReading, reading: NodeReading, only_after: str = "") -> Event:
-    return Event(
-        type_,
-        reading.taken_unix_seconds,
-        gpu=device.gpu,
-        uuid=device.uuid,
-        detail={
-            "error": device.error or None,
-            "name": device.name,
-            "pci_bus_id": device.pci_bus_id,
-            "driver_version": reading.driver_version,
-        },
-        subject=f"device:{device.uuid}",
-        only_after=only_after,
-    )
+    def take_report(self, process: ReportingProcess) -> None:
+        """Take the process with a new report."""
+        if not process.report.devices:  # as in the final report
+            process = replace(process, report=replace(process.report, devices=self.process.report.devices))
+        self.process = process
+        for sample in process.report.devices:
+            self.usage[sample.uuid].take_sample(sample, process.received_seconds)
 
 
 class Recorder(ProcessRecorder):
-    """Converts reports and readings to events and queues them. No method waits for the disk.
+    """Converts reports and readings to events and queues them. Thread-safe; no method waits for the disk.
 
-    The event loop calls all methods except `take_reading`, which the poller's thread calls. `job_of` returns the id of
-    a process' job.
+    The driver's values that are older than the last report by more than `reading_expiry_seconds` are left out.
+    `job_of` returns the id of a process' job.
     """
 
     def __init__(
@@ -102,45 +83,92 @@ class Recorder(ProcessRecorder):
     ) -> None:
         self._log = log
         self._silent_reason = f"no report for {report_expiry_seconds:g} s"
+        self._reading_expiry_seconds = reading_expiry_seconds
         self._wall_clock = wall_clock
-        self._processes = ProcessHistory(
-            report_expiry_seconds=report_expiry_seconds,
-            reading_expiry_seconds=reading_expiry_seconds,
-            job_of=job_of,
-            on_left_out=log.count_left_out,
-        )
+        self._job_of = job_of
+        gap_seconds = max(GAP_SECONDS, report_expiry_seconds, reading_expiry_seconds)
+        self._new_usage = partial(DeviceUsage, gap_seconds)
         self._devices = DeviceHistory()
+        self._lock = threading.Lock()
+        self._minute = 0
+        # The number of starts in the minute, by `ProcessKey.share`.
+        self._starts: Counter[str] = Counter()
+        self._tracked: dict[ProcessKey, _TrackedProcess] = {}
+        self._ended: deque[ReportingProcess] = deque(maxlen=_MAX_ENDED)
+        # The NVML index of each device by uuid, from the last reading.
+        self._gpus: dict[str, str] = {}
+        self._reading: NodeReading | None = None
+        # The used bytes of each process in the last reading, by host pid and uuid.
+        self._used: dict[int, dict[str, int]] = {}
 
     def take_report(self, process: ReportingProcess) -> None:
         """Record an accepted report."""
-        self._put(self._processes.take_report(process))
+        process = process.without_messages()
+        report = process.report
+        with self._lock:
+            tracked = self._tracked.get(process.key)
+            if tracked is not None and tracked.session == report.process.session:
+                if report.sequence >= tracked.process.report.sequence:
+                    tracked.take_report(process)
+                return
+            events: list[Event] = []
+            if tracked is not None:
+                # An exec, or a second start of the reporter, keeps the start time.
+                reason = "another process has its pid"
+                if tracked.process.report.process.start_time_ticks == report.process.start_time_ticks:
+                    reason = "another reporter represents the process"
+                events += self._end(process.key, reason, process.received_unix_seconds)
+            events += self._start(process)
+        self._put(events)
+
+    def take_reading(self, reading: NodeReading) -> None:
+        """Record a reading of the driver."""
+        if not reading.up:
+            return
+        used: dict[int, dict[str, int]] = {}
+        for device in reading.devices:
+            for listed in device.processes or ():
+                if listed.used_bytes is not None:
+                    used.setdefault(listed.pid, {})[device.uuid] = listed.used_bytes
+        with self._lock:
+            self._gpus = {device.uuid: device.gpu for device in reading.devices}
+            self._reading, self._used = reading, used
+            for tracked in self._tracked.values():
+                self._apply_reading(tracked)
+        self._put(self._devices.take_reading(reading))
+
+    def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
+        """Record that processes are removed from the store, each with the reason; unknown processes are ignored."""
+        now_unix_seconds = self._wall_clock()
+        with self._lock:
+            events = [event for key, reason in ended for event in self._end(key, reason, now_unix_seconds)]
+        self._put(events)
 
     def late_process(self, session: str, owner_uid: int | None) -> ReportingProcess | None:
         """Return the process of a session of this user, with its last report, also if it has ended lately."""
-        process = self._processes.of_session(session)
+        with self._lock:
+            known = (*(tracked.process for tracked in self._tracked.values()), *self._ended)
+        process = next((each for each in known if each.report.process.session == session), None)
         return process if process is not None and process.owner_uid == owner_uid else None
 
     def gpu_of(self, uuid: str) -> str | None:
         """Return the NVML index of a device in the last reading."""
-        return self._processes.gpus.get(uuid)
-
-    def take_reading(self, reading: NodeReading) -> None:
-        """Record a reading of the driver."""
-        if reading.up:
-            self._processes.take_reading(reading)
-            self._put(self._devices.take_reading(reading))
-
-    def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
-        """Record that processes are removed from the store, each with the reason; unknown processes are ignored."""
-        self._put(self._processes.remove(ended, self._wall_clock()))
+        return self._gpus.get(uuid)
 
     def running(self, job_id: str) -> list[Event]:
-        """Return an event for each reporting process of a job, as if the process ended now."""
-        return self._processes.running(job_id, self._wall_clock())
+        """Return an event for each reporting process of a job, as if the process ended now: see `Query.job_id`."""
+        now_unix_seconds = self._wall_clock()
+        with self._lock:
+            return [
+                self._ended_event(tracked, "", now_unix_seconds)
+                for tracked in self._tracked.values()
+                if self._is_of_job(tracked, job_id)
+            ]
 
     def workloads(self) -> set[str]:
         """Return the workloads of the reporting processes."""
-        return self._processes.workloads()
+        with self._lock:
+            return {tracked.process.report.process.workload for tracked in self._tracked.values()}
 
     def sweep(self, snapshot: Snapshot) -> None:
         """Record the end of processes that the store has dropped; called once a second.
@@ -148,8 +176,9 @@ class Recorder(ProcessRecorder):
         A silent process has not ended: it may run, and report again.
         """
         kept = {process.key for process in snapshot.processes} | {reporter.key for reporter in snapshot.silent}
-        dropped = sorted(self._processes.keys() - kept, key=lambda key: key[:2])  # an owner may be None
-        self._put(self._processes.remove([(key, self._silent_reason) for key in dropped], self._wall_clock()))
+        with self._lock:
+            dropped = [key for key in self._tracked if key not in kept]
+        self.processes_ended((key, self._silent_reason) for key in dropped)
 
     async def restore_ends(
         self, store: Store, host: Host, *, clock: Callable[[], float], silent_seconds: float
@@ -177,13 +206,133 @@ class Recorder(ProcessRecorder):
         started = [event for event in started if "start_time_ticks" in event.detail]
         while started:
             await asyncio.sleep(store.report_expiry_seconds)  # by then each process that runs has reported again
-            reported = {process_subject(session) for session in self._processes.sessions()}
+            with self._lock:
+                reported = {process_subject(tracked.session) for tracked in self._tracked.values()}
             started = [event for event in started if event.subject not in reported]
             ended = [event for event in started if has_ended(event)][:_MAX_ENDS]
-            reason = "the process exited while no exporter ran"
-            self._put(ended_unseen(event, reason, self._wall_clock()) for event in ended)
+            self._put(_ended_unseen(event, self._wall_clock()) for event in ended)
             started = [event for event in started if event not in ended]
 
     def _put(self, events: Iterable[Event]) -> None:
         for event in events:
             self._log.put((event,))
+
+    # With the lock
+
+    def _start(self, process: ReportingProcess) -> list[Event]:
+        minute = int(process.received_seconds // 60)
+        if minute != self._minute:
+            self._minute, self._starts = minute, Counter()
+        share = process.key.share
+        self._starts[share] += 1
+        left_out = self._starts[share] > MAX_STARTS_PER_MINUTE
+        tracked = _TrackedProcess(process, defaultdict(self._new_usage), process.received_unix_seconds, left_out)
+        self._tracked[process.key] = tracked
+        tracked.take_report(process)
+        self._apply_reading(tracked)  # the process may exit before the next poll
+        if left_out:
+            self._log.count_left_out(2)
+            return []
+        return [self._started_event(process)]
+
+    def _end(self, key: ProcessKey, reason: str, now_unix_seconds: float) -> list[Event]:
+        tracked = self._tracked.pop(key, None)
+        if tracked is None:
+            return []
+        self._ended.append(tracked.process)
+        return [] if tracked.left_out else [self._ended_event(tracked, reason, now_unix_seconds)]
+
+    def _apply_reading(self, tracked: _TrackedProcess) -> None:
+        """Copy the process' values from the last reading."""
+        reading, host_pid = self._reading, tracked.process.host_pid
+        if reading is None or host_pid is None or host_pid not in self._used:
+            return
+        if reading.pid_belongs_to(tracked.process):
+            for uuid, used_bytes in self._used[host_pid].items():
+                tracked.usage[uuid].take_used(used_bytes, reading.taken_seconds)
+            tracked.facts = reading.facts.get(host_pid, tracked.facts)
+
+    def _is_of_job(self, tracked: _TrackedProcess, job_id: str) -> bool:
+        """Return whether a process is of a job with a Slurm or Ray id, or another name: see `Query.job_id`."""
+        if job_id.isdecimal():
+            return job_id in tracked.job_ids().values()
+        workload = tracked.process.report.process.workload
+        return job_id in (*tracked.job_ids().values(), workload, self._job_of(tracked.process))
+
+    def _started_event(self, process: ReportingProcess) -> Event:
+        identity = process.report.process
+        started = self._reading.started_unix_seconds(process) if self._reading is not None else None
+        return Event(
+            "process_started",
+            process.received_unix_seconds if started is None else started,
+            **self._columns(process),
+            detail={
+                "first_report_unix_seconds": process.received_unix_seconds,
+                "own_pid": identity.pid,
+                "host_pid": process.host_pid,
+                **{name: getattr(identity, name) for name in _STARTED},
+                "devices": [{"gpu": self._gpus.get(each.uuid), "uuid": each.uuid} for each in process.report.devices],
+            },
+        )
+
+    def _ended_event(self, tracked: _TrackedProcess, reason: str, now_unix_seconds: float) -> Event:
+        process = tracked.process
+        expired_seconds = process.received_seconds - self._reading_expiry_seconds
+        samples = {sample.uuid: sample for sample in process.report.devices}
+        # A process that exits leaves its devices one by one, so the times of the driver's values may differ.
+        used = {uuid: usage.used_bytes(expired_seconds) for uuid, usage in tracked.usage.items()}
+        return Event(
+            "process_ended",
+            now_unix_seconds,
+            **self._columns(process),
+            detail={
+                "reason": reason,
+                "command": command_of(tracked.facts.command if tracked.facts else "", process.report.process.command),
+                **{name: getattr(tracked.facts, name, None) for name in _FACTS},
+                **tracked.job_ids(),
+                **({} if process.owner_uid is None else {"uid": process.owner_uid}),
+                "first_report_unix_seconds": tracked.first_report_unix_seconds,
+                "step": process.report.step,
+                "last_report_unix_seconds": process.received_unix_seconds,
+                "pinned_host_bytes": process.report.pinned_host_bytes,
+                "devices": [
+                    {"gpu": self._gpus.get(uuid), "uuid": uuid, **usage.row(samples.get(uuid), used[uuid])}
+                    for uuid, usage in tracked.usage.items()
+                    if uuid in samples or used[uuid] is not None
+                ],
+            },
+        )
+
+    def _columns(self, process: ReportingProcess) -> dict[str, Any]:
+        identity = process.report.process
+        uuids = [sample.uuid for sample in process.report.devices]
+        return {
+            "gpu": self._gpus.get(uuids[0]) if len(uuids) == 1 else None,
+            "uuid": uuids[0] if len(uuids) == 1 else None,
+            "pid": json_pid(process.name),
+            "workload": identity.workload,
+            "rank": identity.rank,
+            "subject": process_subject(identity.session),
+            "owner": process.key.share,
+            "job": self._job_of(process),
+        }
+
+
+def _ended_unseen(started: Event, now_unix_seconds: float) -> Event:
+    """Return the end of a process that ended while no exporter ran, from its start; all that it used is unknown."""
+    detail = started.detail
+    return replace(
+        started,
+        id=0,
+        type="process_ended",
+        time_unix_seconds=now_unix_seconds,
+        detail={
+            "reason": "the process exited while no exporter ran",
+            "command": detail["command"],
+            **dict.fromkeys((*_FACTS, *_JOBS, "step", "last_report_unix_seconds", "pinned_host_bytes")),
+            "first_report_unix_seconds": detail.get("first_report_unix_seconds", started.time_unix_seconds),
+            "devices": [
+                {"gpu": each["gpu"], "uuid": each["uuid"], **DeviceUsage().row()} for each in detail["devices"]
+            ],
+        },
+    )

@@ -14,8 +14,9 @@ from gpumem_exporter.actions.action_events import action_event
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
-from gpumem_exporter.features.events.event_recorder import DeviceHistory
-from gpumem_exporter.features.events.process_events import MAX_STARTS_PER_MINUTE, DeviceUsage
+from gpumem_exporter.features.events.device_events import DeviceHistory
+from gpumem_exporter.features.events.event_recorder import MAX_STARTS_PER_MINUTE
+from gpumem_exporter.features.events.process_usage import DeviceUsage
 from gpumem_exporter.features.oom.oom_events import MAX_OF_OWNER_PER_MINUTE, MAX_PER_MINUTE
 from tests.support.builders import MIB, UUIDS, device, node, sample
 from tests.support.recorder_bench import RecorderBench as Bench
