@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import attrgetter
 from typing import TypeVar
 
@@ -36,7 +37,6 @@ _ITEMS = 16
 _BATCH = 256
 _MAINTENANCE_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
-_DROP_WARNING_SECONDS = 60.0
 # A disk operation that takes longer counts as slow, and no caller waits for it.
 _SLOW_SECONDS = 1.0
 # The longest time that a reply waits for a commit.
@@ -89,7 +89,6 @@ class _Waiting:
         self.audit = any(event.type in AUDIT_TYPES for event in events)
         self.owner = events[0].owner
         self.size = len(events) + sum(event.items for event in events) // _ITEMS
-        self.being_stored = False
 
 
 class EventLog(Journal):
@@ -115,13 +114,14 @@ class EventLog(Journal):
         self._on_dropped = on_dropped
         self._on_committed = on_committed
         self._retry_seconds = retry_seconds
-        self._failures = FailureLog(_log, clock)
         self._changed = threading.Condition()
+        # Of all that follows, except where only the log's thread writes.
+        self._failures = FailureLog(_log, clock)
         self._waiting: deque[_Waiting] = deque()
-        # Without the events that are being stored.
+        # The first ones of the queue are being stored, so that their owners cannot lose them any more.
+        self._being_stored = 0
+        # Without those that are being stored.
         self._shares = Shares(max_waiting)
-        # The number of events in the queue. `status` reads it without the lock, so it does not count the queue.
-        self._waiting_events = 0
         self._readers: deque[tuple[Query, Future[Page]]] = deque()
         self._dropped = 0
         self._stopping = False
@@ -129,7 +129,6 @@ class EventLog(Journal):
         self._busy_since_seconds: float | None = None
         # When the storage is next opened, retried or pruned.
         self._due_seconds = float("-inf")
-        self._drop_warned_seconds = float("-inf")
         self._thread = threading.Thread(target=self._run, name="gpumem-events", daemon=True)
 
     def start(self) -> None:
@@ -155,8 +154,7 @@ class EventLog(Journal):
         with self._changed:
             lost = [new] if self._stopping else self._queue(new)
             self._changed.notify_all()
-        if lost:
-            self._drop(lost)
+        self._drop(lost)
         if self._error:
             # The disk fails. The events stay in the queue until a retry succeeds, but no caller waits for that.
             _complete(new.committed, False)
@@ -165,14 +163,12 @@ class EventLog(Journal):
     def _queue(self, new: _Waiting) -> list[_Waiting]:
         """Put events into the queue, and return the events that were removed for them."""
         self._waiting.append(new)
-        self._waiting_events += len(new.events)
         self._shares.put(new.owner, new.size)
         lost: list[_Waiting] = []
         while (loser := self._shares.over()) is not None:
-            own = [each for each in reversed(self._waiting) if each.owner == loser and not each.being_stored]
-            lost.append(min(own, key=attrgetter("audit")))
+            own = [each for each in islice(self._waiting, self._being_stored, None) if each.owner == loser]
+            lost.append(min(reversed(own), key=attrgetter("audit")))
             self._waiting.remove(lost[-1])
-            self._waiting_events -= len(lost[-1].events)
             self._shares.drop(loser, lost[-1].size)
         return lost
 
@@ -222,14 +218,16 @@ class EventLog(Journal):
             query = replace(query, after=page.next_after)
 
     def status(self) -> EventLogStatus:
-        """Return the state of the log. Never blocks."""
+        """Return the state of the log. Never waits for the disk."""
+        with self._changed:
+            waiting = sum(len(each.events) for each in self._waiting)
         busy_since = self._busy_since_seconds
         return EventLogStatus(
             where=str(self._storage),
             alive=self._thread.is_alive(),
             error=self._error,
             busy_seconds=None if busy_since is None else max(0.0, self._clock() - busy_since),
-            waiting=self._waiting_events,
+            waiting=waiting,
             dropped=self._dropped,
         )
 
@@ -239,10 +237,8 @@ class EventLog(Journal):
             self._serve_readers()
             with self._changed:
                 self._changed.wait_for(self._has_work, max(0.0, self._due_seconds - self._clock()))
-        while self._waiting:
-            self._due_seconds = float("-inf")
-            if not self._write():
-                break
+        while self._waiting and self._write():
+            pass
         self._end()
 
     def _has_work(self) -> bool:
@@ -250,22 +246,32 @@ class EventLog(Journal):
         return self._stopping or bool(self._readers) or (bool(self._waiting) and not self._error)
 
     def _write(self) -> bool:
-        """Store the next batch, or maintain the storage if that is due; returns False if the storage fails."""
-        due = self._clock() >= self._due_seconds
+        """Store the next events, or maintain the storage if that is due; returns False if the storage fails."""
+        due = self._stopping or self._clock() >= self._due_seconds
         if self._error and not due:
             return False
         batch = self._batch()
         return self._store(batch) if batch or due else True
 
+    def _batch(self) -> list[_Waiting]:
+        """Return the first events of the queue, as many as one commit has; they stay there until they are stored."""
+        batch: list[_Waiting] = []
+        size = 0
+        with self._changed:
+            for each in self._waiting:
+                size += len(each.events)
+                if batch and size > _BATCH:
+                    break
+                batch.append(each)
+                self._shares.drop(each.owner, each.size)
+            self._being_stored = len(batch)
+        return batch
+
     def _store(self, batch: list[_Waiting]) -> bool:
         self._due_seconds = self._clock() + self._retry_seconds
-        new_events: list[Event] = []
+        events = [event for each in batch for event in each.events]
         try:
-            if batch:
-                events = [event for each in batch for event in each.events]
-                new_events = self._timed(lambda: self._storage.append(events))
-            else:
-                self._timed(self._storage.maintain)
+            new_events = self._timed(lambda: self._storage.append(events))
         except StorageError as error:
             self._fail(str(error))
             return False
@@ -273,49 +279,37 @@ class EventLog(Journal):
             # The disk works, but an event cannot be stored. It must not block the others.
             if len(batch) > 1:
                 return all(self._store([each]) for each in batch)
-            types = ",".join(sorted({event.type for each in batch for event in each.events}))
+            types = ",".join(sorted({event.type for event in events}))
             _log.exception("an event cannot be stored", extra={"fields": {"types": types}})
             self._remove(batch)
             self._drop(batch)
             return True
         self._due_seconds = self._clock() + _MAINTENANCE_SECONDS
-        self._error = ""
-        self._failures.recovered("events")
+        with self._changed:
+            self._error = ""
+            self._failures.recovered("events")
+            self._failures.recovered("event queue")
         self._remove(batch)
         self._on_committed(new_events)
         for each in batch:
             _complete(each.committed, True)
         return True
 
-    def _batch(self) -> list[_Waiting]:
-        batch: list[_Waiting] = []
+    def _remove(self, batch: Sequence[_Waiting]) -> None:
+        """Remove events from the start of the queue."""
         with self._changed:
-            size = 0
-            for each in self._waiting:
-                size += len(each.events)
-                if batch and size > _BATCH:
-                    break
-                batch.append(each)
-            for each in batch:
-                each.being_stored = True
-                self._shares.drop(each.owner, each.size)
-        return batch
-
-    def _remove(self, batch: list[_Waiting]) -> None:
-        with self._changed:
-            for each in batch:
+            for _ in batch:
                 self._waiting.popleft()
-                self._waiting_events -= len(each.events)
+            self._being_stored -= len(batch)
 
     def _fail(self, text: str) -> None:
         with self._changed:
             self._error = text
             waiting = list(self._waiting)
-            for each in waiting:
-                if each.being_stored:
-                    each.being_stored = False
-                    self._shares.put(each.owner, each.size)
-        self._failures.failed("events", text)
+            for each in waiting[: self._being_stored]:
+                self._shares.put(each.owner, each.size)
+            self._being_stored = 0
+            self._failures.failed("events", text)
         for each in waiting:
             _complete(each.committed, False)
 
@@ -340,30 +334,24 @@ class EventLog(Journal):
             self._busy_since_seconds = None
 
     def _drop(self, lost: Sequence[_Waiting]) -> None:
+        if not lost:
+            return
         count = sum(len(each.events) for each in lost)
-        now = self._clock()
         with self._changed:
             self._dropped += count
-            dropped = self._dropped
-            warn = now - self._drop_warned_seconds >= _DROP_WARNING_SECONDS
-            if warn:
-                self._drop_warned_seconds = now
+            self._failures.failed("event queue", "events are dropped; gpumem_events_dropped_total counts them")
         self._on_dropped(count)
-        if warn:
-            _log.warning("events were dropped", extra={"fields": {"dropped": dropped, "reason": self._error}})
         for each in lost:
             _complete(each.committed, False)
 
     def _end(self) -> None:
         with self._changed:
             lost = list(self._waiting)
+            self._waiting.clear()
             readers, self._readers = self._readers, deque()
         for _, page in readers:
             _complete(page, StorageError("the exporter is stopping"))
-        if lost:
-            self._remove(lost)
-            self._drop_warned_seconds = float("-inf")
-            self._drop(lost)
+        self._drop(lost)
         self._storage.close()
 
 

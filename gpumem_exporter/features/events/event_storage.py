@@ -145,12 +145,11 @@ class Storage:
     def __str__(self) -> str:
         return "memory" if self._path is None else str(self._path)
 
-    def maintain(self) -> None:
-        """Open the file if necessary, and delete expired events. Raises StorageError."""
-        self._attempt(lambda connection: self._transaction(connection, ()))
-
     def append(self, events: Sequence[Event]) -> list[Event]:
-        """Store the events that are not duplicates in one commit, and return them, or raise StorageError."""
+        """Delete expired events, and store the events that are not duplicates; return these. Raises StorageError.
+
+        All of that is one commit, which also opens the file if necessary. Without events, it is maintenance.
+        """
         rows = [(event, _row(event)) for event in events]
         return self._attempt(lambda connection: self._transaction(connection, rows))
 

@@ -38,10 +38,6 @@ class ScriptedDisk(Storage):
         if self.error:
             raise StorageError(self.error)
 
-    def maintain(self) -> None:
-        self._trouble()
-        super().maintain()
-
     def append(self, events: Sequence[Event]) -> list[Event]:
         self._trouble()
         if any(event.workload == self.poison for event in events if self.poison):

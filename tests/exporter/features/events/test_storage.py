@@ -148,15 +148,15 @@ def test_a_clock_that_jumps_ahead_deletes_no_event(tmp_path: Path, restarted: bo
         bench.storage.close()
         bench.again()
     bench.now += 3600
-    bench.storage.maintain()
+    bench.storage.append(())
     assert bench.numbers() == [1, 2, 3]
     bench.jumped = 0.0
     bench.put(4)
     bench.now += 6 * DAY
-    bench.storage.maintain()
+    bench.storage.append(())
     assert bench.numbers() == [2, 3, 4]
     bench.now += 2 * DAY
-    bench.storage.maintain()
+    bench.storage.append(())
     assert bench.numbers() == []
     bench.storage.close()
 
@@ -177,7 +177,7 @@ def test_the_retention_time_continues_after_a_restart_of_the_machine(
     first.close()
     clock, wall = up_days * DAY, wall + (off_days + up_days) * DAY
     second = storage()
-    second.maintain()
+    second.append(())
     assert [event.detail["number"] for event in second.read(Query()).events] == kept
     second.close()
 
@@ -225,14 +225,14 @@ def test_a_file_of_an_earlier_exporter_loses_nothing(tmp_path: Path, schema: str
         insert(connection, 7, "action", None, action.replace('"number": 1', '"number": 4'))
         connection.commit()
     bench.again()
-    bench.storage.maintain()
+    bench.storage.append(())
     assert sorted(bench.numbers()) == [1, 2, 3, 4]
     assert sorted(bench.numbers(pid="1@5")) == [1, 4]
     assert sorted(bench.numbers(device="GPU-1")) == [1, 2, 4]
     assert bench.numbers(device="GPU-2") == [2]
     assert sorted(bench.numbers(job="llm")) == [1, 2, 3, 4]
     bench.now += 8 * DAY
-    bench.storage.maintain()
+    bench.storage.append(())
     assert bench.numbers() == []
     bench.storage.close()
     with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
