@@ -12,8 +12,7 @@ STOP_SECONDS = 2.0
 
 def _build(node: Node) -> Parts:
     from gpumem_exporter.features.history.history import History
-    from gpumem_exporter.features.history.history_file import FILE_NAME
-    from gpumem_exporter.features.history.history_recorder import HistoryRecorder
+    from gpumem_exporter.features.history.history_file import FILE_NAME, HistoryFile
     from gpumem_exporter.features.history.history_route import history_router
     from gpumem_exporter.features.history.history_settings import HistorySettings
 
@@ -21,7 +20,7 @@ def _build(node: Node) -> Parts:
     history = History(retention_seconds=retention_seconds, clock=node.clock, wall_clock=node.wall_clock)
     if node.folder is None or not (node.folder / FILE_NAME).exists():
         history.restore(node.past(history.now_seconds))
-    recorder = HistoryRecorder(history, node.folder) if node.folder is not None else None
+    file = HistoryFile(history, node.folder) if node.folder is not None else None
     node.view.minima_of = history.minima
     node.cache_peaks = history
     router = history_router(
@@ -34,8 +33,8 @@ def _build(node: Node) -> Parts:
     return Parts(
         routers=[router],
         each_second={"history": history.add},
-        start=None if recorder is None else recorder.start,
-        stop=None if recorder is None else partial(recorder.stop, STOP_SECONDS),
+        start=None if file is None else file.start,
+        stop=None if file is None else partial(file.stop, STOP_SECONDS),
     )
 
 

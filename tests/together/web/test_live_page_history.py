@@ -38,7 +38,7 @@ def store_day(folder: Path, uuid: str, end_unix_seconds: float) -> None:
         used = {PEAK_AT: 70, PEAK_AT + STEP_SECONDS: 10}.get(second, 20)
         reading = node(device(uuid, total=80 * GIB, used=used * GIB), taken=clock.now)
         history.add(Snapshot(clock.now, reading, ()))
-    HistoryFile(folder).save(history)
+    HistoryFile(history, folder).save()
 
 
 @pytest.fixture(scope="module")

@@ -32,14 +32,14 @@ def bench(of_ten_minutes: HistoryBench, tmp_path: Path) -> HistoryBench:
     """The same, saved."""
     bench = HistoryBench(seconds=of_ten_minutes.seconds)
     bench.history.restore(of_ten_minutes.history.rows(0))
-    HistoryFile(tmp_path / "new").save(bench.history)
+    HistoryFile(bench.history, tmp_path / "new").save()
     return bench
 
 
 def restarted(bench: HistoryBench, folder: Path, *, after_seconds: float = 0.0) -> HistoryBench:
     bench.seconds += after_seconds
     bench.again()
-    HistoryFile(folder / "new").load(bench.history)
+    HistoryFile(bench.history, folder / "new").load()
     return bench
 
 
@@ -59,7 +59,7 @@ def test_the_peak_of_a_cache_survives_a_restart_and_the_time_without_an_exporter
         return reporting(7, owner_uid=1000, devices=(taken,))
 
     bench.run(600, serving(3))
-    HistoryFile(tmp_path / "new").save(bench.history)
+    HistoryFile(bench.history, tmp_path / "new").save()
     restarted(bench, tmp_path, after_seconds=1200)
     bench.run(60, serving(1))
     (peaks,) = bench.history.kv_cache_peaks.values()
@@ -71,12 +71,12 @@ def test_a_clock_that_is_behind_at_the_start_loses_no_history(bench: HistoryBenc
     before = bench.values("used", seconds=300)
     bench.jumped = -300.0
     bench.again()
-    file = HistoryFile(tmp_path / "new")
+    file = HistoryFile(bench.history, tmp_path / "new")
     bench.run(2, JOB, reading=READING)
-    assert not file.load(bench.history)
+    assert not file.load()
     bench.jumped = 0.0
     bench.run(2, JOB, reading=READING)
-    assert file.load(bench.history)
+    assert file.load()
     after = bench.values("used", seconds=300)
     assert {age: value for age, value in after.items() if age > 8} == {
         age: value for age, value in before.items() if age > 8
@@ -89,7 +89,7 @@ def test_the_time_without_an_exporter_is_a_gap(bench: HistoryBench, tmp_path: Pa
     bench.booted = booted - bench.seconds if booted == 3.0 else booted
     bench.again()
     bench.run(3, JOB, reading=READING)  # before the file has been read
-    HistoryFile(tmp_path / "new").load(bench.history)
+    HistoryFile(bench.history, tmp_path / "new").load()
     bench.run(7, JOB, reading=READING)
     shown = bench.values("used", seconds=300)
     assert {age for age, value in shown.items() if value is None} == {age for age in shown if 10 <= age < 190}
@@ -102,7 +102,7 @@ def test_the_time_without_an_exporter_is_a_gap(bench: HistoryBench, tmp_path: Pa
 def test_rows_of_a_clock_that_was_ahead_are_dropped_in_the_end(bench: HistoryBench, tmp_path: Path) -> None:
     bench.jumped = -300.0
     bench.again()
-    assert HistoryFile(tmp_path / "new").load(bench.history, wait_for_clock=False)
+    assert HistoryFile(bench.history, tmp_path / "new").load(wait_for_clock=False)
     bench.run(10, reading=READING)
     ends = bench.document(600)["unix_seconds"]
     assert ends == sorted(set(ends))
@@ -113,7 +113,7 @@ def test_rows_of_a_clock_that_was_ahead_are_dropped_in_the_end(bench: HistoryBen
 def test_a_clock_step_before_the_restart_does_not_move_rows(bench: HistoryBench, tmp_path: Path) -> None:
     bench.jumped = 7200.0
     bench.run(20, JOB, reading=READING)
-    HistoryFile(tmp_path / "new").save(bench.history)
+    HistoryFile(bench.history, tmp_path / "new").save()
     before = bench.values("used", seconds=120)
     assert restarted(bench, tmp_path).values("used", seconds=120) == before
 
@@ -121,7 +121,7 @@ def test_a_clock_step_before_the_restart_does_not_move_rows(bench: HistoryBench,
 def test_a_shorter_retention_drops_older_rows(tmp_path: Path) -> None:
     bench = HistoryBench()
     bench.run(7200, step=30)
-    HistoryFile(tmp_path / "new").save(bench.history)
+    HistoryFile(bench.history, tmp_path / "new").save()
     bench.retention_seconds = 600
     restarted(bench, tmp_path)
     assert bench.document(7200, points=2000)["from_unix_seconds"] >= bench.unix_seconds - 660
@@ -158,19 +158,20 @@ def test_a_file_that_cannot_be_read_is_a_warning(
     assert set(values[:-5]) == {None}, "no row of a damaged file"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert path.with_name(FILE_NAME + ".unreadable").read_bytes() == changed
-    HistoryFile(tmp_path / "new").save(bench.history)
+    HistoryFile(bench.history, tmp_path / "new").save()
     assert restarted(bench, tmp_path).document(5)["series"]
 
 
 def test_a_save_adds_what_is_new_and_a_row_stays_once_the_clock_is_set(tmp_path: Path) -> None:
-    bench, file = HistoryBench(), HistoryFile(tmp_path / "new")
+    bench = HistoryBench()
+    file = HistoryFile(bench.history, tmp_path / "new")
     bench.run(300, JOB, reading=READING)
-    whole = file.save(bench.history)
+    whole = file.save()
     bench.run(10, JOB, reading=READING)
-    assert 0 < file.save(bench.history) < whole
+    assert 0 < file.save() < whole
     bench.jumped = -3600.0
     bench.run(10, JOB, reading=READING)
-    assert file.save(bench.history) > whole
+    assert file.save() > whole
     before = bench.values("used", seconds=310)
     assert None not in list(before.values())[1:]
     assert restarted(bench, tmp_path).values("used", seconds=310) == before
@@ -191,12 +192,12 @@ def test_a_failed_save_keeps_the_previous_file(
     other = sqlite3.connect(folder / FILE_NAME)
     other.execute("BEGIN EXCLUSIVE")
     with pytest.raises(sqlite3.OperationalError, match="locked"):
-        HistoryFile(folder).save(bench.history)
+        HistoryFile(bench.history, folder).save()
     other.close()
     assert (folder / FILE_NAME).read_bytes() == before
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(OSError, match="exists"):
-        HistoryFile(blocked).save(bench.history)
-    HistoryFile(blocked).load(bench.history)
+        HistoryFile(bench.history, blocked).save()
+    HistoryFile(bench.history, blocked).load()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
