@@ -49,6 +49,13 @@ def webhook(address: str, certificate: str, key: str, host_path: str, log_level:
     It lets pods with the label gpumem.io/inject, or of namespaces with it, use the client that the exporter of their
     node provides, without a change to their images. The Helm chart installs it with `webhook.enabled`.
     """
-    from gpumem_exporter.features.webhook.webhook_server import Options, run
+    from gpumem_exporter.features.webhook.webhook_server import run
 
-    return run(Options(address, Path(certificate), Path(key), host_path.rstrip("/"), log_level, log_format))
+    return run(
+        address,
+        Path(certificate),
+        Path(key),
+        host_path=host_path.rstrip("/"),
+        log_level=log_level,
+        log_format=log_format,
+    )

@@ -7,7 +7,6 @@ import json
 import logging
 import posixpath
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from gpumem_exporter.edge.request_guard import DisconnectedError, read_body
 from gpumem_exporter.edge.tokens import FileRefresher
 from gpumem_exporter.edge.uvicorn_server import LimitedServer
 from gpumem_exporter.edge.web_config import Tls
-from gpumem_exporter.features.webhook.admitted_pods import MOUNT
 from gpumem_exporter.features.webhook.review import FORBIDDEN, NotAReviewError, answer
 from gpumem_exporter.logs import configure_logging
 
@@ -48,43 +46,31 @@ _STOP_SECONDS = 5
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of the webhook. Raises ConfigurationError if one of them is invalid."""
-
-    address: str
-    certificate: Path
-    key: Path
-    host_path: str = MOUNT
-    """The exporter's folder on the nodes."""
-    log_level: str = "info"
-    log_format: str = "logfmt"
-
-    def __post_init__(self) -> None:
-        try:
-            parse_listen_address(self.address)
-        except ValueError as error:
-            raise ConfigurationError(f"invalid --web.listen-address {self.address!r}: {error}") from None
-        if not self.host_path.startswith("/") or posixpath.normpath(self.host_path) != self.host_path:
-            raise ConfigurationError(f"invalid --socket.host-path {self.host_path!r}: expected an absolute path")
-
-
-def run(options: Options) -> int:
+def run(
+    address: str, certificate_file: Path, key_file: Path, *, host_path: str, log_level: str, log_format: str
+) -> int:
     """Run the webhook until SIGTERM or SIGINT. Return 0 after a signal, 1 if it cannot start.
 
-    Configures the logging and the signals of the process: call it from the main thread.
+    `host_path` is the exporter's folder on the nodes. Configures the logging and the signals of the process: call it
+    from the main thread.
 
     Raises:
-        ConfigurationError: the certificate is invalid.
+        ConfigurationError: the address, the folder or the certificate is invalid.
         BindError: the address cannot be used.
     """
-    configure_logging(options.log_level, options.log_format)
-    tls = Tls.model_construct(cert_file=options.certificate, key_file=options.key)
+    try:
+        parse_listen_address(address)
+    except ValueError as error:
+        raise ConfigurationError(f"invalid --web.listen-address {address!r}: {error}") from None
+    if not host_path.startswith("/") or posixpath.normpath(host_path) != host_path:
+        raise ConfigurationError(f"invalid --socket.host-path {host_path!r}: expected an absolute path")
+    configure_logging(log_level, log_format)
+    tls = Tls.model_construct(cert_file=certificate_file, key_file=key_file)
     certificate = Certificate(tls, "the webhook's certificate")
-    with bind([options.address]) as listeners:
+    with bind([address]) as listeners:
         fields = {"addresses": ",".join(listeners.names(tls=True)), "version": __version__}
         server = LimitedServer(
-            create_app(options.host_path),
+            create_app(host_path),
             limits=_LIMITS,
             tls=certificate.in_force,
             on_started=lambda: _log.info("listening", extra={"fields": fields}),
