@@ -35,8 +35,6 @@ class Decision(NamedTuple):
     """The decision of a rule to request an action."""
 
     rule: Rule
-    subject: str
-    """The process, or the ranks of its job, that the rule acts on."""
     observation: Observation
     """The observation that met the conditions."""
     request: ActionRequest
@@ -54,18 +52,11 @@ class UnhelpfulAction(NamedTuple):
 class Stop(NamedTuple):
     """A rule stops for a process or a workload, because its actions there did not help."""
 
-    rule: Rule
-    action: Action
-    """The last action that did not help."""
+    reason: str
+    """The reason in one sentence."""
     tries: tuple[UnhelpfulAction, ...]
     resume_seconds: float
     """When the rule may act there again, on the clock of the snapshots."""
-
-    @property
-    def reason(self) -> str:
-        """The reason in one sentence."""
-        times = f"{len(self.tries)} times in a row" if len(self.tries) > 1 else "once"
-        return f"{self.action.action} did not help {times}: {self.tries[-1].why}"
 
 
 @dataclass(slots=True)
@@ -138,7 +129,8 @@ class RuleState:
             return None
         tries, known.unhelpful = tuple(known.unhelpful), []
         known.resume_seconds = known.acted_seconds + stop_after.resume_after
-        return Stop(self.rule, action, tries, known.resume_seconds)
+        times = f"{len(tries)} times in a row" if len(tries) > 1 else "once"
+        return Stop(f"{action.action} did not help {times}: {why}", tries, known.resume_seconds)
 
     def stopped(self, now: float) -> list[float]:
         """Return when the rule may act again, for each subject for which it has stopped."""
@@ -233,7 +225,7 @@ class PolicyEvaluator:
                     busy.update(process.key for process in processes)
                 target, reason = Target(pid=each.process.name), rule.reason(each)
                 request = replace(rule.request, target=target, dry_run=rule.dry_run, reason=reason)
-                if act(Decision(rule, state.subject(each), each, request)):
+                if act(Decision(rule, each, request)):
                     state.put_acted(each, now)
         return counts
 
@@ -241,7 +233,9 @@ class PolicyEvaluator:
         """Take the settled action of a decision; return the stop of its rule, if the rule stops now."""
         state = self._states.get(decision.rule.name)
         # An action from before a change or removal of its rule says nothing about the new one.
-        return state.judge(decision.subject, action) if state is not None and state.rule == decision.rule else None
+        if state is None or state.rule != decision.rule:
+            return None
+        return state.judge(state.subject(decision.observation), action)
 
 
 def _waiting(state: RuleState, seen: Observation, *, alerted: bool) -> str:

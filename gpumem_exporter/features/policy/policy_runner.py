@@ -148,7 +148,7 @@ class PolicyRunner:
         stop = self.evaluator.finished(decision, action)
         if stop is None:
             return
-        rule, until = stop.rule, self._iso_time(stop.resume_seconds)
+        rule, until = decision.rule, self._iso_time(stop.resume_seconds)
         fields = {
             "rule": rule.name,
             "target": action.target.describe(),
