@@ -1,8 +1,7 @@
-"""`GET /api/v1/events`: what happened on the node. `GET /api/v1/jobs/{id}`: the memory of a job, also after its end."""
+"""`GET /api/v1/events`: what happened on the node. `GET /api/v1/events/{id}`: one event, with what came before."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -19,13 +18,11 @@ from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.event import AUDIT_TYPES, EVENT_TYPES, Event, Page, Query
 from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
-from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.problems import ProblemCode, ProblemError, problems
 from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
-from gpumem_exporter.edge.request_guard import EVENTS_PATH, JOBS_PATH
+from gpumem_exporter.edge.request_guard import EVENTS_PATH
 from gpumem_exporter.features.events.event_entries import Entry, fold
-from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.page.oom import explanation
 
 MAX_LISTED = 1000
@@ -37,9 +34,6 @@ _BEFORE_PAGE = 100
 # The values that `--web.hide-identities` hides. The end of a process also has its user as a number, and its
 # Slurm job, whose user Slurm names.
 _IDENTITIES = (*IDENTITY_FIELDS, "uid", "slurm_job_id")
-_JOB_PAGE = 1000
-# A page has at most 1000 processes and 1 MiB of events.
-_MAX_JOB_PAGES = 8
 
 
 def _restore_plus(value: object) -> object:
@@ -174,7 +168,7 @@ def events_router(
     log: Journal,
     renderer: Renderer,
     *,
-    profile_of: Callable[[Caller, Event], str | None] = lambda _, __: None,
+    profile_of: Callable[[Caller, Event], str | None],
     hide_identities: bool,
 ) -> APIRouter:
     """Return the route of events.
@@ -188,7 +182,7 @@ def events_router(
         try:
             return await log.page(query)
         except StorageError as error:
-            raise _unreadable(error) from None
+            raise unreadable(error) from None
 
     def visible(request: Request, events: Sequence[Event]) -> tuple[Event, ...]:
         caller: Caller = Exchange.of(request).caller
@@ -243,7 +237,8 @@ def events_router(
     return router
 
 
-def _unreadable(error: StorageError) -> ProblemError:
+def unreadable(error: StorageError) -> ProblemError:
+    """Return the problem of a request that needs events, when they cannot be read."""
     detail = f"the events cannot be read: {error}; repeat the request later, and see /health"
     return ProblemError(ProblemCode.NO_EVENTS, detail, {"Retry-After": "1"})
 
@@ -310,147 +305,4 @@ def _event(entry: Entry) -> EventDocument:
             "errors": entry.errors,
             "first_unix_seconds": entry.first_unix_seconds,
         },
-    }
-
-
-class JobDeviceDocument(TypedDict):
-    """The memory of a process on one device. Unknown values are null."""
-
-    gpu: str | None
-    uuid: str
-    used_peak_bytes: int | None
-    used_mean_bytes: int | None
-    reserved_highest_bytes: int | None
-    idle_cache_mean_bytes: int | None
-
-
-class JobProcessDocument(TypedDict):
-    """A process of a job. `end_unix_seconds` is null while it reports."""
-
-    pid: int | str
-    uid: Annotated[int | None, Field(description="its user; null if only a token vouches for the process")]
-    job: Annotated[str | None, Field(description="the id of its job in `/api/v1/live`")]
-    workload: str | None
-    rank: str | None
-    first_report_unix_seconds: float
-    end_unix_seconds: float | None
-    devices: list[JobDeviceDocument]
-
-
-class JobProfileDocument(TypedDict):
-    """The memory profile of an out-of-memory error: `GET /api/v1/profiles/{id}`."""
-
-    id: str
-    unix_seconds: float
-    pid: int | str
-    rank: str
-
-
-class JobDocument(TypedDict):
-    """The processes of a job that reported to this exporter: first the caller's, in the order of their ends.
-
-    `more`: it has more than fit into a reply. The missing ones are the latest of the
-    users with the most processes. `profiles`: of its out-of-memory errors,
-    newest first; only of processes that the caller may act on.
-    """
-
-    job_id: str
-    processes: list[JobProcessDocument]
-    more: bool
-    profiles: list[JobProfileDocument]
-
-
-class JobParameters(KnownFields):
-    """The parameters of a query for a job."""
-
-    uid: int | None = Field(None, ge=0, lt=2**32, description="only processes of this user")
-
-
-def jobs_router(
-    log: Journal,
-    recorder: Recorder,
-    renderer: Renderer,
-    *,
-    profiles_of: Callable[[Caller, str], Sequence[Mapping[str, Any]]] = lambda _, __: (),
-    hide_identities: bool,
-) -> APIRouter:
-    """Return the route of jobs. `profiles_of` returns the profiles of a job that a caller sees, newest first.
-
-    With `hide_identities`, a caller that may not act on every process gets its own processes only.
-    """
-    router = APIRouter(tags=["events"])
-    reading = asyncio.Lock()
-    """One reply is built at a time: each may have thousands of processes."""
-
-    @router.get(JOBS_PATH + "/{job_id}", responses={200: json_reply(JobDocument), **problems(401, 403, 404, 422, 503)})
-    async def job(
-        request: Request,
-        job_id: Annotated[str, Path(max_length=MAX_LABEL_LENGTH)],
-        parameters: Annotated[JobParameters, QueryParameters()],
-    ) -> Response:
-        """Peaks and means of the processes of a job, from their first report on.
-
-        The job's name is its id of Slurm or Ray, or, unless that is a number, its workload or its id in `/api/v1/live`.
-        The values of ended processes come from their `process_ended` events; the values of running processes count from
-        the exporter's start. The callers that may read events may read jobs. A process that is in a cgroup of
-        slurmstepd has the job of that cgroup, whatever it reports; `uid` leaves out what other users claim.
-        """
-        caller: Caller = Exchange.of(request).caller
-        owner = caller.share if hide_identities and caller.rights is not Rights.ALL else None
-        query = Query(
-            after=0,
-            types=("process_ended",),
-            job_id=job_id,
-            uid=parameters.uid,
-            owner=owner,
-            first_owner=caller.share,
-            limit=_JOB_PAGE,
-        )
-        async with reading:
-            try:
-                processes, more = await _ended_processes(log, query)
-            except StorageError as error:
-                raise _unreadable(error) from None
-            processes += [
-                (event.owner, {**_job_process(event), "end_unix_seconds": None})
-                for event in recorder.running(job_id)
-                if owner in (None, event.owner) and parameters.uid in (None, event.detail["uid"])
-            ]
-            if not processes:
-                known = recorder.workloads() if owner is None else ()
-                advice = did_you_mean(job_id, known, "`gpumem-exporter info` shows the jobs that run")
-                detail = f"no process of job {job_id!r} has reported to this exporter; {advice}"
-                raise ProblemError(ProblemCode.UNKNOWN_JOB, detail)
-            processes.sort(key=lambda each: each[0] != caller.share)
-            document = {"job_id": job_id, "processes": [process for _, process in processes], "more": more}
-            return json_response(
-                await renderer.render(lambda: encoded({**document, "profiles": list(profiles_of(caller, job_id))}))
-            )
-
-    return router
-
-
-async def _ended_processes(log: Journal, query: Query) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
-    """Return the ended processes of a job with their owners, and whether there are more."""
-    processes: list[tuple[str, dict[str, Any]]] = []
-    for _ in range(_MAX_JOB_PAGES):
-        page = await log.page(query)
-        processes += [(event.owner, _job_process(event)) for event in page.events]
-        if not page.more:
-            return processes, False
-        query = replace(query, skip=len(processes))
-    return processes, True
-
-
-def _job_process(event: Event) -> dict[str, Any]:
-    names = tuple(JobDeviceDocument.__annotations__)
-    return {
-        "pid": event.pid,
-        "uid": event.detail.get("uid"),
-        "job": event.job or None,
-        "workload": event.workload,
-        "rank": event.rank,
-        "first_report_unix_seconds": event.detail.get("first_report_unix_seconds"),
-        "end_unix_seconds": event.time_unix_seconds,
-        "devices": [{name: row.get(name) for name in names} for row in event.detail.get("devices", ())],
     }

@@ -16,9 +16,10 @@ def _build(node: Node) -> Parts:
     from gpumem_exporter.features.events.event_log import EventLog, events_check
     from gpumem_exporter.features.events.event_metrics import EventMetrics
     from gpumem_exporter.features.events.event_recorder import Recorder
-    from gpumem_exporter.features.events.event_routes import events_router, jobs_router
+    from gpumem_exporter.features.events.event_routes import events_router
     from gpumem_exporter.features.events.event_storage import Storage
     from gpumem_exporter.features.events.events_settings import EventsSettings
+    from gpumem_exporter.features.events.job_route import jobs_router
     from gpumem_exporter.node.job_ids import job_of_process
     from gpumem_exporter.reports.process_liveness import SILENT_SECONDS
     from gpumem_exporter.settings import PROFILES_SHARE

@@ -90,14 +90,8 @@ def test_identities_beside_an_error_are_hidden_like_those_of_its_process() -> No
 
 
 def test_the_user_of_an_ended_process_is_hidden_as_a_name_and_as_a_number() -> None:
-    detail = {"reason": "it exited", "user": "eve", "uid": 1002, "slurm_job_id": "7"}
+    detail = {"reason": "it exited", "user": "eve", "uid": 1002, "slurm_job_id": "7", "ray_job_id": "01"}
     ended = Event("process_ended", 1.7e9, pid=7, detail=detail, id=9)
     ada = Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1000)
     (hidden,) = events_for_user([ended], ada, hide_identities=True)
     assert hidden.detail == {**detail, "user": None, "uid": None, "slurm_job_id": None}
-
-
-def test_the_slurm_job_of_another_user_is_hidden() -> None:
-    ended = Event("process_ended", 0.0, detail={"slurm_job_id": "4711", "ray_job_id": "01"})
-    (hidden,) = events_for_user([ended], Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1001), hide_identities=True)
-    assert hidden.detail == {"slurm_job_id": None, "ray_job_id": "01"}
