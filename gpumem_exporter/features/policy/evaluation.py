@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 
 from gpumem_client.wire.reason_codes import ReasonCode
@@ -66,6 +67,8 @@ class _SubjectState:
     """The last consecutive actions that did not help."""
     resume_seconds: float = 0.0
     """When the stop of the rule ends; the past if it has not stopped."""
+    presumed: bool = False
+    """A dry run would have acted, and its conditions have not been false since."""
 
 
 class RuleState:
@@ -75,8 +78,6 @@ class RuleState:
         self.rule = rule
         self.met_since: dict[str, float] = {}
         """When all conditions became true, by process and device, in the time of the samples."""
-        # For a dry run, the subjects on which it would have acted, until their conditions are false.
-        self._presumed: set[str] = set()
         # When it acted, by `ProcessKey.share`.
         self._acted: dict[str, deque[float]] = {}
         self._subjects: dict[str, _SubjectState] = {}
@@ -89,21 +90,22 @@ class RuleState:
         """Note where all conditions are true now."""
         since = self.met_since
         self.met_since = {each.key: since.get(each.key, each.process.sampled_seconds) for each in met}
-        self._presumed &= {self.subject(each) for each in met}
+        subjects = {self.subject(each) for each in met}
+        for subject, known in self._subjects.items():
+            known.presumed = known.presumed and subject in subjects
 
     def objection(self, seen: Observation, now: float) -> str:
         """Return why the rule does not act now, as one of `RESULTS`; empty if it may act."""
-        subject = self.subject(seen)
-        known = self._subjects.get(subject)
-        if known is not None and now < known.resume_seconds:
+        known = self._subjects.get(self.subject(seen), _SubjectState(-inf))
+        if now < known.resume_seconds:
             return "stopped"
-        if known is not None and now - known.acted_seconds < self.rule.cooldown:
+        if now - known.acted_seconds < self.rule.cooldown:
             return "cooling"
         # By share, so that no user can use up the actions of the others.
         acted = self._acted.get(seen.process.key.share)
         if acted is not None and len(acted) == acted.maxlen and now - acted[0] < _HOUR_SECONDS:
             return "limited"
-        return "cooling" if subject in self._presumed else ""
+        return "cooling" if known.presumed else ""
 
     def put_acted(self, seen: Observation, now: float) -> None:
         """Note that the rule acts now where it has seen this."""
@@ -115,10 +117,11 @@ class RuleState:
     def judge(self, subject: str, action: Action) -> Stop | None:
         """Judge an action that has finished and settled. Returns a `Stop` if the rule stops now because of it."""
         stop_after, known = self.rule.stop_after, self._subjects.get(subject)
+        if known is None:
+            return None
         why = _why_unhelpful(action, self.rule, stop_after) if stop_after is not None else None
-        if action.dry_run and not why:
-            self._presumed.add(subject)
-        if stop_after is None or known is None or why is None:
+        known.presumed = known.presumed or (action.dry_run and not why)
+        if stop_after is None or why is None:
             return None
         if not why:
             known.unhelpful.clear()
