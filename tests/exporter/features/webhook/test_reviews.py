@@ -111,12 +111,6 @@ def test_a_name_that_is_known_at_the_second_review_replaces_the_first_one() -> N
     assert "worker-index" in env["GPUMEM_DEFAULT_RANK"]
 
 
-def test_the_annotation_is_bounded() -> None:
-    names = ",".join(f"absent-{number}" for number in range(10_000))
-    changed, _ = answered(pod(annotations={"gpumem.io/containers": names}))
-    assert 0 < len(changed["metadata"]["annotations"][RESULT]) < 5000
-
-
 def test_a_namespace_that_forbids_host_path_gets_the_reason_only() -> None:
     changed, response = answered(SHAPES["indexed job"].pod, forbidden=FORBIDDEN)
     assert FORBIDDEN in response["warnings"][0]
