@@ -112,6 +112,10 @@ _OF_JOB_ID = """id IN (
     UNION SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.ray_job_id') = :job_id
     UNION SELECT id FROM events WHERE type = 'process_ended' AND (job = :job_id OR workload = :job_id)
         AND :job_id GLOB '*[^0-9]*')"""
+# The ids of events: first those of one owner, then one of each other owner in turn.
+_IN_TURN = """SELECT id FROM (SELECT id, owner IS NOT :first_owner AS other,
+        row_number() OVER (PARTITION BY owner ORDER BY id) AS turn FROM events WHERE {where})
+    ORDER BY other, other * turn, id LIMIT :limit OFFSET :skip"""
 
 
 class Storage:
@@ -201,13 +205,13 @@ class Storage:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(found)
-        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
         known = {row["name"] for row in connection.execute("PRAGMA table_info(events)")}
-        added = [
+        later = [
             f"ALTER TABLE events ADD COLUMN {name} {_LATER_COLUMNS[name]};" for name in _LATER_COLUMNS.keys() - known
         ]
         places = "" if connection.execute("PRAGMA table_info(places)").fetchone() else _PLACES_SCHEMA
-        connection.executescript(f"BEGIN IMMEDIATE; {''.join(added)} {_LATER_SCHEMA} {places} COMMIT;")
+        schema = (_SCHEMA, *later, _LATER_SCHEMA, places, f"PRAGMA user_version = {_VERSION};")
+        connection.executescript(f"BEGIN IMMEDIATE; {' '.join(schema)} COMMIT;")
         self._start_running_time(connection)
 
     def _start_running_time(self, connection: sqlite3.Connection) -> None:
@@ -330,11 +334,9 @@ def _text(value: str | None) -> str | None:
     return None if value is None else value.encode("utf-8", "replace").decode()
 
 
-def _read(connection: sqlite3.Connection, query: Query) -> Page:
-    (newest,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
-    latest = query.after is None and query.since_unix_seconds is None
-    after = query.after or 0
-    optional = {
+def _where(query: Query) -> str:
+    """Return the condition of a query in SQL; the names in it are fields of the query, and `type0` and so on."""
+    filters = {
         "time >= :since_unix_seconds": query.since_unix_seconds,
         _OF_PROCESS: query.pid,
         _OF_JOB: query.job,
@@ -344,38 +346,37 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
         "json_extract(detail, '$.uid') = :uid": query.uid,
         "owner = :owner": query.owner,
     }
-    conditions = [f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})"]
-    conditions += [condition for condition, value in optional.items() if value is not None]
+    types = f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})"
+    where = " AND ".join([types, *(condition for condition, value in filters.items() if value is not None)])
     if query.newest_of_each:
-        earlier = " AND ".join(conditions)
-        conditions.append(f"id IN (SELECT max(id) FROM events WHERE {earlier} GROUP BY uuid, pid)")  # noqa: S608
+        where += f" AND id IN (SELECT max(id) FROM events WHERE {where} GROUP BY uuid, pid)"  # noqa: S608 - constant names
     if query.last_of_subject:
-        conditions.append(_LAST_OF_SUBJECT)
-    conditions.append("id > :after")
+        where += f" AND {_LAST_OF_SUBJECT}"
+    # Which event is the newest one does not depend on the page.
+    if query.after is not None:
+        where += " AND id > :after"
     if query.before is not None:
-        conditions.append("id < :before")
-    order = "DESC" if latest else "ASC"
-    select = f"SELECT {', '.join(_COLUMNS)} FROM events"  # noqa: S608
-    selected = f"WHERE {' AND '.join(conditions)}"
-    statement = f"{select} {selected} ORDER BY id {order} LIMIT :limit"
-    if query.first_owner is not None:
+        where += " AND id < :before"
+    return where
+
+
+def _read(connection: sqlite3.Connection, query: Query) -> Page:
+    (newest,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
+    latest = query.after is None and query.since_unix_seconds is None
+    after = query.after or 0
+    where = _where(query)
+    values = {field.name: getattr(query, field.name) for field in fields(query)}
+    values |= {f"type{i}": type_ for i, type_ in enumerate(query.types)}
+    values["limit"] = query.limit + 1
+    select = f"SELECT {', '.join(_COLUMNS)} FROM events WHERE"  # noqa: S608 - constant names
+    rows: Iterable[sqlite3.Row]
+    if query.first_owner is None:
+        order = "DESC" if latest else "ASC"
+        rows = connection.execute(f"{select} {where} ORDER BY id {order} LIMIT :limit", values)
+    else:
         # The details are read one by one: sorted with them, thousands of ends would take as many times their size.
-        statement = (
-            "SELECT id FROM (SELECT id, owner IS NOT :first_owner AS other, "  # noqa: S608 - constant names
-            f"row_number() OVER (PARTITION BY owner ORDER BY id) AS turn FROM events {selected}) "
-            "ORDER BY other, other * turn, id LIMIT :limit OFFSET :skip"
-        )
-    rows: Iterable[sqlite3.Row] = connection.execute(
-        statement,
-        {
-            **{field.name: getattr(query, field.name) for field in fields(query)},
-            **{f"type{i}": type_ for i, type_ in enumerate(query.types)},
-            "after": after,
-            "limit": query.limit + 1,
-        },
-    )
-    if query.first_owner is not None:
-        rows = (connection.execute(f"{select} WHERE id = ?", (row["id"],)).fetchone() for row in rows)
+        ids = connection.execute(_IN_TURN.format(where=where), values)
+        rows = (connection.execute(f"{select} id = ?", id_).fetchone() for id_ in ids)
     found: list[Event] = []
     size, more = 0, False
     for row in rows:
