@@ -83,8 +83,6 @@ CREATE INDEX places_event ON places (event);
 CREATE TRIGGER event_stored AFTER INSERT ON events BEGIN {_PLACES_OF_EVENTS} AND events.id = new.id; END;
 CREATE TRIGGER event_deleted AFTER DELETE ON events BEGIN DELETE FROM places WHERE event = old.id; END;
 """  # noqa: S608 - constant names
-# The running time is written this often; so much may be lost if the machine loses power.
-_RUNNING_TIME_STEP_SECONDS = 60.0
 _COLUMNS = (
     *("id", "type", "time", "gpu", "uuid", "pid", "workload", "rank"),
     *("detail", "subject", "owner", "stored", "job"),
@@ -143,7 +141,6 @@ class Storage:
         self._clock = clock
         # On the clock, the start of the running time: the time in which exporters have had this file open.
         self._running_since_seconds = 0.0
-        self._written_running_seconds = 0.0
         self._connection: sqlite3.Connection | None = None
 
     def __str__(self) -> str:
@@ -220,14 +217,11 @@ class Storage:
         # the file was last used, the machine has been restarted, and the file was closed for at least what the clock
         # shows.
         now = self._clock()
-        row = connection.execute("SELECT seconds, monotonic_seconds FROM running_time").fetchone()
-        if row is None:
-            row = (0.0, now)
-            connection.execute("INSERT INTO running_time VALUES (?, ?)", row)
-        seconds, last_seconds = row
+        first = "INSERT INTO running_time SELECT 0.0, ? WHERE NOT EXISTS (SELECT 1 FROM running_time)"
+        connection.execute(first, (now,))
+        seconds, last_seconds = connection.execute("SELECT seconds, monotonic_seconds FROM running_time").fetchone()
         running_seconds = seconds + (now - last_seconds if now >= last_seconds else now)
         self._running_since_seconds = now - running_seconds
-        self._written_running_seconds = seconds
         # Events of an earlier exporter count from now on.
         connection.execute(
             "UPDATE events SET owner = coalesce(owner, json_extract(detail, '$.caller'), ''), stored = ? "
@@ -237,15 +231,13 @@ class Storage:
 
     def _transaction(self, connection: sqlite3.Connection, rows: Sequence[tuple[Event, dict[str, Any]]]) -> list[Event]:
         stored: list[Event] = []
-        connection.execute("BEGIN IMMEDIATE")
-        try:
+        with connection:  # commits, or rolls back
+            connection.execute("BEGIN IMMEDIATE")
             running_seconds = self._clock() - self._running_since_seconds
             connection.execute("DELETE FROM events WHERE stored < ?", (running_seconds - self._retention_seconds,))
             self._make_room(connection, sum(_PAGE_BYTES + 2 * len(row["detail"]) for _, row in rows))
-            if running_seconds - self._written_running_seconds >= _RUNNING_TIME_STEP_SECONDS:
-                self._written_running_seconds = running_seconds
-                times = (running_seconds, self._clock())
-                connection.execute("UPDATE running_time SET seconds = ?, monotonic_seconds = ?", times)
+            times = (running_seconds, running_seconds + self._running_since_seconds)
+            connection.execute("UPDATE running_time SET seconds = ?, monotonic_seconds = ?", times)
             (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
             for event, row in rows:
                 if _is_new(connection, event):
@@ -254,11 +246,6 @@ class Storage:
                     row["stored"] = running_seconds
                     connection.execute(_INSERT, row)
                     stored.append(event)
-            connection.execute("COMMIT")
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):
-                connection.execute("ROLLBACK")
-            raise
         return stored
 
     def _make_room(self, connection: sqlite3.Connection, needed_bytes: int) -> None:
