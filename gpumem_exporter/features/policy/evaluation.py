@@ -76,8 +76,8 @@ class RuleState:
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.met_since: dict[str, float] = {}
-        """When all conditions became true, by process and device, in the time of the samples."""
+        # When all conditions became true, by process and device, in the time of the samples.
+        self._met_since: dict[str, float] = {}
         # When it acted, by `ProcessKey.share`.
         self._acted: dict[str, deque[float]] = {}
         self._subjects: dict[str, _SubjectState] = {}
@@ -88,14 +88,21 @@ class RuleState:
 
     def put_met(self, met: Sequence[Observation]) -> None:
         """Note where all conditions are true now."""
-        since = self.met_since
-        self.met_since = {each.key: since.get(each.key, each.process.sampled_seconds) for each in met}
+        since = self._met_since
+        self._met_since = {each.key: since.get(each.key, each.process.sampled_seconds) for each in met}
         subjects = {self.subject(each) for each in met}
         for subject, known in self._subjects.items():
             known.presumed = known.presumed and subject in subjects
 
-    def objection(self, seen: Observation, now: float) -> str:
+    def objection(self, seen: Observation, now: float, *, alerted: bool) -> str:
         """Return why the rule does not act now, as one of `RESULTS`; empty if it may act."""
+        since = self._met_since.get(seen.key)
+        if since is None:
+            return "unmet"
+        if seen.process.sampled_seconds - since < self.rule.for_seconds:
+            return "pending"
+        if self.rule.trigger == "alert" and not alerted:
+            return "pending"
         known = self._subjects.get(self.subject(seen), _SubjectState(-inf))
         if now < known.resume_seconds:
             return "stopped"
@@ -110,7 +117,7 @@ class RuleState:
     def put_acted(self, seen: Observation, now: float) -> None:
         """Note that the rule acts now where it has seen this."""
         # The conditions have to be true again for the whole time.
-        self.met_since[seen.key] = seen.process.sampled_seconds
+        self._met_since[seen.key] = seen.process.sampled_seconds
         self._acted.setdefault(seen.process.key.share, deque(maxlen=self.rule.max_per_hour)).append(now)
         self._subjects.setdefault(self.subject(seen), _SubjectState(now)).acted_seconds = now
 
@@ -215,9 +222,9 @@ class PolicyEvaluator:
             for each in concerned:
                 if admits is not None and not admits(each):
                     continue
-                result = _waiting(state, each, alerted=admits is not None)
-                if not result:
-                    result = "pending" if decided == MAX_DECISIONS else state.objection(each, now)
+                result = state.objection(each, now, alerted=admits is not None)
+                if not result and decided == MAX_DECISIONS:
+                    result = "pending"
                 # Of a job, these are searched among all processes: only where the rule would act.
                 processes = [] if result else _processes(rule, each, snapshot)
                 if result := result or _obstacle(rule, each, processes, snapshot, busy):
@@ -239,15 +246,6 @@ class PolicyEvaluator:
         if state is None or state.rule != decision.rule:
             return None
         return state.judge(state.subject(decision.observation), action)
-
-
-def _waiting(state: RuleState, seen: Observation, *, alerted: bool) -> str:
-    """Return whether a rule waits for its conditions, their time or an alert, as one of `RESULTS`; empty if not."""
-    rule, since = state.rule, state.met_since.get(seen.key)
-    if since is None:
-        return "unmet"
-    waits = (rule.trigger == "alert" and not alerted) or seen.process.sampled_seconds - since < rule.for_seconds
-    return "pending" if waits else ""
 
 
 def _obstacle(
