@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gpumem_exporter.core.samples import KV_PEAK_WINDOWS, KvCachePeak, PartKey, ReportingProcess, Snapshot, giving_way
+from gpumem_exporter.core.samples import KV_PEAK_WINDOWS, KvCachePeak, PartKey, Snapshot, giving_way
 from gpumem_exporter.core.series import StoredRow, Subject
 from gpumem_exporter.features.history.point_table import MINUTE, PointTable
 from gpumem_exporter.features.history.points import VALUES, Points, units
@@ -60,8 +60,6 @@ class History:
         self._points = Points()
         self._lock = threading.Lock()
         self._table = PointTable(retention_seconds=retention_seconds)
-        # The smallest allocated bytes of the processes of the last second since the start of the minute.
-        self._minima: dict[PartKey, int] = {}
         # The end of the last second that has rows.
         self._recorded_seconds = 0
         self.kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
@@ -88,8 +86,10 @@ class History:
             before, self._recorded_seconds = self._recorded_seconds, second + 1
             for subject, row in giving_way(points):
                 self._table.put(subject, [(1, second, *row, *_NO_LOWS)], replace=False)
-            minute = second // MINUTE * MINUTE
-            self._put_minima(minute, snapshot.processes, self._minima if before > minute else {})
+            for process in giving_way(snapshot.processes):
+                for sample in process.report.devices:
+                    if (size := units(sample.allocated_bytes)) is not None:
+                        self._table.put_minimum(Subject.of_minima(process.part(sample.uuid)), second, size)
             if before // _FOLD_SECONDS != (second + 1) // _FOLD_SECONDS:
                 self._table.fold(second + 1)
                 self._note_peaks(second + 1, [subject for subject, _ in points if subject.part])
@@ -182,20 +182,6 @@ class History:
             _log.debug("the wall clock was set by %+.1f s", step_seconds)
             self._table.shift(round(step_seconds))
             self.clock_steps += 1
-
-    def _put_minima(self, minute: int, processes: Iterable[ReportingProcess], known: Mapping[PartKey, int]) -> None:
-        """Put the allocated memory of each process on each device that is the smallest one of the minute so far."""
-        minima: dict[PartKey, int] = {}
-        for process in giving_way(processes):
-            for sample in process.report.devices:
-                if (size := units(sample.allocated_bytes)) is None:
-                    continue
-                part = process.part(sample.uuid)
-                minima[part] = min(size, known.get(part, size))
-                if size < known.get(part, size + 1):
-                    row = (MINUTE, minute, None, size, None, None, *_NO_LOWS)
-                    self._table.put(Subject.of_minima(part), [row])
-        self._minima = minima
 
     def _note_peaks(self, now_seconds: int, caches: Iterable[Subject]) -> None:
         peaks: dict[tuple[str, str], dict[str, KvCachePeak]] = {}

@@ -38,6 +38,9 @@ PRAGMA user_version = {};
 _INSERT_SUBJECT = "INSERT INTO subjects VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _UPDATE_SUBJECT = """UPDATE subjects SET (uuid, job, name, command, gpu, owner, start_time_ticks, part)
     = (?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?"""
+_PUT_MINIMUM = """INSERT INTO points (subject, step, time, allocated) VALUES (?, 60, ?, ?)
+    ON CONFLICT (subject, step, time) DO UPDATE SET allocated = excluded.allocated
+    WHERE excluded.allocated < allocated"""
 # Folds the points of each longer step into one.
 _FOLD = """INSERT OR IGNORE INTO points SELECT subject, :step, time / :step * :step,
     max(used), max(allocated), max(idle_cache), max(in_use_peak),
@@ -122,13 +125,14 @@ class PointTable:
 
     def put(self, subject: Subject, rows: Iterable[StoredRow], *, replace: bool = True) -> None:
         """Add rows of a subject; they replace the rows of the same steps or not."""
-        if (id_ := self._ids.get(subject)) is None:
-            if len(self._ids) >= _MAX_IDS:
-                self._ids = {}
-            id_ = self._ids[subject] = self._id_of(subject)
+        id_ = self._known_id_of(subject)
         verb = "REPLACE" if replace else "IGNORE"
         values = ((id_, *row) for row in rows)
         self._database.executemany(f"INSERT OR {verb} INTO points VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)  # noqa: S608
+
+    def put_minimum(self, subject: Subject, second: int, value: int) -> None:
+        """Put the value of a second into its minute, unless a smaller one is there."""
+        self._database.execute(_PUT_MINIMUM, (self._known_id_of(subject), second // MINUTE * MINUTE, value))
 
     def fold(self, now_seconds: int, *, from_start: bool = False) -> None:
         """Fold the points of all steps that have ended into points of longer steps, unless these are known."""
@@ -207,6 +211,13 @@ class PointTable:
         for id_, of_subject in groupby(rows, key=lambda row: row[0]):
             if id_ in subjects:
                 yield subjects[id_], [row[1:] for row in of_subject]
+
+    def _known_id_of(self, subject: Subject) -> int:
+        if (id_ := self._ids.get(subject)) is None:
+            if len(self._ids) >= _MAX_IDS:
+                self._ids = {}
+            id_ = self._ids[subject] = self._id_of(subject)
+        return id_
 
     def _id_of(self, subject: Subject) -> int:
         """Return the id of a subject: a new one if its pid was reused."""
