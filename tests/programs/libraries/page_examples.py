@@ -1,11 +1,9 @@
-"""Runs the examples of a section of docs/trainers.md, and prints what they logged and measured as JSON."""
+"""Runs the examples of a section of docs/trainers.md. The functions run in a process with torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -89,7 +87,8 @@ class Failing(torch.nn.Module):
         torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
 
 
-def main(section: str) -> None:
+def run(section: str) -> dict[str, Any]:
+    """Return what the examples logged and measured."""
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # Lightning writes its logs and checkpoints there
         names = {"toolkit": toolkit, **prepared(section, folder)}
@@ -111,8 +110,4 @@ def main(section: str) -> None:
                 found["notes"], found["arguments"] = error.__notes__, error.args
             found["left"] = sorted({"log", "evaluate", "_run_epoch", "_save_checkpoint"} & set(vars(failing)) - before)
     phases = sorted(gpumem_client.memory_summary().devices[0].phases)
-    print(json.dumps({"logged": sorted(each for each in logged if "/" in each), "phases": phases, **found}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return {"logged": sorted(each for each in logged if "/" in each), "phases": phases, **found}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.support.library_programs import PROGRAMS, PYTHON
 from tests.support.waiting import patient
@@ -26,25 +27,18 @@ CELLS = [
 ]
 
 
-def run(node: EmulatedNode, program: str, *arguments: str, given: str = "") -> list[Any]:
-    done = subprocess.run(
-        [PYTHON, str(PROGRAMS / program), *arguments],
-        env={**node.environment(), "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=patient(240),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+def examples(start_torch: StartTorch, section: str) -> Any:
+    """Run the examples of a section of the page, in a process that has imported torch."""
+    process = start_torch(CUDA_VISIBLE_DEVICES="0", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    code = "from tests.programs.libraries import page_examples\nresult = page_examples.run(section)"
+    return process.exec(code, timeout_seconds=110, section=section)
 
 
 VALUES = {"gpumem/alloc_retries", "gpumem/allocated_peak_bytes", "gpumem/non_torch_bytes", "gpumem/reserved_bytes"}
 
 
-def test_the_callback_of_transformers_measures_logs_and_explains(node: EmulatedNode) -> None:
-    (found,) = run(node, "page_examples.py", "transformers")[-1:]
+def test_the_callback_of_transformers_measures_logs_and_explains(start_torch: StartTorch) -> None:
+    found = examples(start_torch, "transformers")
     assert set(found["logged"]) >= VALUES
     assert found["phases"] == ["save", "train"]
     assert [note.partition(" ")[0] for note in found["notes"]] == ["gpumem:"]
@@ -54,8 +48,8 @@ def test_the_callback_of_transformers_measures_logs_and_explains(node: EmulatedN
 
 
 @pytest.mark.parametrize("section", ["accelerate", "Lightning", "Batch size"])
-def test_other_examples_run(section: str, node: EmulatedNode) -> None:
-    (found,) = run(node, "page_examples.py", section)[-1:]
+def test_other_examples_run(section: str, start_torch: StartTorch) -> None:
+    found = examples(start_torch, section)
     if section == "Batch size":
         assert 1 < found["found"] <= 4
     elif section == "accelerate":
@@ -65,7 +59,17 @@ def test_other_examples_run(section: str, node: EmulatedNode) -> None:
 
 
 def test_a_notebook_shows_the_cost_of_a_cell_and_clears_what_only_its_history_holds(node: EmulatedNode) -> None:
-    loaded, cost, failed, awaiting, oom, cleared, shown, rest = run(node, "magics.py", given=json.dumps(CELLS))
+    done = subprocess.run(
+        [PYTHON, str(PROGRAMS / "magics.py")],
+        env={**node.environment(), "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "1"},
+        input=json.dumps(CELLS),
+        capture_output=True,
+        text=True,
+        timeout=patient(240),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded, cost, failed, awaiting, oom, cleared, shown, rest = map(json.loads, done.stdout.splitlines())
     assert [each["status"] for each in (loaded, cost, cleared, shown, rest)] == ["ok"] * 5
     assert "peak 80.0 MiB" in cost["shown"]
     assert {line.split()[0]: line.split()[1] for line in cost["shown"].splitlines() if line.endswith(" MiB")} == {
