@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +19,6 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.paths import REPOSITORY
 from tests.support.waiting import eventually, wait_for
 
 STEPPING = """
@@ -239,70 +236,56 @@ def test_terminate_ends_the_target_process_and_releases_its_memory(
 
 
 RANK = """
-import json, os, sys, threading, time
-import torch, torch.distributed as dist
+import os, time
+import torch.distributed as dist
 import gpumem_client as client
-dist.init_process_group("gloo")
-rank = dist.get_rank()
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
 client.start(workload="ranks")
 kept = torch.empty(1 << 20, dtype=torch.uint8, device=f"cuda:{rank % 2}")
-stop = torch.zeros(1)
-while not stop.item():
+stopped = torch.zeros(1)
+while not stopped.item():
     spare = torch.empty(3 << 20, dtype=torch.uint8, device=f"cuda:{rank % 2}")
     del spare
-    stop.fill_(os.path.exists(sys.argv[1]))
-    dist.all_reduce(stop, op=dist.ReduceOp.MAX)  # real ranks have a collective too
+    stopped.fill_(os.path.exists(stop))
+    dist.all_reduce(stopped, op=dist.ReduceOp.MAX)  # real ranks have a collective too
     time.sleep(0.02)
     client.step()
 client.stop()
-os._exit(0)
+dist.destroy_process_group()
+result = True
 """
 
 
 @contextmanager
-def ranks(node: EmulatedNode, exporter: ExporterProcess, folder: Path, count: int) -> Iterator[list[int]]:
-    """Start ranks with torchrun that make steps together; yield their pids by rank."""
-    script, finished = folder / "rank.py", folder / "finished"
-    script.write_text(RANK)
-    environment = {
-        **node.environment(),
-        "PYTHONPATH": str(REPOSITORY),
-        "GPUMEM_EXPORTER_URL": exporter.url,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
+def ranks(start_torch: StartTorch, exporter: ExporterProcess, folder: Path, count: int) -> Iterator[list[int]]:
+    """Start ranks that make steps together; yield their pids by rank."""
+    stop = folder / "stop"
+    variables = {"GPUMEM_EXPORTER_URL": exporter.url, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    given = {"code": RANK, "count": count, "store": str(folder / "store"), "stop": str(stop)}
+    processes = [start_torch(**variables) for _ in range(count)]
+    numbers = [process.send("exec", rank=rank, **given) for rank, process in enumerate(processes)]
+
+    def steps() -> bool:
+        for process, number in zip(processes, numbers, strict=True):
+            assert not process.answered(), process.receive(number)
+        found = exporter.processes().values()
+        return sum(bool(entry["step"] and entry["step_seconds"]) for entry in found) == count
+
+    wait_for(steps, f"{count} ranks that make steps", 120.0)
+    assert {pid: entry["rank"] for pid, entry in exporter.processes().items()} == {
+        process.pid: str(rank) for rank, process in enumerate(processes)
     }
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
-    with (folder / "torchrun.log").open("wb") as log:
-        launcher = subprocess.Popen(
-            [*command, str(script), str(finished)], env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-    pids: list[int] = []
-    try:
-
-        def steps() -> bool:
-            assert launcher.poll() is None, (folder / "torchrun.log").read_text()
-            found = exporter.processes().values()
-            return sum(bool(entry["step"] and entry["step_seconds"]) for entry in found) == count
-
-        wait_for(steps, f"{count} ranks that make steps", 120.0)
-        by_rank = {int(entry["rank"]): pid for pid, entry in exporter.processes().items()}
-        pids += [by_rank[rank] for rank in range(count)]
-        yield pids
-        finished.touch()
-        assert launcher.wait(60) == 0, (folder / "torchrun.log").read_text()
-    finally:
-        if launcher.poll() is None:  # a test has failed: torchrun gives each rank a session of its own
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            launcher.kill()
-            launcher.wait(30)
+    yield [process.pid for process in processes]
+    stop.touch()
+    for process, number in zip(processes, numbers, strict=True):
+        assert process.receive(number)
 
 
 @pytest.mark.slow
 def test_a_group_clears_after_the_same_step_on_every_rank_or_on_none(
-    node: EmulatedNode, exporter: ExporterProcess, tmp_path: Path
+    exporter: ExporterProcess, start_torch: StartTorch, tmp_path: Path
 ) -> None:
-    with ranks(node, exporter, tmp_path, 4) as pids:
+    with ranks(start_torch, exporter, tmp_path, 4) as pids:
 
         def act(_: int) -> Any:
             return act_on_group(exporter, {"rank": "0"})
