@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
 from collections.abc import Iterator
 
@@ -72,29 +71,6 @@ def test_a_target_without_a_match_is_404_and_lists_the_processes(exporter: Runni
     assert "pid=2 workload=w1" in detail
     assert "pid=1 workload=w1" in detail
     assert "pid=2 workload=w2" in detail
-
-
-@pytest.mark.parametrize(
-    ("target", "detail"),
-    [
-        ({"workload": "w10"}, "no such workload 'w10'; did you mean w1? known workloads: w1, w2"),
-        ({"workload": ["w1", "another"]}, "no such workload 'another'; known workloads: w1, w2"),
-        ({"gpu": [0, 99]}, "no such GPU '99'; known GPUs: 0, 1"),
-        (
-            {"uuid": UUIDS[0][:-1]},
-            f"no such UUID '{UUIDS[0][:-1]}'; did you mean {UUIDS[0]}? known UUIDs: {', '.join(UUIDS[:2])}",
-        ),
-        ({"pid": 3, "rank": 7}, "no such pid '3'; known pids: 1, 2; no such rank '7'; known ranks: 0"),
-        ({"user": "adda"}, f"no such user 'adda'; did you mean ada? known users: {os.geteuid()}, ada"),
-    ],
-)
-def test_an_unknown_name_is_404_with_the_nearest_one_and_no_process_acts(
-    exporter: RunningExporter, target: dict[str, object], detail: str
-) -> None:
-    exporter.provider.processes[UUIDS[0]] = (ProcessMemory(1, 100),)
-    eventually(lambda: (node := exporter.runtime.snapshot().node) and node.facts)
-    assert problem(exporter.act(action="empty_cache", target=target), 404)["detail"] == detail
-    assert exporter.document(ACTIONS)["actions"] == []
 
 
 def test_a_process_that_does_not_report_is_not_called_unknown(exporter: RunningExporter) -> None:
