@@ -18,6 +18,7 @@ from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.edge.listeners import BindError, bind
 from tests.support.builders import report
+from tests.support.running_command import clean_environment, run_command
 from tests.support.waiting import eventually, patient
 
 SERVE = [sys.executable, "-m", "gpumem_exporter", "serve"]
@@ -36,7 +37,7 @@ class Exporter:
 @contextlib.contextmanager
 def started(command: list[str]) -> Iterator[Exporter]:
     """Start an exporter that logs JSON and wait until it listens."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment())
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_environment())
     try:
         assert process.stderr is not None
         # Lines about the driver may come first.
@@ -53,16 +54,6 @@ def started(command: list[str]) -> Iterator[Exporter]:
         process.wait(patient(30))
         if process.stderr is not None:
             process.stderr.close()
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
-
-
-def run_to_the_end(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SERVE, *flags], capture_output=True, text=True, timeout=patient(60), env=_environment(), check=False
-    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -96,7 +87,7 @@ def test_a_signal_stops_the_exporter_while_reports_wait(number: signal.Signals, 
 def test_an_address_in_use_is_a_one_line_error_with_exit_code_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-        ended = run_to_the_end("--web.listen-address", f"127.0.0.1:{port}")
+        ended = run_command("serve", "--web.listen-address", f"127.0.0.1:{port}")
     assert ended.returncode == 1
     assert ended.stdout == ""
     (line,) = ended.stderr.splitlines()
