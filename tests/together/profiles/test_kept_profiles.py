@@ -252,18 +252,3 @@ def test_a_scraper_gets_a_new_profile_that_is_not_kept() -> None:
         assert exporter.sample("gpumem_actions_total", action="profile", outcome="done") == 1
         problem(exporter.get("/api/v1/processes/4711/profile"), 404)
         problem(exporter.get("/api/v1/processes/x/profile"), 422)
-
-
-def test_only_the_callers_who_may_act_see_a_profile(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("right")
-    with running_exporter(action_token_file=str(token)) as exporter:
-        reporter = Reporter(exporter)
-        reporter.fail(1)
-        profile_id = sent(reporter.send(reporter.error_profile(1)))
-        bearer = {"Authorization": "Bearer right"}
-        assert exporter.get(f"{PROFILES}/{profile_id}", **bearer).status == 200
-        for path in (PROFILES, f"{PROFILES}/{profile_id}", f"{PROFILES}/{profile_id}/diff/{profile_id}"):
-            problem(exporter.get(path), 401)
-        problem(exporter.get("/api/v1/processes/100/profile"), 401)
