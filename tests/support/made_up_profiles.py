@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gpumem_client.profile.profile_types import Frame, Owner, Profile, ProfiledDevice, Row
-from gpumem_exporter.core.container import HERE
 from gpumem_exporter.features.profiles.stored_profile import KeptDevice, StoredProfile
 from tests.support.builders import MIB, UUIDS
+from tests.support.profile_documents import facts
 
 TORCH = "/venv/lib/python3.12/site-packages/torch/nn/modules"
 SCRIPT = "/src/train.py"
@@ -94,8 +94,7 @@ def many_stacks(stacks: int = 5000, depth: int = 30) -> Profile:
 
 def stored(profile: Profile, **changes: Any) -> StoredProfile:
     """Return a profile as the exporter keeps it."""
-    facts = {
-        "id": profile.id,
+    known: dict[str, Any] = {
         "time_unix_seconds": 1_790_000_000.0,
         "cause": profile.cause,
         "pid": 4711,
@@ -103,8 +102,6 @@ def stored(profile: Profile, **changes: Any) -> StoredProfile:
         "rank": "0",
         "command": "train.py",
         "job": "llm-pretrain",
-        "slurm_job_id": "",
-        "ray_job_id": "",
         "devices": tuple(
             KeptDevice(each.uuid, str(i), each.allocated_bytes, each.peak_bytes)
             for i, each in enumerate(profile.devices)
@@ -112,13 +109,5 @@ def stored(profile: Profile, **changes: Any) -> StoredProfile:
         "recorded_seconds": profile.recorded_seconds,
         "step": profile.step,
         "oom_number": profile.oom_number,
-        "pid_namespace": 1,
-        "reported_pid": 4711,
-        "start_time_ticks": 1000,
-        "session": "first",
-        "sent_id": profile.id,
-        "owner_uid": 1000,
-        "place": HERE,
-        "size_bytes": 1000,
     }
-    return StoredProfile(**{**facts, **changes}, profile=profile)
+    return StoredProfile(**{**vars(facts(profile.id, **known)), **changes}, profile=profile)

@@ -171,7 +171,6 @@ def test_settings_are_merged_with_those_in_force(environ: dict[str, str], expect
 
 
 FRAGMENTED = {"reclaimable_bytes": GIB}
-FRACTION = "per_process_memory_fraction:0.5,garbage_collection_threshold:0.8"
 RETRIES = {"alloc_retries": 7, "ooms": 2}
 
 
