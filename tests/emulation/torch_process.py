@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -102,6 +103,13 @@ class TorchProcess(PipedProcess):
         """Call a function of a module of tests.programs and return its result."""
         code = f"from tests.programs import {module}\nresult = {module}.{function}(**given)"
         return self.exec(code, timeout_seconds=110, given=given)
+
+    def end_with(self, code: str) -> int:
+        """Run code as the rest of the program and return the exit status; an exception of the code ends the program."""
+        self.exec(f"import __main__, os, sys, time\ndef program(*_):\n{textwrap.indent(code, '    ')}")
+        self.exec("__main__.answer = program")
+        self.send("hello")
+        return self.finish()
 
     def send(self, command: str, /, **arguments: Any) -> int:
         """Send a command and return its number for `receive`. Answers arrive in the order of the commands."""

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_client.wire.http import Answer, Connection
+from gpumem_client.wire.protocol import REPORTS_PATH, Report, to_wire
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for
 from tests.support.zygote import EXPORTER, ForkedProcess, fork_program
@@ -26,6 +27,14 @@ UNLIMITED = ("--action.caller-limit", "1000000", "--action.process-limit", "1000
 """Tests request more actions than the default limits allow."""
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", *UNLIMITED)
 """Flags of an exporter that shows changes quickly."""
+
+
+def token_file(folder: Path, token: str) -> str:
+    """Write a token to a file that only its owner can read, and return its path."""
+    file = folder / "token"
+    file.touch(0o600)
+    file.write_text(f"{token}\n")
+    return str(file)
 
 
 class ExporterProcess:
@@ -137,6 +146,11 @@ class ExporterProcess:
         answer = self.request("GET", path)
         assert answer.status == 200, answer
         return json.loads(answer.body)
+
+    def report(self, sent: Report) -> None:
+        """Send a report, which the exporter accepts."""
+        answer = self.request("POST", REPORTS_PATH, to_wire(sent))
+        assert answer.status == 200, answer
 
     def act(self, action: str, *, expect: int = 200, **request: Any) -> Any:
         """Request an action and return the document of the answer."""

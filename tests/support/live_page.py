@@ -14,7 +14,6 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.exporter_process import ExporterProcess
 from tests.support.ports import free_port
@@ -167,4 +166,4 @@ def send(exporter: ExporterProcess, pid: int, allocated: int, **changes: Any) ->
     """Send a report of a process with 1 MiB reclaimable."""
     changes = {"session": f"of {pid}", **changes}
     device = sample(UUIDS[0], allocated, reclaimable=MIB, fragmented=2 * MIB)
-    assert exporter.request("POST", REPORTS_PATH, to_wire(report(pid, devices=(device,), **changes))).status == 200
+    exporter.report(report(pid, devices=(device,), **changes))

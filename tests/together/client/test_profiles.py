@@ -11,7 +11,6 @@ import pytest
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.torch_process import TorchProcess
-from tests.support.ending_programs import end_with
 from tests.support.recording_exporter import RecordingExporter
 from tests.support.waiting import wait_for
 
@@ -336,7 +335,7 @@ for _ in range(3):
 def test_an_error_that_ends_the_process_has_an_event_and_a_profile(start: Start, exporter: RecordingExporter) -> None:
     process = start(TRAIN, GPUMEM_OOM_PROFILE="1")
     wait_for(lambda: exporter.reports, "a report")
-    assert end_with(process, "from tests.programs.profiled import run_out_of_memory\nrun_out_of_memory([])") == 1
+    assert process.end_with("from tests.programs.profiled import run_out_of_memory\nrun_out_of_memory([])") == 1
     assert "OutOfMemoryError" in process.stderr()
     (taken,) = exporter.profiles
     assert taken["oom_number"] in [oom["number"] for report in exporter.reports for oom in report.get("ooms", ())]

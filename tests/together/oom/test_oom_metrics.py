@@ -8,18 +8,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from gpumem_client.wire.http import Connection
-from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
+from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_exporter.core.event import EVENT_TYPES
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.builders import UUIDS, identity
-from tests.support.ending_programs import end_with
-from tests.support.exporter_process import ExporterProcess
-from tests.support.waiting import patient, wait_for
+from tests.support.builders import UUIDS, report
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.waiting import wait_for
 
-QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")
 VALUES = ("requested", "device_free", "limit", "allocated", "reserved", "reclaimable", "fragmented")
 OPENMETRICS = {"Accept": "application/openmetrics-text;version=1.0.0"}
 RUN_OUT = "torch.empty(1 << 40, dtype=torch.uint8, device='cuda:1')"
@@ -92,7 +89,7 @@ def test_an_error_stays_after_the_end_of_its_process_and_after_a_restart_with_st
     process.call("start_client", workload="doomed")
     process.call("alloc", nbytes=1 << 28, device=1)
     wait_for(lambda: exporter.metrics().values("gpumem_torch_allocated_bytes") == [1 << 28], "its reports")
-    assert end_with(process, RUN_OUT) == 1
+    assert process.end_with(RUN_OUT) == 1
     assert "OutOfMemoryError" in process.stderr()
     wait_for(lambda: not exporter.metrics().values("gpumem_reporter_up"), "its end")
     metrics = exporter.metrics()
@@ -135,14 +132,11 @@ def severities(exporter: ExporterProcess) -> dict[str, str]:
     return {each["sentence"].split()[0]: each["severity"] for each in findings if each["kind"] == "oom"}
 
 
-def report(exporter: ExporterProcess, reporter: int) -> None:
+def fail(exporter: ExporterProcess, reporter: int) -> None:
     """Send a report of an otherwise unknown process with an error."""
-    who = identity(reporter, pid_namespace=7, session=f"session-{reporter}", workload=f"w{reporter}")
-    body = json.dumps(to_wire(Report(who, sequence=1, ooms=(OutOfMemory(UUIDS[0], 1, requested_bytes=1),)))).encode()
-    connection = Connection(exporter.url, timeout_seconds=patient(30.0))
-    answer = connection.request("POST", REPORTS_PATH, body, {"Content-Type": "application/json"})
-    connection.close()
-    assert answer.status == 200, answer
+    error = OutOfMemory(UUIDS[0], 1, requested_bytes=1)
+    who: dict[str, Any] = {"pid_namespace": 7, "session": f"session-{reporter}", "workload": f"w{reporter}"}
+    exporter.report(report(reporter, ooms=(error,), **who))
 
 
 def test_an_exporter_shows_another_s_stored_errors_after_that_one_releases_the_folder(
@@ -151,9 +145,9 @@ def test_an_exporter_shows_another_s_stored_errors_after_that_one_releases_the_f
     folder = ("--storage.path", str(tmp_path / "events"))
     first = start_exporter(None, *folder)
     for reporter in (1, 2, 3):
-        report(first, reporter)
+        fail(first, reporter)
     second = start_exporter(None, *folder)
-    report(second, 1000)
+    fail(second, 1000)
     assert len(shown(second)) == 2
     assert first.stop() == 0
     wait_for(lambda: len(shown(second)) == 2 * 4, "the earlier errors")

@@ -11,7 +11,6 @@ import pytest
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.torch_process import TorchProcess
-from tests.support.ending_programs import end_with
 from tests.support.recording_exporter import RecordingExporter
 from tests.support.waiting import patient, wait_for
 
@@ -95,7 +94,7 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_an_error_that_ends_the_process_is_reported(start: Start, ending: str) -> None:
     process, exporter = start()
-    assert end_with(process, ENDINGS[ending]) == 1
+    assert process.end_with(ENDINGS[ending]) == 1
     wait_for(lambda: _ooms(exporter), "the error")
     assert [oom["requested_bytes"] for oom in _ooms(exporter).values()] == [1 << 40]
 

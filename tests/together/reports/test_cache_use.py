@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
-from gpumem_client.wire.protocol import DeviceSample, EngineState, to_wire
+from gpumem_client.wire.protocol import DeviceSample, EngineState
 from tests.conftest import StartExporter
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.builders import report
@@ -30,7 +30,7 @@ def test_a_worker_has_the_use_that_the_server_above_it_shows(node: EmulatedNode,
             ticks = start_time_ticks(f"/proc/{pid}")
             changes = {"start_time_ticks": ticks, "pid_namespace": pid_namespace(), "session_started_seconds": 0.0}
             sent = report(pid, devices=(sample,), sequence=sequence, engine=EngineState("vllm"), **changes)
-            assert exporter.request("POST", "/api/v1/reports", to_wire(sent)).status == 200
+            exporter.report(sent)
         metrics = exporter.metrics()
         return [metrics.values("gpumem_engine_kv_cache_bytes", pid=str(pid), state="used") for pid in pids]
 

@@ -21,13 +21,11 @@ from gpumem_exporter.features.events.event_storage import FILE_NAME
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.builders import UUIDS, identity
-from tests.support.exporter_process import ExporterProcess
-from tests.support.running_exporter import RunningExporter
+from tests.support.builders import UUIDS, report
+from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 EVENTS = "/api/v1/events"
-QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")
 
 
 def health(exporter: ExporterProcess) -> dict[str, Any]:
@@ -39,23 +37,16 @@ def stores(exporter: ExporterProcess) -> bool:
     return bool(health(exporter)["checks"]["events"]["status"] == "ok")
 
 
-def oom_report(reporter: int, number: int) -> bytes:
-    """Encode a report with one out-of-memory error, from a process in its own PID namespace."""
-    who = identity(reporter, pid_namespace=7, session=f"session-{reporter}", workload=f"w{reporter}")
+def oom_report(reporter: int, number: int) -> Report:
+    """Return a report with one out-of-memory error, from a process in its own PID namespace."""
+    who: dict[str, Any] = {"pid_namespace": 7, "session": f"session-{reporter}", "workload": f"w{reporter}"}
     oom = OutOfMemory(UUIDS[0], number, requested_bytes=number)
-    return json.dumps(to_wire(Report(who, sequence=number, ooms=(oom,)))).encode()
-
-
-def post(connection: Connection, body: bytes) -> None:
-    answer = connection.request("POST", REPORTS_PATH, body, {"Content-Type": "application/json"})
-    assert answer.status == 200, answer
+    return report(reporter, sequence=number, ooms=(oom,), **who)
 
 
 def send(exporter: ExporterProcess, *numbers: int, reporter: int = 1) -> None:
-    connection = Connection(exporter.url, timeout_seconds=patient(30.0))
     for number in numbers:
-        post(connection, oom_report(reporter, number))
-    connection.close()
+        exporter.report(oom_report(reporter, number))
 
 
 def stored(exporter: ExporterProcess) -> list[tuple[str, int]]:
@@ -78,7 +69,9 @@ def test_a_killed_exporter_has_stored_every_event_that_it_acknowledged(
         connection = Connection(exporter.url, timeout_seconds=patient(30.0))
         try:
             for reporter, number in product(range(1 + thread, reporters + 1, threads), range(1, each + 1)):
-                post(connection, oom_report(reporter, number))
+                body = json.dumps(to_wire(oom_report(reporter, number))).encode()
+                answer = connection.request("POST", REPORTS_PATH, body, {"Content-Type": "application/json"})
+                assert answer.status == 200, answer
                 answered.add((f"w{reporter}", number))
                 if len(answered) >= 300 and not killed.is_set():
                     exporter.signal(signal.SIGKILL)  # here, while the other threads are still writing
@@ -194,8 +187,3 @@ def test_a_process_that_survives_a_killed_exporter_has_started_once(
     assert last["type"] == "process_ended"
     assert "" != died != last["detail"]["reason"] != ""
     assert last["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
-
-
-def numbers(exporter: RunningExporter, query: str = "") -> list[int]:
-    found = exporter.document(f"{EVENTS}?type=oom{query}")["events"]
-    return [event["detail"]["number"] for event in found]

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import trustme
 
-from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from tests.support.builders import UUIDS, report, sample
 from tests.support.certificates import issue, trust
 from tests.support.exporter_process import ExporterProcess
@@ -107,8 +106,7 @@ def test_unread_pages_take_the_memory_of_few(exporter: ExporterProcess) -> None:
     for pid in range(PROCESSES - 1):
         names = {f"phase {number} {'x' * 100}": 1 for number in range(16)}
         devices = tuple(dataclasses.replace(sample(uuid, 1), phase_peak_bytes=names) for uuid in UUIDS)
-        answer = exporter.request("POST", REPORTS_PATH, to_wire(report(100_000 + pid, devices=devices)))
-        assert answer.status == 200
+        exporter.report(report(100_000 + pid, devices=devices))
     page = exporter.request("GET", "/metrics").body
     assert len(page) > MIB
     before = exporter.peak_bytes()

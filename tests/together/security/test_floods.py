@@ -17,7 +17,7 @@ import pytest
 from gpumem_client.wire.errors import ExporterUntrustedError
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.peer import user_name
-from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, to_wire
+from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.commands.doctor import diagnose
 from gpumem_exporter.cli.doctor import FAIL
@@ -186,7 +186,7 @@ def test_a_flood_of_out_of_memory_errors_is_limited(tmp_path: Path) -> None:
         for sequence in range(1, 21):
             errors = tuple(OutOfMemory(uuid=UUIDS[0], number=50 * sequence + number) for number in range(50))
             sent = report(pid, ooms=errors, sequence=sequence, start_time_ticks=ticks, pid_namespace=namespace)
-            assert exporter.request("POST", REPORTS_PATH, to_wire(sent)).status == 200
+            exporter.report(sent)
         wait_for(lambda: exporter.metrics().value("gpumem_events_dropped_total") >= 800, "the errors beyond the limit")
         assert exporter.log().count('msg="out of memory"') <= 2 * MAX_PER_MINUTE  # in at most two minutes
         assert stat.S_IMODE((tmp_path / "events" / "events.db").stat().st_mode) == 0o600

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -12,27 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_client.wire.http import Connection
-from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.cli.completion import of_list
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import CONSOLE_SCRIPT, clean_environment, run_command
 from tests.support.terminal_program import TerminalProgram
-from tests.support.waiting import patient
 
 
 @pytest.fixture(scope="module")
 def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
     folder = tmp_path_factory.mktemp("completion")
     running = ExporterProcess(folder, "--report.expiry", "3600", environment=clean_environment(), ready="/-/healthy")
-    connection = Connection(running.url, timeout_seconds=patient(10.0))
     for pid, workload in enumerate(("llm-pretrain", "notebook", "eval:all", "t$(touch x)"), 4711):
-        sent = report(pid, workload=workload, session=workload, devices=(sample(UUIDS[0]),))
-        body = json.dumps(to_wire(sent)).encode()
-        answer = connection.request("POST", REPORTS_PATH, body, {"Content-Type": "application/json"})
-        assert answer.status == 200, answer.body
-    connection.close()
+        running.report(report(pid, workload=workload, session=workload, devices=(sample(UUIDS[0]),)))
     yield running
     running.close()
 

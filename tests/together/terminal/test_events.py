@@ -9,11 +9,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gpumem_client.wire.http import Connection
-from gpumem_client.wire.protocol import REPORTS_PATH, Report, to_wire
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import clean_environment, run_command
@@ -27,19 +26,11 @@ def exporter(tmp_path: Path) -> Iterator[ExporterProcess]:
     running.close()
 
 
-def send(exporter: ExporterProcess, sent: Report) -> None:
-    connection = Connection(exporter.url, timeout_seconds=patient(10.0))
-    headers = {"Content-Type": "application/json"}
-    answer = connection.request("POST", REPORTS_PATH, json.dumps(to_wire(sent)).encode(), headers)
-    connection.close()
-    assert answer.status == 200, answer.body
-
-
 def run(exporter: ExporterProcess, pid: int, workload: str) -> None:
     """Let a process report once and end."""
-    devices = (sample(UUIDS[0]),)
-    send(exporter, report(pid, workload=workload, session=f"session-{workload}-{pid}", devices=devices))
-    send(exporter, report(pid, workload=workload, session=f"session-{workload}-{pid}", sequence=2, final=True))
+    who: dict[str, Any] = {"workload": workload, "session": f"session-{workload}-{pid}"}
+    exporter.report(report(pid, devices=(sample(UUIDS[0]),), **who))
+    exporter.report(report(pid, sequence=2, final=True, **who))
 
 
 def shown(exporter: ExporterProcess, *words: str) -> list[list[str]]:
