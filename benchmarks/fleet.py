@@ -29,7 +29,7 @@ import yaml
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.place import cpu_seconds, resident_bytes
 from tests.support.exporter_process import ExporterProcess
-from tests.support.panel_queries import Prometheus, Scope, queries, resolve
+from tests.support.panel_queries import Prometheus, Scope, load_dashboard, queries, resolve
 from tests.support.paths import REPOSITORY
 from tests.support.ports import free_port
 from tests.support.running_prometheus import running
@@ -148,7 +148,7 @@ def panels(api: Prometheus, pid: int, range_seconds: float) -> list[Row]:
     """Return the time of the slowest queries of each dashboard, all of whose queries are asked once."""
     rows = []
     for name in DASHBOARDS:
-        dashboard = json.loads((REPOSITORY / "grafana" / "dashboards" / f"{name}.json").read_text(encoding="utf-8"))
+        dashboard = load_dashboard(name)
         scope = Scope(time.time(), range_seconds=int(range_seconds))
         scope = Scope(scope.end, scope.range_seconds, variables=resolve(dashboard, api, scope))
         used, taken = cpu_seconds(pid), []

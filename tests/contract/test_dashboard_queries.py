@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.dashboard_queries import FOLDER, expression, letter_of
-from tests.support.panel_queries import Scope, all_panels
+from tests.support.panel_queries import Scope, expression, letter_of, load_dashboard, panel_of
 from tests.support.running_command import run_tool
 
 pytestmark = pytest.mark.tools
@@ -104,9 +103,8 @@ def test_the_verdict_is_the_cheapest_sufficient_remedy(case: str, tmp_path: Path
     verdict, oom = VERDICTS[case]
     query = expression("oom", "Verdict", node="a:9844", pid="7")
     check(tmp_path, oom.series(), query, {f"{{{PROCESS}}}": verdict})
-    document = json.loads((FOLDER / "oom.json").read_text())
-    (panel,) = (panel for panel in all_panels(document) if panel["title"] == "Verdict")
-    assert panel["fieldConfig"]["defaults"]["mappings"][0]["options"][str(verdict)]["text"]
+    mapping, *_ = panel_of(load_dashboard("oom"), "Verdict")["fieldConfig"]["defaults"]["mappings"]
+    assert mapping["options"][str(verdict)]["text"]
 
 
 def test_the_ledger_is_the_last_one_before_the_error(tmp_path: Path) -> None:
@@ -296,8 +294,7 @@ def test_a_silent_reporter_is_listed_with_its_process_and_duration(tmp_path: Pat
 
 
 def test_the_annotation_of_an_error_has_its_time_and_the_range_of_its_post_mortem(tmp_path: Path) -> None:
-    document = json.loads((FOLDER / "fleet.json").read_text())
-    (annotation,) = (mark for mark in document["annotations"]["list"] if mark["name"] == "Out of memory")
+    (annotation,) = (mark for mark in load_dashboard("fleet")["annotations"]["list"] if mark["name"] == "Out of memory")
     scope = Scope(EVALUATED_AT, variables={"cluster": ".*", "node": ".*", "gpu": ".*", "workload": ".*"})
     series = {f"gpumem_last_oom_timestamp_seconds{{{PROCESS}}}": "_x100 1500.25x20"}
     labels = f'{{{PROCESS}, x_from="900000", x_to="1561000"}}'

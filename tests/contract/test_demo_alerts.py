@@ -13,7 +13,7 @@ import pytest
 
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS
 from tests.support.alert_history import Labels, demo_history, evaluated
-from tests.support.dashboard_queries import expression, letter_of
+from tests.support.panel_queries import expression, letter_of
 
 pytestmark = pytest.mark.tools
 

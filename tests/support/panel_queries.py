@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.paths import REPOSITORY
+
 _LABEL_VALUES = re.compile(r"label_values\((?:(?P<match>.+),\s*)?(?P<label>\w+)\)", re.DOTALL)
 
 
@@ -169,3 +171,33 @@ def _duration(seconds: float) -> str:
 def _natural(text: str) -> list[tuple[int, int, str]]:
     parts = re.split(r"(\d+)", text)
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+# The project's dashboards
+
+
+def load_dashboard(name: str) -> dict[str, Any]:
+    """Return the JSON of a dashboard of the project."""
+    return dict(json.loads((REPOSITORY / "grafana" / "dashboards" / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def panel_of(document: Mapping[str, Any], title: str) -> dict[str, Any]:
+    """Return the panel with a title."""
+    (panel,) = (panel for panel in all_panels(document) if panel["title"] == title)
+    return dict(panel)
+
+
+def expression(name: str, title: str, letter: str = "A", range_seconds: int = 1800, **variables: str) -> str:
+    """Return a query of a panel, as Prometheus receives it."""
+    document = load_dashboard(name)
+    (target,) = (target for target in panel_of(document, title)["targets"] if target["refId"] == letter)
+    standing = {variable["name"]: ".*" for variable in document["templating"]["list"]} | variables
+    return Scope(0.0, range_seconds, scrape_seconds=15, variables=standing).fill(target["expr"])
+
+
+def letter_of(name: str, title: str, heading: str) -> str:
+    """Return the letter of the query of a table's column."""
+    changes = panel_of(load_dashboard(name), title)["transformations"]
+    (organize,) = (change for change in changes if change["id"] == "organize")
+    (column,) = (column for column, shown in organize["options"]["renameByName"].items() if shown == heading)
+    return str(column).removeprefix("Value #")

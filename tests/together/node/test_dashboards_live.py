@@ -20,13 +20,20 @@ from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import ExporterProcess
 from tests.support.panel_frames import merged, table_of, transformed
-from tests.support.panel_queries import Prometheus, Scope, all_panels, queries, resolve, variable_values
-from tests.support.paths import REPOSITORY
+from tests.support.panel_queries import (
+    Prometheus,
+    Scope,
+    all_panels,
+    load_dashboard,
+    panel_of,
+    queries,
+    resolve,
+    variable_values,
+)
 from tests.support.ports import free_port
 from tests.support.running_prometheus import RunningPrometheus
 from tests.support.waiting import wait_for
 
-FOLDER = REPOSITORY / "grafana"
 NAMES = ("exporter", "fleet", "node", "oom", "workload")
 RANGE_SECONDS = 60
 DEMO, ALSO_DEMO, EMULATED = "demo", "demo-again", "emulated"
@@ -79,10 +86,6 @@ except torch.OutOfMemoryError:
 """
 
 
-def load(name: str) -> dict[str, Any]:
-    return dict(json.loads((FOLDER / "dashboards" / f"{name}.json").read_text(encoding="utf-8")))
-
-
 @dataclass
 class Scraped:
     """The running programs, and the places of the queries that had no result yet."""
@@ -111,8 +114,8 @@ class Scraped:
 
     def rows(self, dashboard: str, title: str, node: str, **variables: str) -> list[dict[str, Any]]:
         """Return the rows of a table by the headings of its columns."""
-        document = load(dashboard)
-        (panel,) = (panel for panel in all_panels(document) if panel["title"] == title)
+        document = load_dashboard(dashboard)
+        panel = panel_of(document, title)
         scope = self.scope(document, node, **variables)
         columns, rows = transformed(merged(self.frames(panel, scope)), panel["transformations"])
         return [{heading: row[name] for name, heading in columns if name in row} for row in rows]
@@ -212,13 +215,13 @@ def _clear(exporters: list[ExporterProcess]) -> None:
 
 def _ask_until_all_is_answered(found: Scraped) -> None:
     """Ask each query about each node until it has a result: some states are on one of the nodes only."""
-    missing = {query.where: (name, query) for name in NAMES for query in queries(load(name))}
+    missing = {query.where: (name, query) for name in NAMES for query in queries(load_dashboard(name))}
     end = time.monotonic() + 60
 
     def ask() -> bool:
         for name in NAMES:
             for node, workload in _workloads(name):
-                scope = found.scope(load(name), node, **workload)
+                scope = found.scope(load_dashboard(name), node, **workload)
                 for where, (of_name, query) in list(missing.items()):
                     if of_name == name and found.prometheus.ask(query, scope):
                         del missing[where]
@@ -242,7 +245,7 @@ def test_every_query_has_a_result(scraped: Scraped) -> None:
 def test_no_query_mixes_nodes_with_equal_pids(scraped: Scraped) -> None:
     """Prometheus rejects joins that are not unique; groups without the node lose rows."""
     for name in NAMES:
-        dashboard = load(name)
+        dashboard = load_dashboard(name)
         several = any(v["name"] == "node" and v.get("multi") for v in dashboard["templating"]["list"])
         scope = scraped.scope(dashboard, ".*" if several else DEMO)
         for query in queries(dashboard):
@@ -254,7 +257,7 @@ def test_no_query_mixes_nodes_with_equal_pids(scraped: Scraped) -> None:
 def test_every_variable_has_choices_and_every_table_has_one_row_per_subject(
     scraped: Scraped, name: str, node: str
 ) -> None:
-    dashboard = load(name)
+    dashboard = load_dashboard(name)
     scope = scraped.scope(dashboard, node)
     without = {(DEMO, "rank"), (EMULATED, "namespace")}
     for variable in dashboard["templating"]["list"]:
@@ -272,9 +275,8 @@ def test_every_variable_has_choices_and_every_table_has_one_row_per_subject(
 
 @pytest.mark.parametrize("node", [DEMO, EMULATED])
 def test_the_categories_of_each_device_add_up_to_its_total(scraped: Scraped, node: str) -> None:
-    dashboard = load("node")
-    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "Ledger of GPU $gpu")
-    *categories, total = (target["expr"] for target in panel["targets"])
+    dashboard = load_dashboard("node")
+    *categories, total = (target["expr"] for target in panel_of(dashboard, "Ledger of GPU $gpu")["targets"])
     assert len(categories) == 8
     for gpu in range(8 if node == DEMO else 2):
         scope = scraped.scope(dashboard, node, gpu=str(gpu))

@@ -18,8 +18,7 @@ from random import Random
 import pytest
 import yaml
 
-from tests.support.dashboard_queries import expression, letter_of
-from tests.support.panel_queries import Prometheus
+from tests.support.panel_queries import Prometheus, expression, letter_of
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool
 from tests.support.running_prometheus import RunningPrometheus
