@@ -18,7 +18,7 @@ import pytest
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from tests.support.builders import report
-from tests.support.socket_activation import start_activated
+from tests.support.running_command import environment_without, run_command
 from tests.support.waiting import patient
 
 SERVE = [sys.executable, "-m", "gpumem_exporter", "serve", "--web.systemd-socket", "--log.format", "json"]
@@ -54,6 +54,31 @@ def unix_socket(path: Path | str) -> socket.socket:
 def url_of(sock: socket.socket) -> str:
     address = sock.getsockname()
     return f"unix://{address}" if sock.family == socket.AF_UNIX else f"http://127.0.0.1:{address[1]}"
+
+
+LAUNCHER = """
+import fcntl, os, sys
+sockets, command = sys.argv[1].split(","), sys.argv[2:]
+copies = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 64) for number in sockets]
+for position, copy in enumerate(copies):
+    os.dup2(copy, 3 + position)
+    os.close(copy)
+os.environ.update(LISTEN_FDS=str(len(sockets)), LISTEN_PID=str(os.getpid()), LISTEN_FDNAMES="a:b")
+os.execv(command[0], command)
+"""
+
+
+def start_activated(sockets: Sequence[socket.socket], command: Sequence[str]) -> subprocess.Popen[str]:
+    """Start a command with these sockets from file descriptor 3 on, as systemd does: sd_listen_fds(3)."""
+    numbers = [sock.fileno() for sock in sockets]
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, ",".join(map(str, numbers)), *command],
+        pass_fds=numbers,
+        env=environment_without("GPUMEM_", "LISTEN_"),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 @contextlib.contextmanager
@@ -143,10 +168,7 @@ def test_a_socket_that_the_exporter_cannot_use_is_an_error(make: Callable[[], so
     [({}, "LISTEN_FDS"), ({"LISTEN_FDS": "1", "LISTEN_PID": "1"}, "LISTEN_PID is '1'")],
 )
 def test_without_sockets_for_this_process_the_start_fails_in_one_line(variables: dict[str, str], named: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
-    ended = subprocess.run(
-        SERVE, capture_output=True, text=True, timeout=patient(60), env={**environment, **variables}, check=False
-    )
+    ended = run_command("serve", "--web.systemd-socket", **variables)
     assert (ended.returncode, ended.stdout) == (1, "")
     (line,) = ended.stderr.splitlines()
     assert re.search(rf"--web\.systemd-socket: .*{named}", line)
