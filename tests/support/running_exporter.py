@@ -136,6 +136,11 @@ class RunningExporter:
     host: ScriptedHost
     loop: asyncio.AbstractEventLoop
 
+    @property
+    def tcp_url(self) -> str:
+        """The URL of its port on the loopback address, as of an `ExporterProcess`."""
+        return f"http://127.0.0.1:{self.port}"
+
     def request(
         self,
         method: str,

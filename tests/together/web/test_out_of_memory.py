@@ -26,14 +26,6 @@ OWN, OTHER = 502, 501
 NUMBERS = itertools.count(1)
 
 
-class OnTcp(RunningExporter):
-    """An exporter that a page can open."""
-
-    @property
-    def tcp_url(self) -> str:
-        return self.url
-
-
 def fail(exporter: RunningExporter, **changes: Any) -> Any:
     """Report an error of the job `train`, beside the idle cache of the job `notebook`; return its event's document."""
     number = next(NUMBERS)
@@ -50,7 +42,7 @@ def fail(exporter: RunningExporter, **changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def exporter() -> Iterator[OnTcp]:
+def exporter() -> Iterator[RunningExporter]:
     """An exporter with two jobs on one device."""
     provider = ScriptedProvider()
     provider.processes[UUIDS[0]] = (ProcessMemory(OWN, 90 * MIB), ProcessMemory(OTHER, 300 * MIB))
@@ -64,10 +56,10 @@ def exporter() -> Iterator[OnTcp]:
             lambda device: device is not None and [job["used_bytes"] for job in device["jobs"]] == [300 * MIB],
         )
         fail(running)
-        yield OnTcp(*(getattr(running, field.name) for field in dataclasses.fields(RunningExporter)))
+        yield running
 
 
-def test_an_error_has_its_cause_the_memory_of_the_device_and_what_came_before(exporter: OnTcp) -> None:
+def test_an_error_has_its_cause_the_memory_of_the_device_and_what_came_before(exporter: RunningExporter) -> None:
     found = fail(exporter)
     explained = found["explanation"]
     assert explained["cause"] == "idle_cache"
@@ -86,7 +78,7 @@ def test_an_error_has_its_cause_the_memory_of_the_device_and_what_came_before(ex
     assert {each["type"] for each in found["before"]} == {"oom", "process_started"}
 
 
-def test_another_event_has_no_explanation_and_an_unknown_one_is_not_found(exporter: OnTcp) -> None:
+def test_another_event_has_no_explanation_and_an_unknown_one_is_not_found(exporter: RunningExporter) -> None:
     (started, *_) = exporter.document(f"{EVENTS}?type=process_started")["events"]
     found = exporter.document(f"{EVENTS}/{started['id']}")
     assert (found["event"], found["explanation"]) == (started, None)
@@ -97,7 +89,7 @@ def test_another_event_has_no_explanation_and_an_unknown_one_is_not_found(export
 
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (390, "dark")])
 def test_a_finding_and_an_event_lead_to_the_address_of_the_explanation(
-    exporter: OnTcp, open_page: OpenPage, width: int, scheme: str
+    exporter: RunningExporter, open_page: OpenPage, width: int, scheme: str
 ) -> None:
     fail(exporter)
     live = open_page(exporter, viewport={"width": width, "height": 844}, color_scheme=scheme)
@@ -123,7 +115,7 @@ def test_a_finding_and_an_event_lead_to_the_address_of_the_explanation(
     live.until("document.querySelector('.oom').hidden")
 
 
-def test_an_error_leads_to_the_memory_profile_of_its_moment(exporter: OnTcp, open_page: OpenPage) -> None:
+def test_an_error_leads_to_the_memory_profile_of_its_moment(exporter: RunningExporter, open_page: OpenPage) -> None:
     found = fail(exporter)["event"]
     assert found["detail"]["profile"] is None
     number = found["detail"]["number"]
@@ -142,7 +134,7 @@ def test_an_error_leads_to_the_memory_profile_of_its_moment(exporter: OnTcp, ope
     assert opened.value.evaluate("self.origin") == "null"
 
 
-def test_an_event_that_was_deleted_leaves_the_page_usable(exporter: OnTcp, open_page: OpenPage) -> None:
+def test_an_event_that_was_deleted_leaves_the_page_usable(exporter: RunningExporter, open_page: OpenPage) -> None:
     live = open_page(exporter, expects=("404",))
     live.page.goto(f"{exporter.url}/?gpu=0&event=1")
     live.until("document.querySelector('.oom')?.textContent.includes('does not have this event')")
