@@ -1,4 +1,4 @@
-"""How processes use devices, start and end: every byte is shown on its device and for its process."""
+"""A process' bytes are shown on the right device, whatever CUDA calls it."""
 
 from __future__ import annotations
 
@@ -6,54 +6,10 @@ import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
-from tests.emulation.node import MIB, EmulatedNode
-from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK, ExporterProcess, Metrics
-from tests.support.waiting import wait_for
-
-
-def client(exporter: ExporterProcess, start_torch: StartTorch, on: EmulatedNode, **environment: str) -> TorchProcess:
-    process = start_torch(on, GPUMEM_EXPORTER_URL=exporter.url, **environment)
-    process.call("start_client", workload="matrix")
-    return process
-
-
-def allocated(metrics: Metrics, pid: int) -> dict[str, float]:
-    """Return the allocated bytes of a process on the page, by uuid."""
-    return metrics.by("uuid", "gpumem_torch_allocated_bytes", pid=str(pid))
-
-
-def used(metrics: Metrics, pid: int) -> dict[str, float]:
-    """Return the used bytes of a process on the page, by uuid."""
-    return metrics.by("uuid", "gpumem_process_memory_used_bytes", pid=str(pid))
-
-
-def booked(node: EmulatedNode, pid: int) -> dict[str, int]:
-    """Return the used bytes of a process on the emulated node, by uuid."""
-    return {device.uuid: device.processes[pid] for device in node.books().devices if pid in device.processes}
-
-
-def wait_for_true_values(exporter: ExporterProcess, node: EmulatedNode, *processes: TorchProcess) -> None:
-    """Wait until the page has the values of torch and of the node for each process; every ledger adds up."""
-    for process in processes:
-        uuids = process.call("uuids")
-        stats = {uuid: process.call("stats", device=i) for i, uuid in enumerate(uuids)}
-        expected = {uuid: one["allocated_bytes.all.current"] for uuid, one in stats.items() if one}
-        holding = {uuid: size for uuid, size in expected.items() if size}
-        wait_for(
-            lambda holding=holding, process=process: (
-                {uuid: size for uuid, size in allocated(exporter.metrics(), process.pid).items() if size} == holding
-            ),  # type: ignore[misc]
-            f"{holding} in tensors of {process.pid}",
-        )
-        wait_for(
-            lambda process=process: used(exporter.metrics(), process.pid) == booked(node, process.pid),  # type: ignore[misc]
-            "a poll",
-        )
-    exporter.metrics().assert_ledgers_add_up()
-
-
-# Devices and processes
+from tests.emulation.node import MIB
+from tests.support.device_truth import scrape
+from tests.support.exporter_process import QUICK
+from tests.support.waiting import wait_until_equal
 
 
 @pytest.mark.parametrize(
@@ -70,28 +26,24 @@ def test_values_are_on_the_right_device_whatever_its_cuda_index(
     for number in range(4):
         visible = visible.replace(f"uuid {number}", node.uuid(number))
     exporter = start_exporter(node, *QUICK)
-    process = client(exporter, start_torch, node, CUDA_VISIBLE_DEVICES=visible, CUDA_DEVICE_ORDER=order)
+    process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url, CUDA_VISIBLE_DEVICES=visible, CUDA_DEVICE_ORDER=order)
+    process.call("start_client", workload="matrix")
     named = [node.uuid(int(word)) if len(word) == 1 and int(word) < 4 else word for word in visible.split(",")]
     visible_uuids = named[: named.index("7")] if "7" in named else named  # CUDA stops at an invalid entry
     assert process.call("uuids") == visible_uuids
     for device in range(len(visible_uuids)):
         process.call("alloc", nbytes=(device + 1) * 7 * MIB, device=device)
-    wait_for_true_values(exporter, node, process)
-    shown = allocated(exporter.metrics(), process.pid)
-    assert {uuid: size for uuid, size in shown.items() if size} == {
-        uuid: (device + 1) * 7 * MIB for device, uuid in enumerate(visible_uuids)
-    }
-    # the label is NVML's index, not CUDA's
-    for uuid in visible_uuids:
-        (labels,) = [
-            dict(labels)
-            for labels in exporter.metrics().samples["gpumem_torch_allocated_bytes"]
-            if dict(labels)["uuid"] == uuid
-        ]
-        assert node.uuid(int(labels["gpu"])) == uuid
 
+    def shown() -> list[dict[tuple[str, str], float]]:
+        """Return the allocated and the used bytes of the process, by NVML's index and by uuid."""
+        metrics, pid = scrape(exporter), str(process.pid)
+        found = []
+        for name in ("gpumem_torch_allocated_bytes", "gpumem_process_memory_used_bytes"):
+            series = [(dict(labels), size) for labels, size in metrics.samples.get(name, {}).items() if size]
+            found.append({(labels["gpu"], labels["uuid"]): size for labels, size in series if labels["pid"] == pid})
+        return found
 
-# Reporters
-
-
-# Ends of processes
+    places = {node.uuid(number): (str(number), node.uuid(number)) for number in range(4)}
+    sizes = {places[uuid]: (device + 1) * 7 * MIB for device, uuid in enumerate(visible_uuids)}
+    books = {places[book.uuid]: book.processes[process.pid] for book in node.books().devices if book.processes}
+    wait_until_equal(shown, [sizes, books], "the bytes of each device")
