@@ -11,7 +11,6 @@ from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import ExporterProcess, Metrics
 from tests.support.waiting import wait_for
 
-QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 ATTACH_SECONDS = 60.0
 """Longer than the longest delay between two attempts to attach."""
 FOREIGN_PID = 4_000_001

@@ -14,14 +14,13 @@ from tests.emulation.torch_process import TorchProcess
 from tests.support.device_truth import (
     ATTACH_SECONDS,
     FOREIGN_PID,
-    QUICK,
     scrape,
     series_of,
     shown,
     truth,
     wait_until_right,
 )
-from tests.support.exporter_process import ExporterProcess, Metrics
+from tests.support.exporter_process import QUICK, ExporterProcess, Metrics
 from tests.support.waiting import wait_for, wait_until_equal
 
 

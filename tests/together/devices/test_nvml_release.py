@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
-from tests.support.device_truth import FOREIGN_PID, QUICK, scrape, series_of, wait_until_right
-from tests.support.exporter_process import ExporterProcess
-from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient, wait_for
+from tests.support.device_truth import FOREIGN_PID, scrape, series_of, wait_until_right
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.running_command import run_command
+from tests.support.waiting import wait_for
 
 RELEASE, ATTACH = "/api/v1/nvml/release", "/api/v1/nvml/attach"
 
@@ -121,14 +119,7 @@ def test_the_commands_and_their_exit_codes(node: EmulatedNode, start_exporter: S
     exporter = start_exporter(node, *QUICK)
 
     def command(*words: str, code: int | None = 0) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "GPUMEM_EXPORTER_URL": exporter.url}
-        done = subprocess.run(
-            [sys.executable, "-m", "gpumem_exporter", *words],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=patient(60),
-        )
+        done = run_command(*words, GPUMEM_EXPORTER_URL=exporter.url)
         assert code in (done.returncode, None), done
         return done.stdout + done.stderr
 

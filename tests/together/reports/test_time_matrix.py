@@ -13,7 +13,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.builders import UUIDS, report, sample
-from tests.support.device_truth import QUICK, scrape, series_of, shown, truth, wait_until_right
+from tests.support.device_truth import scrape, series_of, shown, truth, wait_until_right
+from tests.support.exporter_process import QUICK
 from tests.support.running_exporter import RunningExporter, running_exporter
 from tests.support.waiting import wait_for
 

@@ -15,8 +15,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import CONTEXT_BYTES, GIB, MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.device_truth import QUICK, scrape
-from tests.support.exporter_process import ExporterProcess
+from tests.support.device_truth import scrape
+from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.running_command import run_command
 from tests.support.waiting import wait_until_equal
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import wait_until_equal
 
-QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 PLANNED, ERROR = "gpumem_torch_planned_reserved_peak_bytes", "gpumem_torch_plan_error_ratio"
 
 
