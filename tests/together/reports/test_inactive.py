@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
-from gpumem_client.wire.protocol import DeviceSample
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, EmulatedNode
 from tests.support.builders import MIB
 from tests.support.waiting import eventually
-from tests.together.reports.test_space import command, report_this_process
 
 
 def test_a_notebook_that_sleeps_is_inactive_and_a_job_that_only_allocates_for_a_moment_is_not(
@@ -40,19 +36,3 @@ def test_a_notebook_that_sleeps_is_inactive_and_a_job_that_only_allocates_for_a_
     assert last(notebook.pid) == slept
     notebook.exec("x = torch.empty(1 << 20, device='cuda:0'); del x")
     eventually(lambda: last(notebook.pid), lambda now: now > slept + 2)
-
-
-def test_a_job_without_activity_for_hours_is_named_with_what_it_holds(
-    node: EmulatedNode, start_exporter: StartExporter
-) -> None:
-    exporter, pid = start_exporter(node), os.getpid()
-    for other in (pid, 999_999):
-        node.set_process(other, 0, 3 * GIB)
-    sample = DeviceSample(node.books()[0].uuid, allocated_bytes=2 * GIB, reserved_bytes=2 * GIB, reclaimable_bytes=0)
-    report_this_process(exporter, 1, sample, workload="forgotten", inactive_seconds=9 * 3600.0 + 60)
-    shown = eventually(lambda: command(exporter.url, "info"), lambda text: "without any activity" in text)
-    assert "forgotten" in shown
-    assert "has held 3.0 GiB for 9 h without any activity." in " ".join(shown.split())
-    assert "inactive 9 h" in shown
-    report_this_process(exporter, 2, sample, workload="forgotten", inactive_seconds=0.0)
-    eventually(lambda: command(exporter.url, "info"), lambda text: "inactive" not in text)
