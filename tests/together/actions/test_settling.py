@@ -78,18 +78,6 @@ def test_what_a_job_reserves_again_is_not_still_free(
     assert [row["still_free_bytes"] for row in later["results"]] == [0]
 
 
-def test_what_an_idle_notebook_released_stays_free(
-    exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode
-) -> None:
-    before = node.books().used_by(process.pid)
-    action = exporter.act("empty_cache", target={"pid": process.pid}, settle_seconds=SETTLE_SECONDS)
-    assert settled(exporter, action)["still_free_bytes"] == before - node.books().used_by(process.pid) == 400 * MIB
-    process.call("free", numbers=[process.call("alloc", nbytes=400 * MIB)])
-    action = exporter.act("empty_cache", target={"pid": process.pid}, settle_seconds=SETTLE_SECONDS)
-    process.call("alloc", nbytes=100 * MIB)
-    assert settled(exporter, action)["still_free_bytes"] == 300 * MIB
-
-
 def test_a_second_clear_ends_the_settling_time_of_the_first(exporter: ExporterProcess, process: TorchProcess) -> None:
     """Otherwise the second one would make it look as if the job had not reserved the memory again."""
     first = exporter.act("empty_cache", target={"pid": process.pid}, settle_seconds=3600)
