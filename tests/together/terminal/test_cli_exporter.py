@@ -15,8 +15,7 @@ import pytest
 
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.core.ledger import CATEGORIES
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import ExporterProcess, token_file
 from tests.support.running_command import clean_environment, run_command
 from tests.support.terminal_program import TerminalProgram
 from tests.support.waiting import wait_for
@@ -52,36 +51,15 @@ class _Node:
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Node]:
     directory = tmp_path_factory.mktemp("cli")
-    token_file = directory / "token"
-    token_file.touch(0o600)
-    token_file.write_text(f"{_TOKEN}\n")
-    flags = ("--demo", "--action.token-file", str(token_file))
+    token = token_file(directory, _TOKEN)
+    flags = ("--demo", "--action.token-file", token)
     exporter = ExporterProcess(directory, *flags, environment=clean_environment())
     try:
         wait_for(lambda: len(exporter.processes()) >= 12, "a dozen reporting processes")
-        yield _Node(exporter.socket, token_file)
+        yield _Node(exporter.socket, Path(token))
         assert exporter.stop() == 0, exporter.log()
     finally:
         exporter.close()
-
-
-def test_info_shows_every_device_and_process_and_a_full_ledger(node: _Node) -> None:
-    document = node.json("info")
-    assert (document["source"], document["nvml"]["up"], len(document["devices"])) == ("demo", True, 8)
-    for device in document["devices"]:
-        # The non-torch memory of a new process is unknown until a reading and a report belong together.
-        assert {*device["ledger"], "non_torch"} == set(CATEGORIES)
-        assert sum(device["ledger"].values()) == device["memory"]["total_bytes"]
-    ended = node.command("info")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "DEMO" in ended.stdout.splitlines()[0]
-    for device in document["devices"]:
-        assert device["name"].removeprefix("NVIDIA ") in ended.stdout
-    for job in document["jobs"]:
-        assert job["name"] in ended.stdout
-    assert ended.stdout.splitlines()[-1].startswith("You can")
-    wide = node.command("info", "-o", "wide", "--sort", "owner").stdout
-    assert [process["pid"] for process in document["processes"] if process["command"] not in wide] == []
 
 
 @pytest.mark.parametrize(("environ", "colored"), [({}, True), ({"NO_COLOR": "1"}, False)])
@@ -120,13 +98,6 @@ def test_a_clear_of_all_on_a_terminal_asks_and_lets_training_jobs_end_their_step
     (cleared, *_) = [row for row in results if row["workload"] == "demo-notebook"]
     assert cleared["outcome"] == "done"
     assert cleared["freed_bytes"] == cleared["reserved_before_bytes"] - cleared["reserved_after_bytes"] > 1 << 30
-
-
-def test_a_refused_action_exits_with_1_and_names_the_option(node: _Node) -> None:
-    ended = node.command("clear", "--all", token=False)
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
-    assert "--action.token-file" in ended.stderr
-    assert _TOKEN not in ended.stderr
 
 
 def test_doctor_passes_a_healthy_demo(node: _Node) -> None:
