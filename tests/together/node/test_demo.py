@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gpumem_exporter.demo import DemoNode
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import ExporterProcess, token_file
 from tests.support.ports import free_port
 from tests.support.waiting import eventually, patient
 
@@ -30,13 +28,6 @@ def demo(folder: Path, *flags: str) -> Iterator[ExporterProcess]:
         yield process
     finally:
         process.close()
-
-
-@pytest.fixture(scope="module")
-def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
-    """One demo for several tests."""
-    with demo(tmp_path_factory.mktemp("demo")) as running:
-        yield running
 
 
 def reporting(exporter: ExporterProcess) -> list[Mapping[str, Any]]:
@@ -66,11 +57,8 @@ def test_soon_after_the_start_every_process_reports_and_has_a_history(tmp_path: 
 
 
 def test_its_reports_have_the_token_that_the_exporter_requires_and_it_stops_without_a_warning(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("a-secret-that-is-long-enough-to-be-one\n")
-    token.chmod(0o600)
-    with demo(tmp_path, "--report.token-file", str(token)) as guarded:
+    token = token_file(tmp_path, "a-secret-that-is-long-enough-to-be-one")
+    with demo(tmp_path, "--report.token-file", token) as guarded:
         metrics = guarded.metrics()
         accepted = metrics.value("gpumem_reports_total", outcome="accepted")
         assert accepted == sum(metrics.values("gpumem_reports_total"))
