@@ -23,7 +23,7 @@ import pytest
 import trustme
 
 from gpumem_exporter.features.fleet.prometheus import Prometheus
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import ExporterProcess, token_file
 from tests.support.http_servers import serving
 from tests.support.ports import free_port
 from tests.support.running_command import clean_environment, run_command
@@ -73,14 +73,13 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
-    (folder / "token").touch(0o600)
-    (folder / "token").write_text(TOKEN)
+    token = token_file(folder, TOKEN)
     exporters: list[ExporterProcess] = []
     instances = tuple(f"127.0.0.1:{free_port()}" for _ in range(3))
     try:
         for number, instance in enumerate(instances):
             (folder / f"node{number}").mkdir()
-            guarded = ("--action.token-file", str(folder / "token")) if number == 1 else ()
+            guarded = ("--action.token-file", token) if number == 1 else ()
             flags = ("--demo", "--web.listen-address", instance, *guarded)
             exporters.append(ExporterProcess(folder / f"node{number}", *flags, environment=clean_environment()))
         with RunningPrometheus(folder / "prometheus", {instance: instance for instance in instances}) as prometheus:
@@ -173,8 +172,7 @@ def test_top_is_live_until_q(fleet: Fleet) -> None:
 def test_the_api_gets_path_header_and_credentials_and_a_redirect_to_another_host_gets_none(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    (tmp_path / "token").touch(0o600)
-    (tmp_path / "token").write_text("of-prometheus\n")
+    token = token_file(tmp_path, "of-prometheus")
     with answering(fleet.prometheus.url) as (url, requests):
         address = url.removeprefix("http://")
         ended = fleet.command(
@@ -188,7 +186,7 @@ def test_the_api_gets_path_header_and_credentials_and_a_redirect_to_another_host
         assert headers["x-scope-orgid"] == "gpu"
         assert base64.b64decode(headers["authorization"].removeprefix("Basic ")) == b"ada:p@ss"
 
-        ended = fleet.command("info", "--prometheus", url, "--prometheus-token-file", str(tmp_path / "token"))
+        ended = fleet.command("info", "--prometheus", url, "--prometheus-token-file", token)
         assert ended.returncode == 0, ended.stderr
         assert requests.pop()[1]["authorization"] == "Bearer of-prometheus"
 

@@ -13,7 +13,7 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.exporter_process import QUICK, ExporterProcess, token_file
 from tests.support.namespaces import CONTAINER, children, needs_namespaces
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_command
@@ -88,12 +88,10 @@ def test_a_sidecar_shows_its_reporters_and_leaves_the_rest_unattributed(
     place: str,
     listed: str,
 ) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("right")  # the exporter cannot see this caller
+    token = token_file(tmp_path, "right")  # the exporter cannot see this caller
     if listed == "host pids":
         node.set_process(31337, 0, GIB)  # of another pod
-    exporter = start_exporter(node, *QUICK, "--action.token-file", str(token), launcher=CONTAINER)
+    exporter = start_exporter(node, *QUICK, "--action.token-file", token, launcher=CONTAINER)
     wait_for_polls(exporter)
     assert_others_are_unknown(exporter, node, 0)
 

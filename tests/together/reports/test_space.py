@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_client.wire import procfs
-from gpumem_client.wire.protocol import REPORTS_PATH, DeviceSample, to_wire
+from gpumem_client.wire.protocol import DeviceSample
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, RESERVED_BYTES, SHARED_BYTES, EmulatedNode
 from tests.support.builders import MIB, UUIDS, report
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import ExporterProcess, token_file
 from tests.support.running_command import run_command
 from tests.support.running_exporter import ScriptedHost, running_exporter
 from tests.support.waiting import eventually
@@ -25,7 +25,7 @@ def report_this_process(exporter: ExporterProcess, sequence: int, *samples: Devi
     """Send a report as this process, which the kernel confirms."""
     mine = {"start_time_ticks": procfs.start_time_ticks(), "pid_namespace": procfs.pid_namespace()}
     sent = report(os.getpid(), devices=samples, sequence=sequence, **mine, **changes)
-    assert exporter.request("POST", REPORTS_PATH, to_wire(sent)).status == 200
+    exporter.report(sent)
 
 
 def command(url: str, *arguments: str) -> str:
@@ -155,11 +155,9 @@ def test_the_job_of_the_cgroup_replaces_the_job_that_a_report_claims() -> None:
 
 
 def test_the_slurm_job_of_a_hidden_process_is_shown_with_the_token_only(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("a-long-token\n")
-    token.chmod(0o600)
+    token = token_file(tmp_path, "a-long-token")
     sample = DeviceSample(UUIDS[0], allocated_bytes=GIB, reserved_bytes=GIB, reclaimable_bytes=0)
-    with running_exporter(host=SlurmHost(), web_hide_identities=True, action_token_file=str(token)) as exporter:
+    with running_exporter(host=SlurmHost(), web_hide_identities=True, action_token_file=token) as exporter:
         assert exporter.report(report(7, devices=(sample,))).status == 200
         authorized = {"Authorization": "Bearer a-long-token"}
 

@@ -13,6 +13,7 @@ import pytest
 
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
 from tests.support.builders import MIB, UUIDS, sample
+from tests.support.exporter_process import token_file
 from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser, Reply
 from tests.support.other_user import needs_root
 from tests.support.paths import REPOSITORY
@@ -168,10 +169,7 @@ def test_a_flood_of_dry_runs_ends_at_the_limit_and_displaces_no_action() -> None
 
 
 def test_with_a_token_file_every_user_needs_the_token(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("a-long-token\n")
-    token.chmod(0o600)
-    with closing(SharedNode("--action.token-file", str(token))) as node:
+    with closing(SharedNode("--action.token-file", token_file(tmp_path, "a-long-token"))) as node:
         users = (node.user(0), node.user(ADA), node.user(0, NEW_PID_NAMESPACE))
         for url in (node.url, node.tcp):
             for user in users:

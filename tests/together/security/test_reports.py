@@ -25,7 +25,7 @@ from gpumem_client.wire.protocol import (
 )
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.builders import sample
-from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.exporter_process import QUICK, ExporterProcess, token_file
 from tests.support.local_users import NEW_USER_NAMESPACE, LocalUser
 from tests.support.namespaces import needs_namespaces
 from tests.support.other_user import OTHER_UID, needs_root
@@ -224,13 +224,11 @@ def largest_report(process: LocalUser, number: int) -> Report:
 def test_a_reporter_with_only_a_token_is_unattested_and_replaces_no_attested_one(folder: Path, place: Place) -> None:
     own = folder / "token"
     own.mkdir(mode=0o755)
-    token = own / "token"
-    token.write_text("secret of reporters\n")
-    token.chmod(0o600)
+    token = token_file(own, "secret of reporters")
     with_token = {"Authorization": "Bearer secret of reporters"}
     proxied = {**with_token, "X-Forwarded-For": "192.0.2.1"}  # the kernel knows the proxy, not the reporter
     with closing(
-        ExporterProcess(own, *QUICK, "--report.token-file", str(token), environment=place.node.environment())
+        ExporterProcess(own, *QUICK, "--report.token-file", token, environment=place.node.environment())
     ) as exporter:
         assert place.ada.send(exporter.url, ada_report(place))[0] == 401
         unseen = {"pid": 5, "pid_namespace": 4242, "workload": "far"}

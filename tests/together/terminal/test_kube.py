@@ -16,7 +16,7 @@ import trustme
 
 from tests.conftest import StartExporter
 from tests.support.certificates import issue
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import ExporterProcess, token_file
 from tests.support.fake_kubectl import FakeKubectl
 from tests.support.running_command import run_command
 from tests.support.waiting import patient, wait_for
@@ -44,9 +44,7 @@ def test_over_tls_the_token_goes_through_the_port_of_this_user(
     """The certificate has the name of the Service, and its authority is not known here."""
     issue(trustme.CA(), tmp_path)
     (tmp_path / "web.yml").write_text("tls_server_config: {cert_file: tls.crt, key_file: tls.key}\n")
-    (tmp_path / "token").touch(0o600)
-    (tmp_path / "token").write_text(TOKEN)
-    flags = ("--web.config.file", str(tmp_path / "web.yml"), "--action.token-file", str(tmp_path / "token"))
+    flags = ("--web.config.file", str(tmp_path / "web.yml"), "--action.token-file", token_file(tmp_path, TOKEN))
     kubectl.add("gpu-1", start_exporter(None, "--demo", *flags).tcp_url)
     clear = ("--kube", "gpu-1", "clear", "--workload", "demo-notebook", "--dry-run", "--json")
     refused = run_command(*clear, **kubectl.environment())

@@ -11,7 +11,7 @@ import pytest
 
 from gpumem_exporter.core.samples import ProcessMemory
 from tests.support.builders import MIB, UUIDS, report, sample
-from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.exporter_process import QUICK, ExporterProcess, token_file
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually
 
@@ -57,12 +57,10 @@ def test_invalid_parameters_are_a_problem(exporter: RunningExporter, query: str)
 
 
 def test_hidden_commands_are_shown_with_the_token_only(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("a-long-token\n")
-    token.chmod(0o600)
+    token = token_file(tmp_path, "a-long-token")
     provider = ScriptedProvider()
     provider.processes[UUIDS[0]] = (ProcessMemory(4711, 50 * MIB),)
-    with running_exporter(provider=provider, web_hide_identities=True, action_token_file=str(token)) as exporter:
+    with running_exporter(provider=provider, web_hide_identities=True, action_token_file=token) as exporter:
         path = f"{HISTORY}?job=pid~4711"
         (hidden,) = eventually(lambda: exporter.document(path)["series"])
         assert hidden["name"] == "pid 4711"

@@ -9,9 +9,9 @@ from typing import Any
 
 from playwright.sync_api import Request
 
-from gpumem_client.wire.protocol import MODES, REPORTS_PATH, to_wire
+from gpumem_client.wire.protocol import MODES
 from tests.support.builders import UUIDS, report, sample
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import ExporterProcess, token_file
 from tests.support.live_page import LivePage, OpenPage, browser, open_page, serving
 
 __all__ = ["browser", "open_page"]
@@ -55,7 +55,7 @@ def train(exporter: ExporterProcess) -> None:
         sent = report(
             900 + rank, devices=(device,), workload="llm", rank=str(rank), step=100, step_seconds=1.0, modes=MODES
         )
-        assert exporter.request("POST", REPORTS_PATH, to_wire(sent)).status == 200
+        exporter.report(sent)
 
 
 def test_a_training_job_clears_with_all_ranks_after_the_same_step_unless_it_is_cancelled(
@@ -82,10 +82,7 @@ def test_a_training_job_clears_with_all_ranks_after_the_same_step_unless_it_is_c
 
 
 def test_a_token_is_requested_and_a_wrong_one_loses_nothing(tmp_path: Path, open_page: OpenPage) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text(TOKEN + "\n")
-    with serving(tmp_path, "--report.expiry", "3600", "--action.token-file", str(token)) as exporter:
+    with serving(tmp_path, "--report.expiry", "3600", "--action.token-file", token_file(tmp_path, TOKEN)) as exporter:
         train(exporter)
         live = open_page(exporter, path="?q=llm&sort=-allocated", expects=("status of 401",))
         sent = sent_actions(live)
@@ -125,7 +122,7 @@ def test_an_engine_sleeps_and_wakes_from_its_jobs_page_where_that_is_allowed(
     with serving(tmp_path, "--report.expiry", "3600", "--action.allow", "default,release_memory") as exporter:
         verbs = ("release_memory", "resume_memory")
         engine = report(os.getpid(), workload="chat", actions=verbs, devices=(sample(UUIDS[0], 8 * GIB, 0),))
-        assert exporter.request("POST", REPORTS_PATH, to_wire(engine)).status == 200
+        exporter.report(engine)
         live = open_page(exporter, path="?q=chat")
         live.page.locator("#jobs tbody:has-text('chat') a.name").click()
         live.page.get_by_role("button", name="Sleep…").click()
@@ -133,6 +130,6 @@ def test_an_engine_sleeps_and_wakes_from_its_jobs_page_where_that_is_allowed(
         assert outcomes(live) == ["would release"]
         live.page.locator("#dialog-cancel").click()
         asleep = replace(engine, sequence=2, devices=(replace(engine.devices[0], unmapped_bytes=GIB),))
-        assert exporter.request("POST", REPORTS_PATH, to_wire(asleep)).status == 200
+        exporter.report(asleep)
         live.page.get_by_role("button", name="Sleep…").wait_for(state="hidden")
         assert not live.page.get_by_role("button", name="Wake…").is_visible()  # resume_memory is not allowed
