@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +9,7 @@ from gpumem_client.wire.protocol import CommandResult, DeviceResult
 from gpumem_exporter.core.samples import ProcessMemory
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
-from tests.support.waiting import eventually, patient
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -35,25 +33,6 @@ def carry_out(exporter: RunningExporter, pid: int, uuid: str) -> str:
     assert exporter.report(sent).status == 200
     command_id: str = command["id"]
     return command_id
-
-
-def test_an_action_of_few_processes_does_not_wait_for_large_replies(exporter: RunningExporter) -> None:
-    started, release = threading.Event(), threading.Event()
-
-    def large_reply() -> bytes:
-        started.set()
-        release.wait(patient(30))
-        return b""
-
-    building = asyncio.run_coroutine_threadsafe(exporter.runtime.renderer.render(large_reply), exporter.loop)
-    try:
-        assert started.wait(patient(30))
-        clear = {"action": "empty_cache", "target": {"pid": "1"}, "dry_run": True}
-        assert exporter.request("POST", ACTIONS, clear, seconds=patient(2)).status == 200
-        assert not building.done()
-    finally:
-        release.set()
-        building.result(patient(30))
 
 
 def test_a_running_action_is_answered_202_with_its_location(exporter: RunningExporter) -> None:
