@@ -77,8 +77,8 @@ class World:
         self.workloads: dict[TorchProcess, str] = {}
         self.starting: list[TorchProcess] = []
         self.programs: list[Program] = []
-        self.ending: set[int] = set()
-        """Processes that ended and may still be on the page."""
+        self.ending: dict[int, float] = {}
+        """Processes that ended and may still be on the page, with the times of their ends."""
         self.owing: set[TorchProcess] = set()
         """Processes with an error that no exporter has received yet. Such a process is not ended: its error would be
         known to nobody."""
@@ -126,7 +126,7 @@ class World:
 
     def _started(self, pid: int) -> None:
         """Forget an earlier process with the same pid."""
-        self.ending.discard(pid)
+        self.ending.pop(pid, None)
         self.non_torch = {key: values for key, values in self.non_torch.items() if key[0] != str(pid)}
         self.reclaimable = {key: values for key, values in self.reclaimable.items() if key[0] != pid}
 
@@ -134,7 +134,7 @@ class World:
         """Kill a process if it still runs, and return its pid."""
         pid = process.pid
         process.__exit__()
-        self.ending.add(pid)
+        self.ending[pid] = time.monotonic()
         if isinstance(process, TorchProcess):
             del self.torches[process], self.workloads[process]
             self.ends[pid] += 1
