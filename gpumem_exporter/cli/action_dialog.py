@@ -6,27 +6,34 @@ The exporter decides which processes act at once, which at the end of a step, an
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError
+from gpumem_client.wire.units import counted
 from gpumem_exporter.actions import sentences
 from gpumem_exporter.actions.action_options import ANSWER_GRACE_SECONDS, longest_seconds
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended
-from gpumem_exporter.cli.interrupt import Interrupts
 from gpumem_exporter.cli.program import one_line
-from gpumem_exporter.cli.render.action_tables import reasons
+from gpumem_exporter.cli.render.action_tables import action_tables, reasons
+from gpumem_exporter.cli.render.terminal import open_console, show
 from gpumem_exporter.cli.usage import note
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.25
 # An exporter that restarts answers again within this time.
 _LOST_SECONDS = 15.0
-YES = ("y", "yes")
+_YES = ("y", "yes")
 
 
 def can_ask() -> bool:
@@ -34,7 +41,7 @@ def can_ask() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def confirmed(expected: Document) -> bool:
+def confirmed_clear(expected: Document) -> bool:
     """Ask whether to clear, after a dry run: `Clear demo-notebook? Stays free 2.2 GiB. [y/N]`."""
     would = [result for result in expected["results"] if is_done(result["outcome"])]
     if not would:
@@ -42,18 +49,75 @@ def confirmed(expected: Document) -> bool:
     parts = (f"Clear {sentences.subject(would)}?", sentences.sentence(expected), *reasons(expected["results"]), "[y/N]")
     *lines, last = textwrap.wrap(" ".join(map(one_line, parts)), shutil.get_terminal_size().columns - len(" y"))
     print("\n".join([*lines, ""]), end="")
-    if answer(last) in YES:
-        return True
-    print("Nothing was cleared.")
+    return _said_yes(last, "cleared")
+
+
+def must_confirm(body: Document, *, yes: bool, as_json: bool) -> bool:
+    """Return whether a request ends processes and needs a yes. Raises ConfigurationError if no one can answer."""
+    if body["action"] != "terminate" or body["dry_run"] or yes:
+        return False
+    if as_json or not can_ask():
+        raise ConfigurationError("terminate asks on a terminal before it ends processes; without one, add --yes")
+    return True
+
+
+def confirmed_end(expected: Document, tables: Callable[[Document], Iterator[RenderableType]]) -> bool:
+    """Show the results of a dry run, and ask whether to terminate the processes."""
+    show(open_console(), tables(expected))
+    ends = {(row.get("instance"), row["pid"]) for row in expected["results"] if is_done(row["outcome"])}
+    question = f"Terminate {counted(len(ends), 'process', 'processes')}? [y/N]" if ends else ""
+    return _said_yes(question, "terminated")
+
+
+def confirmed_termination(api: ExporterApi, body: Document) -> Document | None:
+    """Show what would be terminated, and ask. Returns the termination of these processes; None if the answer is no."""
+    dry_run = {**body, "dry_run": True}
+    expected = api.submit(dry_run)
+    if not expected["results"]:
+        return dry_run  # not the request itself, which may match something by now
+    if not confirmed_end(expected, action_tables):
+        return None
+    pids = dict.fromkeys(result["pid"] for result in expected["results"] if is_done(result["outcome"]))
+    target = {name: values for name, values in body["target"].items() if name != "all"}
+    return {**body, "target": {**target, "pid": list(pids)}}
+
+
+def _said_yes(question: str, done: str) -> bool:
+    """Ask, if there is a question. Without a yes, print that nothing was done."""
+    try:
+        if question and input(f"{question} ").strip().lower() in _YES:
+            return True
+    except EOFError:
+        pass
+    print(f"Nothing was {done}.")
     return False
 
 
-def answer(question: str) -> str:
-    """Ask, and return the answer in lower case."""
-    try:
-        return input(f"{question} ").strip().lower()
-    except EOFError:
-        return ""
+class Interrupts:
+    """Within the block, the first Ctrl-C sets `requested`, and the second one raises KeyboardInterrupt.
+
+    In a thread besides the main one, and where Ctrl-C is ignored or has another handler, the block changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._takes = False
+
+    def __enter__(self) -> Interrupts:
+        main = threading.current_thread() is threading.main_thread()
+        self._takes = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._takes:
+            signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._takes:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            signal.default_int_handler(number, frame)
+        self.requested = True
 
 
 def act(

@@ -10,7 +10,13 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.kinds import KINDS, ActionKind, is_done
-from gpumem_exporter.cli.action_dialog import act, can_ask, confirmed
+from gpumem_exporter.cli.action_dialog import (
+    act,
+    can_ask,
+    confirmed_clear,
+    confirmed_termination,
+    must_confirm,
+)
 from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
 from gpumem_exporter.cli.options import (
     action_options,
@@ -24,7 +30,6 @@ from gpumem_exporter.cli.options import (
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.cli.render.terminal import print_result
-from gpumem_exporter.cli.termination import confirmed_termination, must_ask
 from gpumem_exporter.cli.usage import is_quiet, note
 
 _yes_options = {
@@ -74,9 +79,9 @@ def _run(
     body = {**action_request(action, values, on_terminal=on_terminal), "target": target}
     able = not (yes or as_json) and can_ask()
     asks = action == "empty_cache" and target == {"all": True} and able and not body["dry_run"]
-    asks_to_end = must_ask(body, yes=yes, as_json=as_json)
-    api.find_addresses()  # kubectl takes seconds, which are no part of --wait
-    if asks and not confirmed(api.submit({**body, "dry_run": True})):
+    asks_to_end = must_confirm(body, yes=yes, as_json=as_json)
+    api.find_addresses()  # kubectl takes seconds, in which Ctrl-C ends the command
+    if asks and not confirmed_clear(api.submit({**body, "dry_run": True})):
         return FAILED
     requested = confirmed_termination(api, body) if asks_to_end else body
     if requested is None:

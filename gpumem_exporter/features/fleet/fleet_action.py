@@ -17,14 +17,13 @@ from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, OUTSIDE_ACTIO
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.sentences import sentence, subject
 from gpumem_exporter.cli import action_dialog
+from gpumem_exporter.cli.action_dialog import Interrupts, confirmed_end, must_confirm
 from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.interrupt import Interrupts
 from gpumem_exporter.cli.options import action_request
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import result_order, result_tables
 from gpumem_exporter.cli.render.columns import natural
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_result
-from gpumem_exporter.cli.termination import confirmed, must_ask
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import ActionRefusedError
@@ -67,7 +66,7 @@ def act(action: str, query: str, max_processes: int, values: dict[str, Any], opt
     on_terminal = sys.stdout.isatty() and not options.as_json
     yes = bool(values.pop("yes", False))
     body = action_request(action, values, on_terminal=on_terminal)
-    asks = must_ask(body, yes=yes, as_json=options.as_json)
+    asks = must_confirm(body, yes=yes, as_json=options.as_json)
     found = options.connect().query(query)
     selectors = selectors_of(found.series, options.instance_url)
     quiet = asks or not on_terminal
@@ -174,7 +173,7 @@ def _confirmed(
     """Show what a dry run would do, and ask. Return the requests for what it has shown, and the other rows."""
     dry_run = {**body, "dry_run": True}
     tried = _submit(requests, dry_run, options)
-    if not confirmed(fleet_document(dry_run, [*tried, *failed]), fleet_tables):
+    if not confirmed_end(fleet_document(dry_run, [*tried, *failed]), fleet_tables):
         raise ActionRefusedError("the answer was not yes")
     refused = [row for row in tried if not is_done(row["outcome"])]
     spared = {(row["url"], row["pid"]) for row in refused}

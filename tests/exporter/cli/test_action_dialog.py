@@ -9,7 +9,7 @@ import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli import action_dialog
-from gpumem_exporter.cli.action_dialog import act, confirmed
+from gpumem_exporter.cli.action_dialog import act, confirmed_clear
 from tests.support.fleet_builders import action, row
 
 GIB = 1 << 30
@@ -81,7 +81,7 @@ def test_the_question_says_what_stays_free_and_when_the_jobs_clear(
         return given
 
     monkeypatch.setattr("builtins.input", answered)
-    assert confirmed(EXPECTED) is agreed
+    assert confirmed_clear(EXPECTED) is agreed
     text = " ".join(capsys.readouterr().out.split())
     assert "Clear 4 processes? Stays free 4.0 GiB; 36.0 GiB more would be reserved again." in text
     assert "At the end of a step, within 45 s: llm (2 ranks). At once: 2 processes. [y/N]" in text
@@ -89,7 +89,7 @@ def test_the_question_says_what_stays_free_and_when_the_jobs_clear(
 
 
 def test_nothing_to_clear_is_no_question() -> None:
-    assert confirmed(action(dry_run=True)) is True
+    assert confirmed_clear(action(dry_run=True)) is True
 
 
 def test_an_action_is_read_until_it_ends_or_the_wait_does() -> None:
