@@ -20,8 +20,7 @@ The tree:
     │   ├── TooManyActionsError       the rate limit of the caller or of a process is reached
     │   └── IdempotencyConflictError  the Idempotency-Key was used with a different request
     ├── NoPeakError                   a profile has no highest moment, because it was taken without a recording
-    ├── ProfileInvalidError           a memory profile is not valid, or contradicts itself
-    └── PrometheusError               the Prometheus API that selects a fleet's processes does not answer a query
+    └── ProfileInvalidError           a memory profile is not valid, or contradicts itself
 """
 
 from __future__ import annotations
@@ -103,10 +102,6 @@ class IdempotencyConflictError(ActionRefusedError):
 
 class ProfileInvalidError(GpumemError):
     """A memory profile is not valid, is too large, or contradicts itself; the message says where."""
-
-
-class PrometheusError(GpumemError):
-    """Prometheus cannot be reached, or its answer to a query has no series; the message says why."""
 
 
 class NoPeakError(GpumemError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -24,7 +25,7 @@ T = TypeVar("T")
 # How often the main thread wakes up while nodes answer.
 _WAKE_SECONDS = 0.1
 _EVERY_EXPORTER = 'up{job="gpumem"}'
-_HEADER_NAME_PUNCTUATION = "!#$%&'*+-.^_`|~"
+_HEADER = re.compile(r"\s*([!#$%&'*+.^_`|~\w-]+)\s*:\s*([ -~]*)", re.ASCII)
 
 
 _connections = option_group(
@@ -68,14 +69,12 @@ _connections = option_group(
     ),
     access_options,
 )
-overview_options = option_group(
-    click.option(
-        "--query",
-        metavar="PROMQL",
-        default=_EVERY_EXPORTER,
-        show_default=True,
-        help="Show the exporters of this query's series.",
-    )
+overview_options = click.option(
+    "--query",
+    metavar="PROMQL",
+    default=_EVERY_EXPORTER,
+    show_default=True,
+    help="Show the exporters of this query's series.",
 )
 selection_options = option_group(
     click.option(
@@ -170,8 +169,8 @@ def in_threads(work: Callable[[S], T], items: Sequence[S], count: int) -> list[T
 
 
 def _header(text: str) -> tuple[str, str]:
-    name, colon, value = (part.strip() for part in text.partition(":"))
-    valid_name = bool(name) and all(c.isascii() and (c.isalnum() or c in _HEADER_NAME_PUNCTUATION) for c in name)
-    if not (colon and valid_name and value.isascii() and value.isprintable()):
+    found = _HEADER.fullmatch(text.strip())
+    if found is None:
+        name = text.partition(":")[0].strip()  # the value may be a secret
         raise ConfigurationError(f"--prometheus-header {name or text!r}: expected 'NAME: VALUE' in printable ASCII")
-    return name, value
+    return found[1], found[2]

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlencode, urlsplit
 
-from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError, GpumemError
 from gpumem_exporter.cli.program import one_line
-from gpumem_exporter.errors import PrometheusError
 
 _ANSWER_BYTES_MAX = 64 << 20
 _TIMEOUT_SECONDS = 30.0
+
+
+class PrometheusError(GpumemError):
+    """Prometheus cannot be reached, or its answer to a query has no series; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.render.node_tables import heading, node_tables
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.top.source import Source
-from gpumem_exporter.errors import NvmlUnavailableError, PrometheusError, TargetNotFoundError
+from gpumem_exporter.errors import NvmlUnavailableError, TargetNotFoundError
+from gpumem_exporter.features.fleet.fleet_command import FleetSource, overview_document
 from gpumem_exporter.features.fleet.fleet_options import FleetOptions
-from gpumem_exporter.features.fleet.overview import FleetSource, overview_document
-from gpumem_exporter.features.fleet.prometheus import QueryResult
+from gpumem_exporter.features.fleet.prometheus import PrometheusError, QueryResult
 from tests.support.live_documents import device, full_node, job, live, process
 
 

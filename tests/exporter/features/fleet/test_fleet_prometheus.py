@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.errors import PrometheusError
 from gpumem_exporter.features.fleet.fleet_options import FleetOptions
-from gpumem_exporter.features.fleet.prometheus import Prometheus, QueryResult, query_result
+from gpumem_exporter.features.fleet.prometheus import Prometheus, PrometheusError, QueryResult, query_result
 
 
 def answer(kind: str, result: Any, **more: Any) -> dict[str, Any]:
