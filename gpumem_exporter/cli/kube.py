@@ -26,8 +26,13 @@ _START_SECONDS = 30.0
 _END_SECONDS = 2.0
 _SHOWN_NODES = 8
 _DEFAULT_PORT = 9844
-_VARIABLES = ("KUBECTL", "KUBE_NAMESPACE", "KUBE_SELECTOR")
+_DEFAULTS = {
+    "GPUMEM_KUBECTL": "kubectl",
+    "GPUMEM_KUBE_NAMESPACE": "gpumem",
+    "GPUMEM_KUBE_SELECTOR": "app.kubernetes.io/name=gpumem-exporter",
+}
 _FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) -> ")
+_PIPED: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True, "errors": "replace"}
 _KLOG = re.compile(r"[EWIF]\d{4} [\d:.]+ +\d+ [^]]+\] ")
 
 Pod = Mapping[str, Any]
@@ -38,55 +43,44 @@ Pod = Mapping[str, Any]
 class Kubectl:
     """The program kubectl, and where it finds exporters."""
 
-    command: tuple[str, ...] = ("kubectl",)
-    namespace: str = "gpumem"
-    selector: str = "app.kubernetes.io/name=gpumem-exporter"
+    command: tuple[str, ...]
+    namespace: str
+    selector: str
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Kubectl:
         """Return what the environment sets."""
-        command, *given = (environ.get(f"GPUMEM_{name}", "").strip() for name in _VARIABLES)
-        default = cls()
+        command, namespace, selector = (environ.get(name, "").strip() or default for name, default in _DEFAULTS.items())
         try:
-            words = tuple(shlex.split(command)) or default.command
+            return cls(tuple(shlex.split(command)), namespace, selector)
         except ValueError as error:
             raise ConfigurationError(f"GPUMEM_KUBECTL {command!r}: {error}") from None
-        return cls(words, given[0] or default.namespace, given[1] or default.selector)
 
-    def run(self, verb: str, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """Start kubectl in the namespace. Raises ConfigurationError if there is no such program."""
+    def words(self, verb: str, *words: str) -> list[str]:
+        """Return the words of a command in the namespace."""
+        return [*self.command, verb, "--namespace", self.namespace, *words]
+
+    def pods(self) -> list[Pod]:
+        """List the exporters' pods.
+
+        Raises ExporterUnreachableError with kubectl's reason, and ConfigurationError if there is no such program.
+        """
+        timeout = f"--request-timeout={_LIST_SECONDS / 2:g}s"
+        words = self.words("get", "pods", "--selector", self.selector, "--output", "json", timeout)
         try:
-            return subprocess.Popen(  # noqa: S603 - the user's own command
-                [*self.command, verb, "--namespace", self.namespace, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C is for the command, which ends kubectl afterwards
-                **options,
+            ended = subprocess.run(  # noqa: S603 - the user's own command
+                words, **_PIPED, stderr=subprocess.PIPE, timeout=_LIST_SECONDS, check=False
             )
+        except subprocess.TimeoutExpired:
+            raise ExporterUnreachableError(f"kubectl did not list pods within {_LIST_SECONDS:g} s") from None
         except OSError as error:
             reason = f"cannot run {self.command[0]!r}: {error.strerror}"
             raise ConfigurationError(f"{reason}; install kubectl, or set GPUMEM_KUBECTL to its command") from None
-
-    def pods(self) -> list[Pod]:
-        """List the exporters' pods. Raises ExporterUnreachableError with kubectl's reason, and the errors of `run`."""
-        timeout = f"--request-timeout={_LIST_SECONDS / 2:g}s"
-        process = self.run(
-            "get", "pods", "--selector", self.selector, "--output", "json", timeout, stderr=subprocess.PIPE
-        )
-        try:
-            printed, errors = process.communicate(timeout=_LIST_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise ExporterUnreachableError(f"kubectl did not list pods within {_LIST_SECONDS:g} s") from None
-        finally:
-            _signal(process, signal.SIGKILL)
-            process.wait()
-        if process.returncode != 0:
-            lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+        if ended.returncode != 0:
+            lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
             raise ExporterUnreachableError(f"kubectl: {_reason(lines[-1])}")
         try:
-            return list(json.loads(printed)["items"])
+            return list(json.loads(ended.stdout)["items"])
         except (ValueError, KeyError, TypeError):
             raise ExporterUnreachableError("kubectl printed no list of pods") from None
 
@@ -126,7 +120,12 @@ class Forward:
             self._scheme = "https"
         port = ports[0]["containerPort"] if ports else _DEFAULT_PORT
         words = ("--address", "127.0.0.1", f"pod/{pod['metadata']['name']}", f":{port}")
-        self._process = self._kubectl.run("port-forward", *words, stderr=subprocess.STDOUT)
+        self._process = subprocess.Popen(  # noqa: S603 - the user's own command
+            self._kubectl.words("port-forward", *words),
+            **_PIPED,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for the command, which ends kubectl afterwards
+        )
         self._reader.start()
 
     @property
@@ -154,12 +153,12 @@ class Forward:
 
     def close(self) -> None:
         """End kubectl."""
-        if self._process is not None:
-            _signal(self._process, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_SECONDS)
-            _signal(self._process, signal.SIGKILL)
-            self._process.wait()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._process is not None and self._process.poll() is None:
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    # Its group: a wrapper such as `sh -c` has kubectl as its child.
+                    os.killpg(self._process.pid, number)
+                    self._process.wait(_END_SECONDS)
 
     def _read(self) -> None:
         """Read the output of kubectl until its end."""
@@ -174,13 +173,6 @@ class Forward:
                 self._last = _reason(line)
         self._process.wait()
         self._started.set()
-
-
-def _signal(process: subprocess.Popen[str], number: int) -> None:
-    """Send a signal to a program that runs, and to its children: a wrapper such as `sh -c` has kubectl as its child."""
-    if process.returncode is None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, number)
 
 
 def _reason(line: str) -> str:
