@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gpumem_client.wire.errors import ExporterError, ExporterUnreachableError
@@ -115,21 +115,14 @@ class Source:
 async def in_daemon_thread(work: Callable[[], T]) -> T:
     """Return the result of `work`, which runs in a daemon thread."""
     # Not `asyncio.to_thread`, whose threads delay the exit while one of them hangs.
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(result: T | None, error: BaseException | None) -> None:
-        if not done.cancelled():
-            done.set_exception(error) if error else done.set_result(result)  # type: ignore[arg-type]
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # a task that no longer waits leaves the future alone
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = work()
-        except BaseException as raised:  # noqa: BLE001 - the waiting task raises it
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the program has ended
-            loop.call_soon_threadsafe(finish, result, error)
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the waiting task raises it
+            done.set_exception(error)
 
     threading.Thread(target=run, name="gpumem-live", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
