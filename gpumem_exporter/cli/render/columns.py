@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN, human_ratio, human_seconds, short_bytes
-from gpumem_exporter.cli.render.layout import Column, cell
+from gpumem_exporter.cli.render.layout import Column, Row, cell
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.core.ledger import CATEGORIES
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-Row = Mapping[str, Any]
 
 SEVERITIES = {"critical": ("!!", "bold red"), "warning": ("!", "bold yellow")}
 """The mark and the style of each severity that has one."""
@@ -189,7 +187,7 @@ def _part(name: str, rank: int, **more: Any) -> Column:
     return Column(name, lambda row: value(row) or "", rank, key=value, sparse=True, space=6, **more)
 
 
-_NODE = Column("node", _text("node"), own="Node", left=True, cut=12, sparse=True)
+_NODE = Column("node", _text("node"), own="Node", left=True, space=12, sparse=True)
 _GPU = Column(
     *("gpu", lambda row: row["gpu"] or row["uuid"]), own="GPU", key=lambda row: natural(row["gpu"]), left=True, space=4
 )
@@ -197,14 +195,14 @@ JOBS = (
     Column("fold", lambda row: row["fold"], own=" ", sorts=False, left=True, style_of=_swatch),
     _NODE,
     Column("job", _text("title"), key=lambda row: row["title"].casefold(), left=True, space=22, style_of=_name_style),
-    Column("owner", _owner, 2, key=lambda row: row["owner"].casefold() or None, left=True, cut=10),
+    Column("owner", _owner, 2, key=lambda row: row["owner"].casefold() or None, left=True, space=10),
     Column(
         "devices",
         lambda row: device_ranges(row["gpus"]),
         3,
         key=lambda row: natural(row["gpus"][0]) if row["gpus"] else None,
         left=True,
-        cut=7,
+        space=7,
     ),
     _size("used"),
     _size("allocated", 8, short="Alloc"),
@@ -220,8 +218,8 @@ JOBS = (
     Column("state", _state, 4, left=True, space=13, style_of=_state_style),
     Column("since", _since, 5, key=_at("since_unix_seconds"), left=True, space=6),
     Column("step", lambda row: str(row["step"] or ""), 10, sparse=True, key=_at("step"), space=7),
-    Column("engine", lambda row: _at("engine", "label")(row) or "", 10, sparse=True, left=True, cut=20),
-    Column("command", _text("command"), 16, own="Command", left=True, cut=20),
+    Column("engine", lambda row: _at("engine", "label")(row) or "", 10, sparse=True, left=True, space=20),
+    Column("command", _text("command"), 16, own="Command", left=True, space=20),
 )
 """`job_rows` makes the rows: of jobs, and of the processes on each device."""
 _RARE_SORTS = ("node", "nccl", "step", "engine", "command")
@@ -231,7 +229,7 @@ SORTS = tuple(column.name.replace("_", "-") for column in JOBS if column.sorts a
 DEVICES = (
     _NODE,
     _GPU,
-    Column("name", _device_name, 4, own="Device", left=True, cut=16),
+    Column("name", _device_name, 4, own="Device", left=True, space=16),
     Column("memory", lambda _: "", own="Memory by job", sorts=False, left=True, draw=draw_strip, least=34, most=60),
     Column("used", _at("memory", "used_bytes"), least=6),
     Column("free", _at("memory", "free_bytes"), least=6),
@@ -251,6 +249,6 @@ FINDINGS = (
     _NODE,
     Column("since", lambda row: row["since"], left=True, space=6),
     Column("title", lambda row: row["title"], 1, left=True, space=_TITLE_WIDTH, style_of=lambda row: row["style"]),
-    Column("sentence", _text("sentence"), left=True, cut=68, lines=2, style_of=lambda row: row["style"]),
+    Column("sentence", _text("sentence"), left=True, space=68, lines=2, style_of=lambda row: row["style"]),
 )
 """`finding_rows` makes the rows. Their table has no heading."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 Row = Mapping[str, Any]
+"""A row of a table: a document of the exporter with what the terminal adds."""
 
 # The width below which headings are short.
 _NARROW = 100
@@ -41,8 +42,6 @@ class Column:
     style: str = ""
     """The style of the heading and of sizes that are not 0."""
     style_of: Callable[[Row], str] = lambda _: ""
-    cut: int = 0
-    """The width to which longer values are cut if the terminal has no space for them; 0 if they are not cut."""
     sparse: bool = False
     """The column is shown only if a row has a value."""
     draw: Callable[[Row, int], Text] | None = None
@@ -50,7 +49,7 @@ class Column:
     least: int = 0
     most: int = 0
     space: int = 0
-    """The width that other columns leave for it, whatever the values are; by default `least` or `cut`."""
+    """The width that other columns leave for it, to which longer values may be cut; by default `least`."""
     lines: int = 1
     """The number of lines that a longer text may have."""
 
@@ -109,9 +108,7 @@ class Layout:
         # All rows set the widths: otherwise the columns would move when a list is scrolled. In a live table no row
         # decides which columns are shown: otherwise one would push out another one while a person reads.
         natural = {column.name: self._natural_width(column, rows) for column in known}
-        space = {
-            column.name: max(column.space or column.least or column.cut, len(self._name(column))) for column in known
-        }
+        space = {column.name: max(column.space or column.least, len(self._name(column))) for column in known}
         if kept is None:
             space = {name: min(size, natural[name]) for name, size in space.items()}
         widths = {column.name: space[column.name] for column in known if not column.rank or column.name == sort}

@@ -9,8 +9,8 @@ from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, short_bytes
 from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, LEDGER
-from gpumem_exporter.cli.render.layout import Column, Layout, Order
-from gpumem_exporter.cli.render.rows import BY_GPU, Row, View, arranged, as_of, rows_of
+from gpumem_exporter.cli.render.layout import Column, Layout, Order, Row
+from gpumem_exporter.cli.render.rows import BY_GPU, View, arranged, as_of, rows_of
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.core.ledger import sum_of_known
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.columns import JOBS, SEVERITIES, clock, natural
-from gpumem_exporter.cli.render.layout import Column, Order
+from gpumem_exporter.cli.render.layout import Column, Order, Row
 
-Row = Mapping[str, Any]
 Key = tuple[str, ...]
 """The identity of a row: the node, the job or device, the process, and its device."""
 

@@ -29,8 +29,9 @@ from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.program import INTERRUPTED, one_line
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
+from gpumem_exporter.cli.render.layout import Row
 from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
-from gpumem_exporter.cli.render.rows import BY_GPU, Row, View, called, rows_of
+from gpumem_exporter.cli.render.rows import BY_GPU, View, called, rows_of
 from gpumem_exporter.cli.render.terminal import open_console, plain, table
 from gpumem_exporter.cli.top.detail import DetailScreen
 from gpumem_exporter.cli.top.past import Past

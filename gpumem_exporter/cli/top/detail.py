@@ -23,9 +23,9 @@ from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node_view import Node, read_live, selected
 from gpumem_exporter.cli.render.columns import DEVICES, JOBS, LEDGER, clock
-from gpumem_exporter.cli.render.layout import Layout
+from gpumem_exporter.cli.render.layout import Layout, Row
 from gpumem_exporter.cli.render.node_tables import finding_lines
-from gpumem_exporter.cli.render.rows import Row, as_of, rows_of
+from gpumem_exporter.cli.render.rows import as_of, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.past import Past
 from gpumem_exporter.cli.top.source import in_daemon_thread

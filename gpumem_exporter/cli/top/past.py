@@ -15,7 +15,8 @@ from textual.widgets import Static
 from gpumem_client.wire.errors import GpumemError
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.render.columns import event_line
-from gpumem_exporter.cli.render.rows import Row, called
+from gpumem_exporter.cli.render.layout import Row
+from gpumem_exporter.cli.render.rows import called
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.plot import legend, timeline
 from gpumem_exporter.cli.top.source import in_daemon_thread

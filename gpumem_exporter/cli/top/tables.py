@@ -12,8 +12,8 @@ from textual.binding import Binding, BindingType
 from textual.coordinate import Coordinate
 from textual.widgets import DataTable
 
-from gpumem_exporter.cli.render.layout import Column, Layout, Order
-from gpumem_exporter.cli.render.rows import Key, Row, arranged
+from gpumem_exporter.cli.render.layout import Column, Layout, Order, Row
+from gpumem_exporter.cli.render.rows import Key, arranged
 
 
 class RowTable(DataTable[Text]):

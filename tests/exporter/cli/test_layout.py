@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, SORTS, device_ranges
-from gpumem_exporter.cli.render.layout import Layout, Order
-from gpumem_exporter.cli.render.rows import Row, arranged, matches, rows_of
+from gpumem_exporter.cli.render.layout import Layout, Order, Row
+from gpumem_exporter.cli.render.rows import arranged, matches, rows_of
 from gpumem_exporter.page.words import WORDS
 from tests.support.live_documents import GIB, device, finding, full_node, job, live, process, unreported
 
