@@ -40,22 +40,26 @@ async def release_free_memory() -> None:
         await asyncio.to_thread(malloc_trim, 0)
 
 
-def take_over_hangup() -> None:
-    """Block SIGHUP until `reloading_on_hangup` handles it, so that an early reload does not end the process.
+@contextlib.contextmanager
+def keeping_hangup() -> Iterator[None]:
+    """Keep SIGHUP pending until `reloading_on_hangup` handles it, so that an early reload does not end the process.
 
-    Call it in the main thread, before the files are read for the first time and before other threads start.
+    Enter it in the main thread, before the files are read for the first time and before other threads start.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # a blocked signal stays pending, even if ignored
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # programs that start later inherit it
 
 
 @contextlib.contextmanager
 def reloading_on_hangup(reloads: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> Iterator[None]:
-    """Run all reloads, which must not raise, on SIGHUP, if the event loop runs in the main thread.
+    """Unblock SIGHUP, which runs all reloads. They must not raise. Without reloads, SIGHUP keeps its effect.
 
-    Without reloads, SIGHUP keeps its effect.
+    Does nothing if the event loop does not run in the main thread.
     """
-    if not reloads or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
@@ -67,10 +71,12 @@ def reloading_on_hangup(reloads: Sequence[Callable[[], Coroutine[Any, Any, None]
             running.add(task)
             task.add_done_callback(running.discard)
 
-    loop.add_signal_handler(signal.SIGHUP, reload_all)
+    if reloads:
+        loop.add_signal_handler(signal.SIGHUP, reload_all)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGHUP)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a reload during the stop would end the process
+        if reloads:
+            loop.remove_signal_handler(signal.SIGHUP)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a reload during the stop would end the process

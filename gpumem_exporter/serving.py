@@ -20,8 +20,7 @@ from gpumem_exporter.edge.connections import Limits
 from gpumem_exporter.edge.listeners import BindError, Listeners, bind, take_systemd_sockets
 from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.edge.uvicorn_server import LimitedServer
-from gpumem_exporter.features import features
-from gpumem_exporter.housekeeping import take_over_hangup
+from gpumem_exporter.housekeeping import keeping_hangup
 from gpumem_exporter.logs import configure_logging
 from gpumem_exporter.node.linux import LinuxHost
 from gpumem_exporter.node.pid_namespaces import DriverPids
@@ -51,6 +50,7 @@ _HEADERS = [
 _log = logging.getLogger(__name__)
 
 
+@keeping_hangup()
 def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = None) -> int:
     """Run the exporter until SIGTERM or SIGINT. Return 0 after a signal, 1 if it cannot start.
 
@@ -62,9 +62,6 @@ def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = 
     if settings.action_allow and "empty_cache" not in settings.action_allow:
         allowed = ", ".join(settings.action_allow)
         _log.warning("action.allow turns empty_cache off", extra={"fields": {"allowed": allowed, "fix": "add default"}})
-    reloading = (feature.reloads for feature in features().values() if feature.reloads is not None)
-    if settings.web_config_file or any(reloads(settings) for reloads in reloading):
-        take_over_hangup()
     try:
         listeners, settings = _listen(settings)
     except BindError as error:

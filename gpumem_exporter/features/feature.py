@@ -117,7 +117,5 @@ class Feature:
     """The model in the feature's module of settings, whose fields are settings of `serve`."""
     check_files: Callable[[Settings], None] | None = None
     """Reads the files that its settings name, so that an error ends the exporter at its start: ConfigurationError."""
-    reloads: Callable[[Settings], bool] | None = None
-    """Returns whether it reads a file again on SIGHUP."""
     commands: Mapping[str, Listed] = field(default_factory=dict)
     """The commands of the terminal, by name."""

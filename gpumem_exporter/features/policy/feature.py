@@ -76,6 +76,4 @@ def _runner(node: Node, metrics: PolicyMetrics) -> PolicyRunner | None:
     )
 
 
-FEATURE = Feature(
-    build=_build, settings="PolicySettings", check_files=_check_file, reloads=lambda settings: bool(_file(settings))
-)
+FEATURE = Feature(build=_build, settings="PolicySettings", check_files=_check_file)

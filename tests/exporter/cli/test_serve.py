@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+import socket
 import sys
 from types import ModuleType
 
@@ -61,3 +63,11 @@ def test_the_number_of_simulated_processes_needs_a_demo(served: list[tuple[dict[
     assert main(["serve", "--demo.processes", "256"]) == 2
     assert main(["serve", "--demo", "--demo.processes", "0"]) == 2
     assert served == [(Settings().model_dump() | CollectorSettings().model_dump(), True)]
+
+
+def test_a_start_that_fails_leaves_sighup_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPUMEM_CONFIG_FILE", raising=False)
+    monkeypatch.setattr("gpumem_exporter.serving.configure_logging", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--web.listen-address", f"127.0.0.1:{taken.getsockname()[1]}"]) == 1
+    assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
