@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
 from collections import ChainMap
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -38,50 +39,46 @@ EACH_SECOND_STOP_SECONDS = 0.5
 
 def create_app(runtime: Runtime) -> FastAPI:
     """Build the application, whose lifespan starts and stops the exporter's parts."""
-    app = _Application(runtime, _lifespan(runtime))
+    app = FastAPI(
+        title="gpumem-exporter",
+        version=__version__,
+        description="Shows where the GPU memory of PyTorch processes goes, and releases it on request.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan(runtime),
+        # Older versions of FastAPI ignore this argument.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
+    )
     routers = (*_api_routers(runtime), *_page_routers(runtime))
     with _without_pydantic_v1():
         for router in routers:
             app.include_router(router)
+    _add_description(app, runtime)
     _add_guard(app, runtime)
     paths = (getattr(route, "path", "") for router in routers for route in router.routes)
     install_problem_handlers(app, [REPORTS_PATH, runtime.settings.web_telemetry_path, *paths])
     return app
 
 
-class _Application(FastAPI):
-    def __init__(self, runtime: Runtime, lifespan: _Lifespan) -> None:
-        super().__init__(
-            title="gpumem-exporter",
-            version=__version__,
-            description="Shows where the GPU memory of PyTorch processes goes, and releases it on request.",
-            docs_url=None,
-            redoc_url=None,
-            redirect_slashes=False,
-            lifespan=lifespan,
-            # Older versions of FastAPI ignore this argument.
-            telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
+def _add_description(app: FastAPI, runtime: Runtime) -> None:
+    """Describe the API at the first request, and after a reload that has added or removed all users."""
+
+    @functools.cache
+    def described(*, users: bool) -> dict[str, Any]:
+        from gpumem_exporter.openapi import Credentials, describe
+
+        credentials = Credentials(
+            action_token=runtime.callers.rule.token is not None,
+            report_token=runtime.reports_rule.token is not None,
+            users=users,
         )
-        self._runtime = runtime
-        self._described_with_users = False
+        return describe(app, telemetry_path=runtime.settings.web_telemetry_path, credentials=credentials)
 
-    def openapi(self) -> dict[str, Any]:
-        """Describe the API at the first request, and after a reload that has added or removed all users."""
-        runtime = self._runtime
-        users = runtime.web is not None and len(runtime.web.users) > 0
-        if self.openapi_schema is None or users != self._described_with_users:
-            from gpumem_exporter.openapi import Credentials, describe
+    def openapi() -> dict[str, Any]:
+        return described(users=runtime.web is not None and len(runtime.web.users) > 0)
 
-            credentials = Credentials(
-                action_token=runtime.callers.rule.token is not None,
-                report_token=runtime.reports_rule.token is not None,
-                users=users,
-            )
-            self._described_with_users = users
-            self.openapi_schema = describe(
-                self, telemetry_path=runtime.settings.web_telemetry_path, credentials=credentials
-            )
-        return self.openapi_schema
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
 
 
 @contextlib.contextmanager
