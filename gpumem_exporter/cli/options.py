@@ -5,6 +5,7 @@ A decorator such as `target_options` adds a group of options to a command, in th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -100,23 +101,25 @@ def api_options(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
+def seconds_option(
+    flag: str, name: str, *, least: float, most: float = math.inf, **attributes: Any
+) -> Callable[[_Command], _Command]:
+    """Return an option that takes finite seconds from `least` to `most`."""
+    accepted = f"{least:g} to {most:g} seconds" if most < math.inf else f"{least:g} or more seconds"
+
+    def checked(_context: click.Context, _option: click.Parameter, seconds: float | None) -> float | None:
+        if seconds is not None and not (least <= seconds <= most and math.isfinite(seconds)):
+            raise ConfigurationError(f"{flag} {seconds:g}: must be {accepted}")
+        return seconds
+
+    return click.option(flag, name, type=float, metavar="SECONDS", callback=checked, **attributes)
+
+
 def interval_option(default: float) -> Callable[[_Command], _Command]:
     """Return the option --interval of a live view."""
-    return click.option(
-        "--interval",
-        "interval_seconds",
-        metavar="SECONDS",
-        default=default,
-        show_default=True,
-        callback=_checked_interval,
-        help="Seconds between updates: 0.2 to 3600.",
-    )
-
-
-def _checked_interval(_context: click.Context, _option: click.Parameter, seconds: float) -> float:
-    if not 0.2 <= seconds <= 3600:
-        raise ConfigurationError(f"--interval {seconds:g}: must be 0.2 to 3600 seconds")
-    return seconds
+    text = "Seconds between updates: 0.2 to 3600."
+    name = "interval_seconds"
+    return seconds_option("--interval", name, least=0.2, most=3600, default=default, show_default=True, help=text)
 
 
 target_options = option_group(

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.kinds import KINDS, ActionKind, is_done
 from gpumem_exporter.cli.action_dialog import (
     act,
@@ -24,6 +23,7 @@ from gpumem_exporter.cli.options import (
     api_options,
     option_group,
     pop_action_target,
+    seconds_option,
     target_options,
     yes_to_terminate,
 )
@@ -36,11 +36,10 @@ _yes_options = {
     "clear": click.option("--yes", is_flag=True, help="Do not ask before `clear --all` on a terminal."),
     "terminate": yes_to_terminate,
 }
-_wait_option = click.option(
+_wait_option = seconds_option(
     "--wait",
     "wait_seconds",
-    type=float,
-    metavar="SECONDS",
+    least=0,
     help="How long to wait for the result; 0 does not wait. Default: to the end.",
 )
 
@@ -74,8 +73,6 @@ def _run(
     """Request an action, print its results, and return the exit code."""
     on_terminal = sys.stdout.isatty() and not as_json
     target = pop_action_target(values)
-    if wait_seconds is not None and not 0 <= wait_seconds < float("inf"):
-        raise ConfigurationError(f"--wait {wait_seconds:g}: must be 0 or more seconds")
     body = {**action_request(action, values, on_terminal=on_terminal), "target": target}
     able = not (yes or as_json) and can_ask()
     asks = action == "empty_cache" and target == {"all": True} and able and not body["dry_run"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import click
 
-from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.options import api_options, option_group
+from gpumem_exporter.cli.options import api_options, option_group, seconds_option
 from gpumem_exporter.cli.program import FAILED, one_line
 from gpumem_exporter.cli.render.terminal import print_json
 
@@ -24,10 +23,11 @@ _LONGEST_WAIT_SECONDS = 60.0
 
 
 _nvml_options = option_group(
-    click.option(
+    seconds_option(
         "--wait",
         "wait_seconds",
-        metavar="SECONDS",
+        least=0,
+        most=_LONGEST_WAIT_SECONDS,
         default=10.0,
         show_default=True,
         help=f"How long to wait, at most {_LONGEST_WAIT_SECONDS:g}; 0 does not wait.",
@@ -80,8 +80,6 @@ def attach_nvml(api: ExporterApi, wait_seconds: float, reason: str, as_json: boo
 
 def _post(api: ExporterApi, operation: str, wait_seconds: float, reason: str, *, as_json: bool) -> Document:
     """Request `release` or `attach`, print the answer with --json, and return it."""
-    if not 0 <= wait_seconds <= _LONGEST_WAIT_SECONDS:
-        raise ConfigurationError(f"--wait {wait_seconds:g}: must be 0 to {_LONGEST_WAIT_SECONDS:g} seconds")
     body = {"reason": reason, "wait_seconds": wait_seconds}
     answer = api.post(f"/api/v1/nvml/{operation}", body, hold_seconds=wait_seconds)
     if as_json:
