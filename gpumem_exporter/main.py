@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import gc
 import http.client
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from gpumem_exporter.cli.program import (
     PROGRAM,
     WRONG_USAGE,
     one_line,
+    replace_missing_characters,
 )
 from gpumem_exporter.commands import COMMANDS
 
@@ -34,9 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = words[0] if words and words[0] in COMMANDS else ""
     prefix = f"{PROGRAM} {name}".rstrip()
     _open_closed_output()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A character that the terminal lacks is replaced. It does not end the command.
-        sys.stdout.reconfigure(errors="replace")
+    replace_missing_characters(sys.stdout)
     try:
         code = _dispatch(words)
         sys.stdout.flush()

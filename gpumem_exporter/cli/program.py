@@ -1,8 +1,10 @@
-"""What all commands share: exit codes, and the form of their errors. Standard library only."""
+"""What all commands share: exit codes, and the characters of their output. Standard library only."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import codecs
+import io
+from typing import IO, NamedTuple
 
 PROGRAM = "gpumem-exporter"
 
@@ -15,6 +17,9 @@ WRONG_USAGE = 2
 """Wrong usage or configuration."""
 INTERRUPTED = 130
 """Ended by Ctrl-C: 128 plus the number of the signal, as in a shell."""
+
+# The ASCII character for each character that bars, arrows and units use.
+_SIMILAR = dict(zip("█▓▒░·▁▂▃▄▅▆▇▲▼▸▾…→µ≥", "#+%-.1234567^v>v~>u>", strict=True))
 
 
 class Listed(NamedTuple):
@@ -35,3 +40,17 @@ LOOK, RELEASE, EXPLAIN, OPERATE, NODES = GROUPS = ("Look", "Release", "Explain",
 def one_line(text: str) -> str:
     """Return a text from any source as one line without control characters."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def replace_missing_characters(file: IO[str]) -> None:
+    """Let a file write a similar ASCII character for each character that its encoding lacks."""
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="gpumem")
+
+
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)  # noqa: S101 - only an output uses this handler
+    return "".join(_SIMILAR.get(character, "?") for character in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("gpumem", _similar)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import io
 import json
 import os
 import sys
@@ -18,8 +16,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _UNLIMITED_WIDTH = 10_000
-# The ASCII character for each character that bars, arrows and units use.
-_SIMILAR = dict(zip("█▓▒░·▁▂▃▄▅▆▇▲▼▸▾…→µ≥", "#+%-.1234567^v>v~>u>", strict=True))
 
 
 def require_terminal(alternative: str) -> None:
@@ -30,26 +26,14 @@ def require_terminal(alternative: str) -> None:
         raise ConfigurationError(f"this terminal cannot move its cursor (TERM); use `{alternative}`")
 
 
-def _replace_missing(error: UnicodeError) -> tuple[str, int]:
-    """Replace the characters that an output's encoding lacks."""
-    assert isinstance(error, UnicodeEncodeError)  # noqa: S101 - only an output uses this handler
-    return "".join(_SIMILAR.get(character, "?") for character in error.object[error.start : error.end]), error.end
-
-
-codecs.register_error("gpumem", _replace_missing)
-
-
 def open_console(file: IO[str] | None = None, *, wide: bool = False) -> Console:
     """Return a console on standard output or on a file. Rich reads NO_COLOR and FORCE_COLOR.
 
-    A file, and a terminal with `wide`, gets lines of any length. If the file's encoding lacks a character, the console
-    writes a similar ASCII character.
+    A file, and a terminal with `wide`, gets lines of any length.
     """
     from rich.console import Console
 
     target = file if file is not None else sys.stdout
-    if isinstance(target, io.TextIOWrapper):
-        target.reconfigure(errors="gpumem")
     width = None if target.isatty() and not wide else _UNLIMITED_WIDTH
     return Console(file=target, width=width, highlight=False, markup=False, emoji=False)
 

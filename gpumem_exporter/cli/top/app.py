@@ -26,13 +26,13 @@ from gpumem_exporter.actions.sentences import sentence
 from gpumem_exporter.cli.action_dialog import act
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node_view import Node
-from gpumem_exporter.cli.program import INTERRUPTED, one_line
+from gpumem_exporter.cli.program import INTERRUPTED, one_line, replace_missing_characters
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
 from gpumem_exporter.cli.render.layout import Row
 from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
 from gpumem_exporter.cli.render.rows import BY_GPU, View, called, rows_of
-from gpumem_exporter.cli.render.terminal import open_console, plain, table
+from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.detail import DetailScreen
 from gpumem_exporter.cli.top.past import Past
 from gpumem_exporter.cli.top.source import NodeSource, in_daemon_thread
@@ -176,7 +176,7 @@ class Top(App[None]):
         for name in ("COLUMNS", "LINES"):
             # Textual prefers them to the terminal's size, and they do not change with the window.
             os.environ.pop(name, None)
-        open_console(sys.stderr)  # Textual writes to stderr; a terminal without a character gets a similar one
+        replace_missing_characters(sys.stderr)  # Textual writes to stderr
         self.run()
         if self.ended is None:
             return self.return_code or 0

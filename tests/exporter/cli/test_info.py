@@ -4,6 +4,7 @@ import io
 from typing import Any
 
 from gpumem_exporter.cli.node_view import Node
+from gpumem_exporter.cli.program import replace_missing_characters
 from gpumem_exporter.cli.render.node_tables import device_lines, node_tables
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.render.terminal import open_console, show
@@ -21,6 +22,7 @@ def _of(nodes: list[Node], view: View | None = None, width: int = 80, **options:
 
 def test_an_ascii_terminal_gets_an_ascii_strip() -> None:
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    replace_missing_characters(out)
     show(open_console(out), node_tables([Node(full_node())], View(), 80))
     out.seek(0)
     (line,) = [line for line in out.read().splitlines() if line.startswith("5 ")]
