@@ -71,9 +71,7 @@ class Runtime:
         # A long function, where each part has its line, in the order in which they depend on each other.
         self.settings = settings
         self.source = provider.source
-        self.host = host
         self.clock = clock
-        self.wall_clock = wall_clock
         self.pods = pods
         self._driver_pids = driver_pids
         self.socket_file = socket_file
