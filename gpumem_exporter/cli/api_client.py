@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -43,13 +43,13 @@ class ExporterApi:
 
     With `token_for_reads`, public routes receive the token too: it shows the identities that an exporter hides. By
     default, only servers that the environment names receive the token. The timeout is for each answer, in addition to a
-    delay that the request permits. Raises ConfigurationError if an address is invalid. A function that returns the
-    addresses is called before the first request.
+    delay that the request permits. The addresses are read at the first request, which raises ConfigurationError if one
+    is invalid.
     """
 
     def __init__(
         self,
-        urls: Sequence[str] | Callable[[], Sequence[str]],
+        urls: Iterable[str],
         *,
         token: str = "",
         token_for_reads: bool = True,
@@ -58,8 +58,8 @@ class ExporterApi:
         advice: str = "start one with `gpumem-exporter serve`, or give its address with --url",
     ) -> None:
         self._connect = partial(Connection, timeout_seconds=timeout_seconds, trust=trust)
-        self._find_urls = urls if callable(urls) else None
-        self._candidates = [] if callable(urls) else [(url, self._connect(url)) for url in urls]
+        self._urls = urls
+        self._candidates: list[tuple[str, Connection]] = []
         self._timeout_seconds = timeout_seconds
         self._advice = advice
         self._headers = {"Accept": "application/json", "User-Agent": "gpumem-exporter-cli"}
@@ -84,10 +84,8 @@ class ExporterApi:
         return self._candidates[0][1].objection
 
     def find_addresses(self) -> None:
-        """Find the addresses if none are known, as the first request does. `kubectl` takes seconds for it."""
-        if self._find_urls is not None:
-            self._candidates = [(url, self._connect(url)) for url in self._find_urls()]
-            self._find_urls = None
+        """Read the addresses if none are known, as the first request does. `kubectl` takes seconds for it."""
+        self._candidates = self._candidates or [(url, self._connect(url)) for url in self._urls]
 
     def close(self) -> None:
         """Close the connections."""

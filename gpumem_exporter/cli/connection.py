@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,13 +52,13 @@ def use_url(context: click.Context, _option: click.Parameter, url: str | None) -
     return found
 
 
-def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the addresses to try, in order. With --kube, waits until kubectl has connected."""
+def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> Iterable[str]:
+    """Return the addresses to try, in order. With --kube, to read them takes until kubectl has connected."""
     forward = kube_forward()
     if forward is not None:
         if url is not None:
             raise ConfigurationError("--kube and --url both name the exporter; give one of them")
-        return (forward.url,)
+        return (each.url for each in (forward,))
     return (full_url(url),) if url is not None else default_urls(environ)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 import click
@@ -29,7 +29,6 @@ from gpumem_exporter.cli.connection import (
     action_token,
     exporter_trust,
     exporter_urls,
-    kube_forward,
     use_kube,
     use_url,
 )
@@ -93,9 +92,7 @@ def api_options(command: Callable[..., int]) -> Callable[..., int]:
     @connection_options
     @wraps(command)
     def run(*, url: str | None, token_file: str | None, **values: Any) -> int:
-        # Wrong usage is reported before kubectl connects, so the addresses are read at the first request.
-        urls = partial(exporter_urls, url) if kube_forward() is not None else exporter_urls(url)
-        with ExporterApi(urls, token=action_token(token_file), trust=exporter_trust()) as api:
+        with ExporterApi(exporter_urls(url), token=action_token(token_file), trust=exporter_trust()) as api:
             return command(api=api, **values)
 
     return run

@@ -62,7 +62,7 @@ def doctor(url: str | None, token_file: str | None, as_json: bool) -> int:
 def diagnose(url: str | None, token_file: str | None = None) -> Iterator[Finding]:
     """Run every check. A check that fails does not stop the others."""
     token = action_token(token_file)
-    urls = exporter_urls(url)
+    urls = tuple(exporter_urls(url))
     with ExporterApi(urls, token=token, token_for_reads=False, trust=exporter_trust(), advice="") as api:
         reached, health = reach(api, urls)
         nearby = is_on_this_machine(api.url) and kube_forward() is None

@@ -79,7 +79,7 @@ def top(
     if not once:
         require_terminal("top --once")
     token = action_token(token_file)
-    urls, trust = exporter_urls(url), exporter_trust()
+    urls, trust = tuple(exporter_urls(url)), exporter_trust()
     named = url is not None or kube_forward() is not None or bool(os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
     source = Source(
         lambda: ExporterApi(urls, token=token, trust=trust, timeout_seconds=_ANSWER_SECONDS),
