@@ -26,7 +26,7 @@ async def test_findings_devices_and_jobs_are_on_the_first_screen_of_any_size() -
         await until(lambda: "python -m rag.index" in world.text, "the column of a wide screen")
         await pilot.press("question_mark")
         await until(lambda: "any key returns" in world.text, "the help")
-        assert "A clear frees it for good." in world.text, "the words of the exporter"
+        assert "It stays free after a clear." in world.text, "the words of the exporter"
         await pilot.press("x")
         await until(lambda: "any key returns" not in world.text, "the jobs")
 
