@@ -115,7 +115,6 @@ class Runtime:
             record=self.audit.record if self.audit.durable else None,
             wake=self.held_requests.wake,
             hide_identities=settings.web_hide_identities,
-            poll_soon=self.poller.poll_soon,
         )
         peer_places = PeerPlaces()
         senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)
@@ -135,6 +134,7 @@ class Runtime:
             real_processes=real_processes,
             past=past,
             snapshot=self.snapshot,
+            poll_soon=self.poller.poll_soon,
             store=self.store,
             dispatcher=self.dispatcher,
             registry=self.registry,

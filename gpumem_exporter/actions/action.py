@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import SnapshotFile
@@ -16,6 +17,8 @@ _RESULT_BYTES = 1024
 _BLOCK_BYTES = 512
 # A string without its characters.
 _TEXT_BYTES = 64
+# The most engines that a message names.
+_MAX_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,17 @@ class EngineWait:
     uuid: str
     until_unix_seconds: float
     """When the action stops waiting at the latest: at its deadline, or when the engine counts as started."""
+
+    def __str__(self) -> str:
+        title = f" ({self.title})" if self.title else ""
+        return f"the engine in pid {self.pid}{title} starts on GPU {self.gpu or self.uuid}"
+
+
+def describe_starts(waits: Sequence[EngineWait]) -> str:
+    """Name the engines that start, and why the memory must stay."""
+    more = [f"and {len(waits) - _MAX_NAMED} more"] if len(waits) > _MAX_NAMED else []
+    named = ", ".join([*map(str, waits[:_MAX_NAMED]), *more])
+    return f"{named}, and memory that is released meanwhile can end its start"
 
 
 @dataclass(frozen=True, slots=True)

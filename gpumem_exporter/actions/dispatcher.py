@@ -14,25 +14,21 @@ rank does not have its command in time, the dispatcher recalls the commands of a
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_COMMANDS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.action import Action, SubmittedAction
+from gpumem_exporter.actions.action import Action, EngineWait, SubmittedAction, describe_starts
 from gpumem_exporter.actions.action_options import (
     ANSWER_GRACE_SECONDS,
     DEVICE_ACTIONS,
     ENGINE_ANSWER_SECONDS,
-    OUTSIDE_ACTIONS,
     ActionRequest,
     Target,
 )
-from gpumem_exporter.actions.by_exporter import OutsideActs
-from gpumem_exporter.actions.engine_starts import EngineStarts, starts_for
-from gpumem_exporter.actions.engines import EngineMemory
+from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.actions.lifecycle import (
     ActionRegistry,
@@ -45,11 +41,11 @@ from gpumem_exporter.actions.lifecycle import (
 )
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.results import (
-    DriverValues,
     command_results,
     dry_run_results,
     expected_refusal,
     outside_results,
+    starting_refusal,
     unsupported,
 )
 from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, select
@@ -57,8 +53,9 @@ from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.actions.timing import Turn, plan, step_of_group
 from gpumem_exporter.core.caller import Caller
-from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess, Snapshot, StartingEngine
+from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
+from gpumem_exporter.errors import ActionForbiddenError
 
 SILENT_GRACE_SECONDS = 0.75
 """The time after a deadline for the result of a process that has not reported since: it may be on the way."""
@@ -91,11 +88,12 @@ class Dispatcher:
         ),
         kept_actions: int = 1000,
         hide_identities: bool = False,
-        poll_soon: Callable[[], None] = lambda: None,
     ) -> None:
         self.wake = wake
+        self.engines = Engines()
+        """What is known of inference engines; a feature replaces it."""
+        self.actions = ActionRegistry(kept_actions)
         self._store = store
-        self._poll_soon = poll_soon
         self._allowed = allowed
         self._clock = clock
         self._wall_clock = wall_clock
@@ -104,16 +102,9 @@ class Dispatcher:
         self._record = record
         self._call_later = call_later
         self._hide_identities = hide_identities
-        self._actions = ActionRegistry(kept_actions)
-        self._settlements = Settlements(self._actions.replace)
-        self.engines = EngineMemory(store, self._actions, clock=clock, poll_soon=poll_soon, spawn=self._spawn)
+        self._terminator = terminator
+        self._settlements = Settlements(self.actions.replace)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.outside = OutsideActs(
-            terminator, self.engines, clock=clock, spawn=self._spawn, ended=self.finish_if_complete
-        )
-        self._engine_starts = EngineStarts(
-            store, self._actions, lambda: wall_clock() - clock(), hide_identities=hide_identities
-        )
 
     # 1. A request becomes an action with a part for each process.
 
@@ -139,79 +130,99 @@ class Dispatcher:
         """
         # Before all checks: the repetition of a request gets its action, whatever has changed since.
         if idempotency_key is not None:
-            earlier = self._actions.with_key(requested_by.key, idempotency_key, request)
+            earlier = self.actions.with_key(requested_by.key, idempotency_key, request)
             if earlier is not None:
                 return earlier
         requested_by.require_permission(request.action, self._allowed, force=request.force)
         action = Action.of(request, requested_by, self._wall_clock(), unlisted=unlisted)
         share = action.share
-
         now = self._clock()
         snapshot = self._store.snapshot(now)
         selection = select(request, requested_by, snapshot, hide_identities=self._hide_identities)
-        turns: dict[int | str, Turn] = {}
-        if request.action not in OUTSIDE_ACTIONS:
-            planned = plan(request, selection.reporting, snapshot, now)
-            selection = replace(selection, reporting=tuple(one for one, _ in planned))
-            turns = {one.pid: turn for one, turn in planned}
-        commanded, targets = selection.commanded(request.action), selection.outside_targets(request.action)
-        facts = selection.facts(request)
+        planned = plan(request, selection.commanded, snapshot, now)
+        selection = replace(selection, commanded=tuple(one for one, _ in planned))
+        targets: list[tuple[SelectedProcess | OutsideTarget, JobKey | None]] = [
+            *((one, turn.group) for one, turn in planned),
+            *((target, None) for target in selection.outside),
+        ]
         # A dry run reaches no process, so it counts for its caller only.
         limited = [] if request.dry_run else selection.limit_keys()
-        identities = tuple(selection.identities())
-        starting = self._engine_starts.admit(request, requested_by, selection) if snapshot.starting else ()
+        facts, identities = selection.facts(request, snapshot), tuple(selection.identities())
+        waits = self._waits(request, requested_by, targets, snapshot) if snapshot.starting else {}
+        if request.force and any(waits.values()):
+            raise ActionForbiddenError(
+                f"{describe_starts(_union(waits.values()))}. For the engine of another user, {request.action} with "
+                f"force needs {requested_by.missing_rights}. Without force, the action waits until the engine has "
+                "started"
+            )
         if not request.dry_run:
-            self._actions.require_room(share, len(selection.reporting))
+            self.actions.require_room(share, len(targets))
         # After all checks: an action that is refused does not count.
         self._limits.take(share, limited, per_process=KINDS[request.action].per_minute)
 
-        own_turn = Turn(request.mode, request.deadline_seconds)
-        deadline_seconds = max((turn.deadline_seconds for turn in turns.values()), default=request.deadline_seconds)
-        steps = {turn.group: turn.at_step for turn in turns.values() if turn.group is not None}
+        deadline_seconds = max((turn.deadline_seconds for _, turn in planned), default=request.deadline_seconds)
+        steps = {turn.group: turn.at_step for _, turn in planned if turn.group is not None}
         at_step = next(iter(steps.values())) if len(steps) == 1 else None
         action = replace(action, deadline_seconds=deadline_seconds, group=bool(steps), at_step=at_step)
         running = RunningAction(action, now, request, requested_by, facts)
         if not request.dry_run:
             profile_seconds = request.duration_seconds + request.search_seconds
             self._call_later(deadline_seconds + profile_seconds + SILENT_GRACE_SECONDS, self.expire)
-        wakes: Counter[str] = Counter()
-        its_starts: dict[int | str, tuple[StartingEngine, ...]] = {}
-        of_group: dict[JobKey | None, list[StartingEngine]] = {}
-        for selected in commanded if starting else ():
-            its = its_starts[selected.pid] = starts_for(request, requested_by, selected, (), snapshot)
-            of_group.setdefault(turns.get(selected.pid, own_turn).group, []).extend(its)
-        for selected in commanded:
-            turn = turns.get(selected.pid, own_turn)
-            # A group waits as a whole.
-            its = its_starts.get(selected.pid, ()) if turn.group is None else tuple(of_group.get(turn.group, ()))
-            self._add_command(running, selected, turn, its, snapshot, wakes)
+        refusals = self.engines.refusals(running, selection) if request.action in ENGINE_ACTIONS else {}
+        for selected, turn in planned:
+            self._add_command(running, selected, turn, refusals.get(selected.pid), waits.get(selected.pid, ()))
         running.show_parts()
-        if request.action in ENGINE_ACTIONS:
-            targets = self.engines.engines_among(targets, len(commanded))
-        for target in targets:
-            its = starts_for(request, requested_by, target, targets, snapshot) if starting else ()
-            self._add_outside(running, target, its, snapshot, wakes)
-        if running.blocked or any(each.reason_code == ReasonCode.ENGINE_STARTING for each in running.action.results):
-            self._engine_starts.show(running, starting, snapshot)
+        for target in selection.outside:
+            if request.action == "terminate":
+                refusal = self._terminator.refusal(action.id, target)
+            elif target.pid in refusals:
+                refusal = refusals[target.pid]
+            else:
+                continue  # it is not an engine
+            self._add_outside(running, target, refusal, waits.get(target.pid, ()))
+        if waits:
+            starting = {each.pid for each in running.action.results if each.reason_code == ReasonCode.ENGINE_STARTING}
+            starting.update(part.target.pid for part in running.blocked)
+            running.show_waits(_union(waits[pid] for pid in waits if pid in starting))
 
-        self._actions.start(running, request, idempotency_key)
+        self.actions.start(running, request, idempotency_key)
         if running.complete:
-            self.finish_if_complete(running)
+            self._finish_if_complete(running)
         if self._record is None or request.dry_run or unlisted:
             running.offer(self.wake, now)
         else:
             submitted = SubmittedAction(running.action, request, idempotency_key, identities)
-            self._spawn(self._offer_once(running, self._record(submitted)))
+            self.spawn(self._offer_once(running, self._record(submitted)))
         return running.action
+
+    def _waits(
+        self,
+        request: ActionRequest,
+        caller: Caller,
+        targets: Sequence[tuple[SelectedProcess | OutsideTarget, JobKey | None]],
+        snapshot: Snapshot,
+    ) -> dict[int | str, tuple[EngineWait, ...]]:
+        """Return the engines whose start each process waits for, by its name. `targets` have the group of each.
+
+        The processes of a group wait together.
+        """
+        outside = {one.host_pid for one, _ in targets if isinstance(one, OutsideTarget)}
+        found = [
+            (one.pid, group, self.engines.waits_for(request, caller, one, outside, snapshot)) for one, group in targets
+        ]
+        of_group: dict[JobKey | None, list[tuple[EngineWait, ...]]] = {}
+        for _, group, waits in found:
+            of_group.setdefault(group, []).append(waits)
+        together = {group: _union(waits) for group, waits in of_group.items()}
+        return {pid: waits if group is None else together[group] for pid, group, waits in found}
 
     def _add_command(
         self,
         running: RunningAction,
         selected: SelectedProcess,
         turn: Turn,
-        starting: Sequence[StartingEngine],
-        snapshot: Snapshot,
-        wakes: Counter[str],
+        refusal: CommandResult | None,
+        waits: tuple[EngineWait, ...],
     ) -> None:
         """Give a process its command, or the result if the request has no effect there."""
         request = running.request
@@ -224,10 +235,9 @@ class Dispatcher:
             result = CommandResult("", "refused", reason, ReasonCode.GROUP_INCOMPLETE)
         if result is None and request.dry_run:
             result = expected_refusal(selected, request, running.facts)
-        if result is None and request.action in ENGINE_ACTIONS:
-            result = self.engines.refusal(running, selected.process, wakes)
-        if result is None and request.dry_run and starting:
-            result = self._engine_starts.refusal(running, starting, snapshot)
+        result = result or refusal
+        if result is None and request.dry_run and waits:
+            result = starting_refusal(running.action.id, waits)
         if result is not None or request.dry_run:
             expected = dry_run_results(selected, request, running.facts, turn.obstacle)
             results = expected if result is None else command_results(selected, result, running.facts)
@@ -235,35 +245,38 @@ class Dispatcher:
             return
         # No uuids for every device: the process may use another device since its report.
         uuids = () if every_device else tuple(sample.uuid for sample in selected.samples)
-        command = CommandPart.command_of(running.action, request, turn, uuids)
-        state = PartState.BLOCKED if starting else PartState.WAITING
-        deadline_seconds = running.started_seconds + turn.deadline_seconds
-        part = CommandPart(command, selected, deadline_seconds, state, group=turn.group)
+        part = CommandPart(
+            command=CommandPart.command_of(running.action, request, turn, uuids),
+            target=selected,
+            deadline_seconds=running.started_seconds + turn.deadline_seconds,
+            state=PartState.BLOCKED if waits else PartState.WAITING,
+            group=turn.group,
+        )
         running.commands[part.key] = part
 
     def _add_outside(
         self,
         running: RunningAction,
         target: OutsideTarget,
-        starting: Sequence[StartingEngine],
-        snapshot: Snapshot,
-        wakes: Counter[str],
+        refusal: CommandResult | None,
+        waits: tuple[EngineWait, ...],
     ) -> None:
         """Let the exporter act on a process, or add the result if it must not."""
-        result = self.outside.refusal(running, target, wakes)
-        if result is None and running.action.dry_run:
-            waits = bool(starting)
-            result = (
-                self._engine_starts.refusal(running, starting, snapshot) if waits else self.outside.expected(running)
-            )
+        request, result = running.request, refusal
+        if result is None and request.dry_run and waits:
+            result = starting_refusal(running.action.id, waits)
+        if result is None and request.dry_run and request.action == "terminate":
+            result = CommandResult(running.action.id, KINDS["terminate"].would, "", ReasonCode.WOULD_TERMINATE)
         if result is not None:
-            running.add(outside_results(target, result, running.facts, running.request))
+            running.add(outside_results(target, result, running.facts, request))
             return
-        part = OutsidePart(running.action.id, target, running.started_seconds + running.request.deadline_seconds)
-        part.state = PartState.BLOCKED if starting else PartState.ACTING
+        deadline_seconds = running.started_seconds + request.deadline_seconds
+        part = OutsidePart(action_id=running.action.id, target=target, deadline_seconds=deadline_seconds)
         running.outside.append(part)
-        if not starting:
-            self.outside.start(running, part)
+        if waits:
+            part.state = PartState.BLOCKED
+        else:
+            self._start_outside(running, part)
 
     async def _offer_once(self, running: RunningAction, recorded: Awaitable[None]) -> None:
         try:
@@ -282,7 +295,7 @@ class Dispatcher:
         """
         parts = running.groups[group]
         reported = [(part, self._store.find(part.key)) for part in parts]
-        ranks = [part.selected._replace(process=process or part.selected.process) for part, process in reported]
+        ranks = [part.target._replace(process=process or part.target.process) for part, process in reported]
         at_step, obstacle = step_of_group(ranks, running.request, parts[0].deadline_seconds - now, now)
         if at_step is None:
             self._withdraw_group(running, group, obstacle, ReasonCode.GROUP_INCOMPLETE)
@@ -294,7 +307,31 @@ class Dispatcher:
         running.show_parts()
         return True
 
-    # 2. A reporter receives its commands.
+    # 2. The exporter itself acts, or a reporter receives its commands.
+
+    def _start_outside(self, running: RunningAction, part: OutsidePart) -> None:
+        """Act on a process, once the action is recorded."""
+        running.start()
+        self.spawn(self._act(running, part))
+
+    async def _act(self, running: RunningAction, part: OutsidePart) -> None:
+        await running.recorded.wait()
+        driver = None
+        try:
+            if part.withdrawal is not None:
+                result = part.withdrawal
+            elif self._clock() >= part.deadline_seconds:  # an engine started, or the disk was slow
+                late = "the deadline passed before the exporter could act"
+                result = CommandResult(running.action.id, "expired", late, ReasonCode.DEADLINE_PASSED)
+            elif running.action.action == "terminate":
+                result = await self._terminator.end(running.action.id, part.target, running.request.grace_seconds)
+            else:
+                result, driver = await self.engines.act(running, part)
+        except Exception as error:  # noqa: BLE001 - the action must end, whatever the error is
+            reason = f"{type(error).__name__}: {error}"[:500]
+            result = CommandResult(running.action.id, "failed", reason, ReasonCode.EXCEPTION)
+        running.end_outside(part, result, driver)
+        self._finish_if_complete(running)
 
     def commands(self, process: ReportingProcess) -> tuple[Command, ...]:
         """Return the commands for a process, which count as delivered."""
@@ -303,14 +340,14 @@ class Dispatcher:
         now = self._clock()
         pending = [
             (running, part)
-            for running in self._actions.running.values()
+            for running in self.actions.running.values()
             if running.recorded.is_set()
             and (part := running.commands.get(process.key)) is not None
             and part.belongs_to(process)
             and part.on_the_way
             and now < part.deadline_seconds
         ][:MAX_COMMANDS]
-        delivered = [part for running, part in pending if self._deliver(running, part, process, now)]
+        delivered = [part for running, part in pending if self._deliver(running, part, process)]
         # A wait for an idle engine may end before the action's deadline.
         return tuple(
             [
@@ -319,13 +356,10 @@ class Dispatcher:
             ]
         )
 
-    def _deliver(self, running: RunningAction, part: CommandPart, process: ReportingProcess, now: float) -> bool:
+    def _deliver(self, running: RunningAction, part: CommandPart, process: ReportingProcess) -> bool:
         """Record that a process gets its command; return False if it does not."""
         if part.command.action in ENGINE_ACTIONS and part.state is PartState.WAITING:
-            if part.asked_seconds is None:
-                part.asked_seconds = now
-                self._poll_soon()
-            if not self.engines.is_read_since(part.asked_seconds):
+            if not self.engines.is_read_for(part):
                 return False  # with a later report
             refusal = self.engines.deliver(running, part, process)
             if refusal is not None:
@@ -345,7 +379,7 @@ class Dispatcher:
         )
 
     def _part(self, action_id: str, process: ReportingProcess) -> tuple[RunningAction, CommandPart] | None:
-        running = self._actions.running.get(action_id)
+        running = self.actions.running.get(action_id)
         part = running.commands.get(process.key) if running is not None else None
         if running is None or part is None or not part.belongs_to(process):
             return None
@@ -383,17 +417,17 @@ class Dispatcher:
         """End the parts of a process that has exited."""
         self.wake(key)
         self._settlements.gone(key)
-        for running in tuple(self._actions.running.values()):
+        for running in tuple(self.actions.running.values()):
             part = running.commands.get(key)
             if part is not None:
                 result = CommandResult(running.action.id, "gone", reason, ReasonCode.PROCESS_EXITED)
-                self._end(running, part, result, part.selected.process)
+                self._end(running, part, result, part.target.process)
 
     def _end(self, running: RunningAction, part: CommandPart, result: CommandResult, process: ReportingProcess) -> None:
         if part.command.action in ENGINE_ACTIONS and result.outcome == "done":
             if not part.measuring:
                 part.measuring = True
-                self._spawn(self._measure(running, part, result, process))
+                self.spawn(self._measure(running, part, result, process))
             return
         running.end_command(part, result, process)
         if part.command.settle_seconds > 0 and result.outcome == "done":
@@ -401,24 +435,24 @@ class Dispatcher:
         if part.group is not None and result.outcome != "done":
             reason = "not every rank of the group could take part"
             self._withdraw_group(running, part.group, reason, ReasonCode.GROUP_INCOMPLETE)
-        self.finish_if_complete(running)
+        self._finish_if_complete(running)
 
     async def _measure(
         self, running: RunningAction, part: CommandPart, result: CommandResult, process: ReportingProcess
     ) -> None:
         """End the part of an engine that has released or resumed its memory with what the driver lists then."""
-        after = await self.engines.used_after(process.host_pid)
+        driver = await self.engines.measure(part)
         if part.state is not PartState.ENDED:  # the process exited meanwhile
-            running.end_command(part, result, process, DriverValues(part.used_before or {}, after))
-            self.finish_if_complete(running)
+            running.end_command(part, result, process, driver)
+            self._finish_if_complete(running)
 
-    def finish_if_complete(self, running: RunningAction) -> None:
+    def _finish_if_complete(self, running: RunningAction) -> None:
         """End an action whose parts all have a result."""
         if running.complete and not running.action.finished:
             if running.action.action in ENGINE_ACTIONS:
-                self.engines.settle(running, self._call_later)
+                self.engines.settle(running)
             action = running.finish(self._clock())
-            self._actions.finish(action)
+            self.actions.finish(action)
             self._on_finished(action)
             self.wake(action.id)
 
@@ -428,15 +462,8 @@ class Dispatcher:
         """End the parts that are too late. Called about once a second, and after each deadline."""
         now = self._clock()
         self._settlements.expire(now)
-        for running, concerned, result in self._engine_starts.review(now):
-            if result is None:
-                self._continue(running, concerned, now)
-            elif isinstance(concerned, CommandPart) and concerned.group is not None:
-                self._withdraw_group(running, concerned.group, result.reason, ReasonCode.ENGINE_STARTING)
-            else:
-                self._withdraw_part(running, concerned, result)
-            self.finish_if_complete(running)
-        for running in tuple(self._actions.running.values()):
+        self._review_waits(now)
+        for running in tuple(self.actions.running.values()):
             for part in tuple(running.commands.values()):
                 if part.blocked or part.measuring or part.state is PartState.ENDED:
                     continue  # an engine starts, or is measured; or withdrawn with an earlier part of its group
@@ -450,7 +477,33 @@ class Dispatcher:
                 else:
                     continue
                 result = CommandResult(running.action.id, "expired", late, code)
-                self._end(running, part, result, part.selected.process)
+                self._end(running, part, result, part.target.process)
+
+    def _review_waits(self, now: float) -> None:
+        """Decide again for each part whether it must wait until an engine has started.
+
+        Continues the parts that need not wait any more. Withdraws those at their deadline, and those whose command an
+        engine start has overtaken.
+        """
+        snapshot = self._store.snapshot(now) if self.actions.running else None
+        for running in tuple(self.actions.running.values()):
+            if snapshot is None or not (snapshot.starting or running.blocked):
+                continue
+            targets = [(part.target, part.group) for part in running.parts]
+            waits = self._waits(running.request, running.caller, targets, snapshot) if snapshot.starting else {}
+            for part in running.parts:
+                found = waits.get(part.target.pid, ())
+                if part.blocked and not found:
+                    self._continue(running, part, now)
+                elif found and part.state is not PartState.ENDED and (not part.blocked or now >= part.deadline_seconds):
+                    result = starting_refusal(running.action.id, found)
+                    if part.group is not None:
+                        self._withdraw_group(running, part.group, result.reason, ReasonCode.ENGINE_STARTING)
+                    else:
+                        self._withdraw_part(running, part, result)
+            self._finish_if_complete(running)
+            if not running.action.finished:
+                running.show_waits(_union(waits.get(part.target.pid, ()) for part in running.blocked))
 
     def _grace_seconds(self, part: CommandPart) -> float:
         """Return how long after its last moment a command may have its result."""
@@ -467,7 +520,7 @@ class Dispatcher:
         A process that keeps its command for a step or an idle time forgets it. A command that was delivered to run now
         may run, and a process that is being terminated is terminated. The results show which is which.
         """
-        running = self._actions.running.get(action_id)
+        running = self.actions.running.get(action_id)
         if running is not None:
             self.withdraw(running, f"cancelled by {requested_by}", ReasonCode.CANCELLED)
         return self.get(action_id)
@@ -479,7 +532,7 @@ class Dispatcher:
         running.withdrawal = CommandResult(running.action.id, "refused", reason, code)
         for part in running.parts:
             self._withdraw_part(running, part, running.withdrawal)
-        self.finish_if_complete(running)
+        self._finish_if_complete(running)
 
     def _withdraw_group(self, running: RunningAction, group: JobKey, reason: str, code: ReasonCode) -> None:
         """Refuse the parts of a group whose command was not delivered, and recall the others."""
@@ -489,7 +542,7 @@ class Dispatcher:
         result = CommandResult(running.action.id, "refused", reason, code)
         for part in running.groups.get(group, ()):
             self._withdraw_part(running, part, result)
-        self.finish_if_complete(running)
+        self._finish_if_complete(running)
 
     def _withdraw_part(self, running: RunningAction, part: Part, result: CommandResult) -> None:
         """End a part that has not started with this result, or recall its command. A termination that runs goes on."""
@@ -499,7 +552,7 @@ class Dispatcher:
             else:
                 part.withdrawal = part.withdrawal or result
         elif part.blocked or part.state is PartState.WAITING:
-            self._end(running, part, result, part.selected.process)
+            self._end(running, part, result, part.target.process)
         elif not part.recalled and part.state is not PartState.ENDED:
             part.recall(result)
             self.wake(part.key)
@@ -508,7 +561,7 @@ class Dispatcher:
         """Continue a blocked part. The parts of a group continue together."""
         if isinstance(part, OutsidePart):
             part.unblock()
-            self.outside.start(running, part)
+            self._start_outside(running, part)
         elif part.group is None or self._choose_step(running, part.group, now):
             for each in [part] if part.group is None else running.groups[part.group]:
                 each.unblock(now)
@@ -516,17 +569,22 @@ class Dispatcher:
 
     # Queries
 
+    def held_back(self, request: ActionRequest, caller: Caller, process: ReportingProcess, snapshot: Snapshot) -> bool:
+        """Return whether an action on a process would wait until an inference engine has started."""
+        one = SelectedProcess(process.name, process, ())
+        return bool(self.engines.waits_for(request, caller, one, frozenset(), snapshot))
+
     def get(self, action_id: str) -> Action | None:
         """Return an action as it is now; None if it is unknown or forgotten."""
-        return self._actions.get(action_id)
+        return self.actions.get(action_id)
 
     def recent(self) -> tuple[Action, ...]:
         """Return all known actions, newest first."""
-        return self._actions.recent()
+        return self.actions.recent()
 
     def under_way(self) -> set[ProcessKey]:
         """Return the processes that have a pending command."""
-        return {key for running in self._actions.running.values() for key in running.commands}
+        return {key for running in self.actions.running.values() for key in running.commands}
 
     # Actions of the exporter itself, and of an earlier run
 
@@ -534,14 +592,20 @@ class Dispatcher:
         """Record an action that the exporter performs itself, without a target process."""
         noted = Action.of(ActionRequest(action, Target(), reason=reason), requested_by, self._wall_clock())
         noted = replace(noted, state=ActionState.DONE.value)
-        self._actions.finish(noted)
+        self.actions.finish(noted)
         return noted
 
     def restore(self, action: Action, submitted: SubmittedAction | None) -> None:
         """Remember an action of an earlier run of the exporter, and the request that started it; newest first."""
-        self._actions.restore(action, submitted)
+        self.actions.restore(action, submitted)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the background."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _union(waits: Iterable[tuple[EngineWait, ...]]) -> tuple[EngineWait, ...]:
+    """Return the engines that are waited for, each once for each device."""
+    return tuple({(wait.pid, wait.uuid): wait for some in waits for wait in some}.values())

@@ -25,11 +25,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.action import Action, ActionResult, PendingPart, SubmittedAction
+from gpumem_exporter.actions.action import Action, ActionResult, EngineWait, PendingPart, SubmittedAction
 from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.results import DriverValues, as_shown, command_results, outside_results
@@ -113,21 +113,21 @@ def advanced(state: State, to: State) -> State:
     return to
 
 
-class Waking(NamedTuple):
-    """A process whose engine takes its memory again."""
-
-    key: ProcessKey
-    host_pid: int | None
-    awake_bytes: Mapping[str, int]
-    """What the driver lists for it by device once it is awake."""
-
-
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Part:
     """One process's part in an action."""
 
-    __slots__ = ("state", "waking")
+    deadline_seconds: float
+    """On the dispatcher's clock. A part that has not started by then ends."""
     state: PartState
-    waking: Waking | None
+    group: JobKey | None = None
+    """The job whose other ranks act after the same step; none of them acts without the others."""
+    withdrawal: CommandResult | None = None
+    """The result if the part does not run after all; None while it may run, and if its process says the result."""
+    used_before: Mapping[str, int] = field(default_factory=dict)
+    """For an engine, the driver's bytes of the process by device right before it acts."""
+    awake_bytes: Mapping[str, int] = field(default_factory=dict)
+    """For an engine that wakes, what the driver lists for the process by device once it is awake."""
 
     @property
     def blocked(self) -> bool:
@@ -143,34 +143,24 @@ class _Part:
         _log.debug("%s is %s", self, to.value)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class CommandPart(_Part):
     """A part that the process itself runs."""
 
     command: Command
-    selected: SelectedProcess
-    deadline_seconds: float
-    """On the dispatcher's clock."""
+    target: SelectedProcess
     state: PartState = PartState.WAITING
-    waking: Waking | None = None
-    """Set when the process gets a command to wake its engine."""
     asked_seconds: float | None = None
-    """When the process first asked for its command."""
-    withdrawal: CommandResult | None = None
-    """The result if the process forgets the command; None if that result is for the process to say."""
-    used_before: Mapping[str, int] | None = None
-    """For an engine, the driver's bytes of the process by device when it got the command."""
+    """For an engine, when its process first asked for its command."""
     measuring: bool = False
     """The engine has done it, and the driver is read again."""
     profile: str = ""
     """The id of the profile that the process has sent for the command."""
-    group: JobKey | None = None
-    """The job whose other ranks act after the same step; none of them acts without the others."""
     offered_seconds: float = 0.0
     """When the process could get its command, on the dispatcher's clock: a group must hear it soon after."""
 
     def __str__(self) -> str:
-        return f"command {self.command.id} for {self.selected}"
+        return f"command {self.command.id} for {self.target}"
 
     @staticmethod
     def command_of(action: Action, request: ActionRequest, turn: Turn, uuids: tuple[str, ...]) -> Command:
@@ -193,9 +183,14 @@ class CommandPart(_Part):
         )
 
     @property
+    def process(self) -> ReportingProcess:
+        """The process, as of the request."""
+        return self.target.process
+
+    @property
     def key(self) -> ProcessKey:
         """The process."""
-        return self.selected.process.key
+        return self.target.process.key
 
     @property
     def ends_seconds(self) -> float:
@@ -204,8 +199,8 @@ class CommandPart(_Part):
 
     def belongs_to(self, process: ReportingProcess) -> bool:
         """Return whether this is the same process, with the same program in it: an exec starts another session."""
-        selected, reporting = self.selected.process.report.process, process.report.process
-        return (selected.start_time_ticks, selected.session) == (reporting.start_time_ticks, reporting.session)
+        started, reporting = self.target.process.report.process, process.report.process
+        return (started.start_time_ticks, started.session) == (reporting.start_time_ticks, reporting.session)
 
     @property
     def on_the_way(self) -> bool:
@@ -243,24 +238,21 @@ class CommandPart(_Part):
         self._advance(PartState.RECALLED_KEPT if self.kept else PartState.RECALLED)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class OutsidePart(_Part):
     """A part in which the exporter itself acts: it ends the process, or speaks with its engine."""
 
     action_id: str
     target: OutsideTarget
-    deadline_seconds: float
-    """On the dispatcher's clock. A part that has not started by then ends."""
     state: PartState = PartState.ACTING
-    waking: Waking | None = None
-    """Set when its engine is told to wake."""
-    used_before: Mapping[str, int] = field(default_factory=dict)
-    """For an engine, the driver's bytes of the process by device right before it acts."""
-    withdrawal: CommandResult | None = None
-    """The result if the exporter does not act after all; None while it may act."""
 
     def __str__(self) -> str:
         return f"action {self.action_id} on {self.target}"
+
+    @property
+    def process(self) -> ReportingProcess | None:
+        """The process, as of the request; None if it does not report."""
+        return self.target.reporter
 
     def unblock(self) -> None:
         """Record that the exporter acts on the process: the engine has started."""
@@ -329,16 +321,22 @@ class RunningAction:
         """Show in the action which processes act, and when."""
         planned = [
             PendingPart(
-                part.selected.pid,
-                part.selected.process.report.process.workload,
-                part.selected.process.report.process.rank,
-                self.facts.jobs.get(part.selected.pid, ""),
+                part.target.pid,
+                part.target.process.report.process.workload,
+                part.target.process.report.process.rank,
+                self.facts.jobs.get(part.target.pid, ""),
                 part.command.mode,
                 part.command.at_step,
             )
             for part in self.commands.values()
         ]
         self.action = replace(self.action, planned=tuple(planned))
+
+    def show_waits(self, waits: Iterable[EngineWait]) -> None:
+        """Show in the action for which engines it waits, and until when: its deadline at the latest."""
+        deadline = self.action.created_unix_seconds + self.action.deadline_seconds
+        shown = [replace(each, until_unix_seconds=min(each.until_unix_seconds, deadline)) for each in waits]
+        self.action = replace(self.action, waits_for=tuple(shown))
 
     def start(self) -> None:
         """Record that a part has started. A repetition has no effect."""
@@ -362,8 +360,8 @@ class RunningAction:
         part.end()
         _log.debug("%s: %s %s", part, result.outcome, result.reason_code)
         # The process may name any profile; only what it has sent for this command is shown.
-        result = replace(as_shown(result, part.selected.samples, process.report.devices), profile=part.profile)
-        results = command_results(part.selected._replace(process=process), result, self.facts)
+        result = replace(as_shown(result, part.target.samples, process.report.devices), profile=part.profile)
+        results = command_results(part.target._replace(process=process), result, self.facts)
         if driver is not None:
             results = (driver.of(each, self.action.action) for each in results)
         self.add(results, part.command.mode, part.command.at_step)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, denied_by_owner
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
-from gpumem_exporter.actions.action import ActionResult
+from gpumem_exporter.actions.action import ActionResult, EngineWait, describe_starts
 from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.kinds import KINDS, is_done
 from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
@@ -156,6 +157,16 @@ def expected_refusal(selected: SelectedProcess, request: ActionRequest, facts: N
             )
             return CommandResult("", "refused", reason, ReasonCode.RESERVED_EXCEEDS_FRACTION)
     return None
+
+
+def starting_refusal(action_id: str, waits: Sequence[EngineWait]) -> CommandResult:
+    """Return the result of a process that does not act because these engines start."""
+    latest = time.gmtime(max(each.until_unix_seconds for each in waits))
+    reason = (
+        f"{describe_starts(waits)}. It counts as started at {time.strftime('%H:%M:%S UTC', latest)} at the latest; use "
+        "a longer --deadline to wait for it, or --force"
+    )
+    return CommandResult(action_id, "refused", reason, ReasonCode.ENGINE_STARTING)
 
 
 def outside_results(

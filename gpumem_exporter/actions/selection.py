@@ -115,52 +115,38 @@ class NodeFacts:
 class Selection:
     """The processes of a request."""
 
-    snapshot: Snapshot
-    reporting: tuple[SelectedProcess, ...]
-    listed: tuple[OutsideTarget, ...]
-    """Processes that only the driver lists. Only the `OUTSIDE_ACTIONS` reach them."""
+    commanded: tuple[SelectedProcess, ...]
+    """The processes that run the action themselves."""
+    outside: tuple[OutsideTarget, ...] = ()
+    """The processes on which the exporter itself acts. Only the `OUTSIDE_ACTIONS` have some."""
 
     def limit_keys(self) -> list[tuple[Hashable, str]]:
         """Return the key and the name of each process for the rate limits."""
-        keys: list[tuple[Hashable, str]] = [(one.process.key, str(one)) for one in self.reporting]
-        return [*keys, *((one.host_pid, str(one)) for one in self.listed)]
+        keys: list[tuple[Hashable, str]] = [(one.process.key, str(one)) for one in self.commanded]
+        return [*keys, *((one.reporter.key if one.reporter else one.host_pid, str(one)) for one in self.outside)]
 
-    def commanded(self, action: str) -> list[SelectedProcess]:
-        """Return the processes that run an action themselves."""
-        if action not in OUTSIDE_ACTIONS:
-            return list(self.reporting)
-        return [one for one in self.reporting if action in ENGINE_ACTIONS and action in one.process.report.actions]
-
-    def outside_targets(self, action: str) -> list[OutsideTarget]:
-        """Return the processes on which the exporter itself performs an action."""
-        if action not in OUTSIDE_ACTIONS:
-            return []
-        commanded = {one.pid for one in self.commanded(action)}
-        outside = (OutsideTarget.of(one, self.snapshot) for one in self.reporting if one.pid not in commanded)
-        return [*outside, *self.listed]
-
-    def facts(self, request: ActionRequest) -> NodeFacts:
+    def facts(self, request: ActionRequest, snapshot: Snapshot) -> NodeFacts:
         """Return the facts about the processes and their devices."""
-        node = self.snapshot.node
+        node = snapshot.node
         limits = {}
         for device in node.devices if node is not None else ():
             if device.memory is not None and request.fraction is not None:
                 # PyTorch's total is what the driver does not reserve for itself.
                 total_bytes = device.memory.total_bytes - (device.memory.reserved_bytes or 0)
                 limits[device.uuid] = int(request.fraction * total_bytes)
-        jobs = {one.pid: one.title or f"pid {one.pid}" for one in self.listed}
-        for one in self.reporting:
+        jobs = {one.pid: one.workload or one.title or f"pid {one.pid}" for one in self.outside}
+        for one in self.commanded:
             facts = node.facts_of(one.process) if node is not None else None
             command = facts.command if facts is not None else ""
             jobs[one.pid] = one.process.report.process.workload or command or f"pid {one.pid}"
-        return NodeFacts(self.snapshot.gpus, jobs, limits)
+        return NodeFacts(snapshot.gpus, jobs, limits)
 
     def identities(self) -> Iterator[tuple[int | str, str, str]]:
         """Yield name, workload and rank of each process."""
-        for one in self.reporting:
+        for one in self.commanded:
             identity = one.process.report.process
             yield one.pid, identity.workload, identity.rank
-        yield from ((one.pid, "", "") for one in self.listed)
+        yield from ((one.pid, one.workload, one.rank) for one in self.outside)
 
 
 def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_identities: bool = False) -> Selection:
@@ -181,7 +167,7 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
     listed = select_listed(request.target, snapshot) if request.action in OUTSIDE_ACTIONS else ()
     if not matching and not listed:
         if request.target.given.keys() <= {"gpu"}:
-            return Selection(snapshot, (), ())
+            return Selection(())
         raise TargetNotFoundError(nothing_matches(request.target, shown))
     keys = {process.key for _, process in permitted}
     selected = tuple(one for one in matching if one.process.key in keys)
@@ -191,7 +177,15 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
             f"{request.target.describe()} matches only processes of others, which needs {caller.missing_rights}; of "
             f"its own processes, {counted(len(permitted), 'reports', 'report')}"
         )
-    return Selection(snapshot, selected, listed)
+    if request.action not in OUTSIDE_ACTIONS:
+        return Selection(selected)
+
+    def runs(one: SelectedProcess) -> bool:
+        """Return whether a process runs the action itself: an engine whose reporter can speak with it does."""
+        return request.action in ENGINE_ACTIONS and request.action in one.process.report.actions
+
+    outside = [OutsideTarget.of(one, snapshot) for one in selected if not runs(one)]
+    return Selection(tuple(filter(runs, selected)), (*outside, *listed))
 
 
 def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:

@@ -39,7 +39,7 @@ class Settlements:
         """Wait for values of a process that has done a clear, if it has released memory."""
         uuids = {device.uuid for device in result.devices if device.freed_bytes is not None}
         if uuids:
-            late_seconds = SETTLING_GRACE_SECONDS + 2 * (part.selected.process.report.step_seconds or 0.0)
+            late_seconds = SETTLING_GRACE_SECONDS + 2 * (part.target.process.report.step_seconds or 0.0)
             settlement = _Settlement(running, part, uuids, now + part.command.settle_seconds + late_seconds)
             self._waiting[running.action.id, part.key] = settlement
             running.action = replace(running.action, settling=True)
@@ -62,7 +62,7 @@ class Settlements:
             self._end(settlement)
 
     def _set(self, settlement: _Settlement, value: StillFree) -> None:
-        running, pid = settlement.running, settlement.part.selected.pid
+        running, pid = settlement.running, settlement.part.target.pid
         results = tuple(
             replace(result, still_free_bytes=value.still_free_bytes)
             if (result.pid, result.uuid) == (pid, value.uuid)

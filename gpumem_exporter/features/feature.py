@@ -76,6 +76,8 @@ class Node:
     """Whether the processes are of this machine, and not simulated ones."""
     past: Past
     snapshot: Callable[[], Snapshot]
+    poll_soon: Callable[[], None]
+    """Lets the driver be read soon."""
     store: Store
     dispatcher: Dispatcher
     registry: Registry

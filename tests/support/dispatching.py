@@ -15,6 +15,7 @@ from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
+from gpumem_exporter.features.engines.engine_memory import EngineMemory
 from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
 
 EVERYBODY = Target(all=True)
@@ -23,14 +24,18 @@ EVERYBODY = Target(all=True)
 def build_dispatcher(
     store: Store, clock: Callable[[], float], finished: list[Action] | None = None, **changes: Any
 ) -> Dispatcher:
-    """Return a dispatcher without limits that appends the finished actions to a list; `engines` finds its engines."""
-    engines = changes.pop("engines", None)
+    """Return a dispatcher without limits that appends the finished actions to a list.
+
+    It knows engines: `engines` finds them, and `poll_soon` lets the driver be read.
+    """
+    finder, poll_soon = changes.pop("engines", None), changes.pop("poll_soon", lambda: None)
+    wall_clock = changes.pop("wall_clock", lambda: 1e9 + clock())
     dispatcher = Dispatcher(
         store,
         **{
             "allowed": frozenset(DEFAULT_ACTIONS),
             "clock": clock,
-            "wall_clock": lambda: 1e9 + clock(),
+            "wall_clock": wall_clock,
             "on_finished": [].append if finished is None else finished.append,
             "limits": UNLIMITED,
             "terminator": Terminator(NobodyHost()),
@@ -38,7 +43,16 @@ def build_dispatcher(
             **changes,
         },
     )
-    dispatcher.engines.finder = engines or dispatcher.engines.finder
+    dispatcher.engines = EngineMemory(
+        store,
+        dispatcher.actions,
+        finder,
+        clock=clock,
+        wall_clock=wall_clock,
+        poll_soon=poll_soon,
+        spawn=dispatcher.spawn,
+        hide_identities=changes.get("hide_identities", False),
+    )
     return dispatcher
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample, Report
-from gpumem_exporter.actions.engines import EngineRefusedError, Engines, FoundEngine
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.features.engines.engine_control import EngineControl
+from gpumem_exporter.features.engines.vllm import EngineRefusedError, Vllm
 from gpumem_exporter.node.failures import FailureLog
 
 _LOOK_SECONDS = 1.0
@@ -39,7 +40,7 @@ class _Worker:
 
     due_seconds: float = float("-inf")
     failures: int = 0
-    engine: FoundEngine | None = None
+    engine: Vllm | None = None
     """The interface, as the kernel has shown it. Each request checks that the same socket still listens."""
     use: _Use | None = None
 
@@ -50,7 +51,8 @@ class CacheUse:
     `snapshot` is called in the thread.
     """
 
-    def __init__(self, engines: Engines, snapshot: Callable[[], Snapshot], *, clock: Callable[[], float]) -> None:
+    def __init__(self, engines: EngineControl, snapshot: Callable[[], Snapshot], *, clock: Callable[[], float]) -> None:
+        self._engines = engines
         self._snapshot = snapshot
         self._clock = clock
         # By process and start time. Only the thread replaces it.
@@ -58,7 +60,7 @@ class CacheUse:
         # A report without the use of its cache has arrived. Most nodes have no such process, and the thread waits.
         self._wanted = threading.Event()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(engines,), name="gpumem-cache-use", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gpumem-cache-use", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -90,7 +92,7 @@ class CacheUse:
         ]
         return replace(report, devices=tuple(devices))
 
-    def read_due(self, engines: Engines) -> None:
+    def read_due(self) -> None:
         """Read the use of the engines that are due. The engine that waits for the longest time comes first."""
         processes = {}
         for process in self._snapshot().processes:
@@ -109,16 +111,14 @@ class CacheUse:
                 continue
             started = time.monotonic()
             worker.due_seconds = now + _INTERVAL_SECONDS  # also after an unexpected error
-            self._read(worker, processes[name], engines, answers)
+            self._read(worker, processes[name], answers)
             spent_seconds[share] += time.monotonic() - started
 
-    def _read(
-        self, worker: _Worker, process: ReportingProcess, engines: Engines, answers: dict[Hashable, float | None]
-    ) -> None:
+    def _read(self, worker: _Worker, process: ReportingProcess, answers: dict[Hashable, float | None]) -> None:
         """Read the use of the engine of a process, unless `answers` has it, which then gets it."""
         ratio, reason = None, "its metrics do not have one use of one cache"
         try:
-            engine = worker.engine = worker.engine or engines.find(_target(process))
+            engine = worker.engine = worker.engine or self._engines.find(_target(process))
             if engine.key not in answers:
                 answers[engine.key] = None
                 answers[engine.key] = engine.cache_use()
@@ -134,7 +134,7 @@ class CacheUse:
         worker.engine, worker.failures = None, min(worker.failures + 1, _MAX_DOUBLINGS)
         worker.due_seconds = now + _INTERVAL_SECONDS * 2**worker.failures
 
-    def _run(self, engines: Engines) -> None:
+    def _run(self) -> None:
         failures = FailureLog(_log, time.monotonic)
         while True:
             if not self._workers:
@@ -143,7 +143,7 @@ class CacheUse:
                 return
             self._wanted.clear()
             try:
-                self.read_due(engines)
+                self.read_due()
             except Exception as error:  # noqa: BLE001 - the other engines must be read
                 failures.failed("cache use", repr(error), exc_info=True)
             else:

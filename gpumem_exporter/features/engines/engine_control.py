@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from gpumem_client.wire.procfs import parse_stat, split_cmdline
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.engines import EngineRefusedError, Engines, no_engine
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.features.engines.engine_listeners import Listener, Listeners
-from gpumem_exporter.features.engines.vllm import Vllm
+from gpumem_exporter.features.engines.vllm import EngineRefusedError, Vllm
 from gpumem_exporter.node.containers import Places
 from gpumem_exporter.node.proc_entries import HiddenError, ProcEntries
 from gpumem_exporter.node.sockets import SocketHolders
@@ -59,7 +58,13 @@ class _Program(NamedTuple):
         return ""
 
 
-class EngineControl(Engines):
+def no_engine(target: OutsideTarget) -> EngineRefusedError:
+    """Return the error for a process that does not belong to vLLM."""
+    reason = f"{target.title or target} is not vLLM, and sleep and wake act on no other engine"
+    return EngineRefusedError(ReasonCode.NO_ENGINE, reason, outcome="unsupported")
+
+
+class EngineControl:
     """Finds the servers of vLLM in the proc file system of this machine. Thread-safe."""
 
     def __init__(self) -> None:

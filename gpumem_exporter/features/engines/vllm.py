@@ -10,12 +10,11 @@ import contextlib
 import json
 from collections.abc import Hashable, Sequence
 from math import isfinite, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumem_client.wire.errors import ExporterUnreachableError, ExporterUntrustedError
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.engines import Activity, EngineRefusedError
 from gpumem_exporter.features.engines.engine_listeners import Listener, ListenerTrust
 
 MAX_ANSWER_BYTES = 2 << 20
@@ -28,7 +27,26 @@ _FLAGS = (
     "--enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, or with --enable-sleep-mode below gpumem-run, which needs no "
     "development mode for an engine on one GPU"
 )
+_MAX_REASON_LENGTH = 500
 _REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+
+
+class EngineRefusedError(Exception):
+    """An engine cannot do what is requested, or does not do it; the result gets `code` and `outcome`."""
+
+    def __init__(self, code: str | None, reason: str, *, outcome: str = "refused") -> None:
+        super().__init__(reason[:_MAX_REASON_LENGTH])  # it may have what a server of any user says
+        self.code = code
+        self.outcome = outcome
+
+
+class Activity(NamedTuple):
+    """What an engine does."""
+
+    asleep: bool
+    """Whether it has released memory that it has not resumed."""
+    requests: int | None
+    """The number of running and queued requests; None if the engine does not show it."""
 
 
 class Vllm:
@@ -40,6 +58,7 @@ class Vllm:
         self._argv = argv
         self.listener = listener
         self.key = key
+        """The same for all processes that release their memory together."""
 
     def activity(self) -> Activity:
         """Return whether the engine sleeps, and its requests from its own metrics."""

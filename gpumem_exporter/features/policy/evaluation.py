@@ -16,7 +16,6 @@ from typing import NamedTuple
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import ActionRequest, Target
-from gpumem_exporter.actions.engine_starts import describe_starts
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.timing import acts_on_jobs, steps_with_ranks
 from gpumem_exporter.core.caller import Caller
@@ -170,8 +169,9 @@ class RuleState:
 class PolicyEvaluator:
     """The rules in force, in order of precedence, with their states. Not thread-safe."""
 
-    def __init__(self, rules: Sequence[Rule], *, stale_seconds: float) -> None:
+    def __init__(self, rules: Sequence[Rule], *, stale_seconds: float, held_back: Callable[..., bool]) -> None:
         self._stale_seconds = stale_seconds
+        self._held_back = held_back  # as `Dispatcher.held_back`
         self._states: dict[str, RuleState] = {}
         self._evaluated_seconds = 0.0
         self.put_in_force(rules)
@@ -227,7 +227,7 @@ class PolicyEvaluator:
                     result = "pending"
                 # Of a job, these are searched among all processes: only where the rule would act.
                 processes = [] if result else _processes(rule, each, snapshot)
-                if result := result or _obstacle(rule, each, processes, snapshot, busy):
+                if result := result or _obstacle(rule, each, processes, snapshot, busy, self._held_back):
                     counts[name, result] += 1
                     continue
                 decided += 1
@@ -254,11 +254,12 @@ def _obstacle(
     processes: Sequence[ReportingProcess],
     snapshot: Snapshot,
     busy: AbstractSet[ProcessKey],
+    held_back: Callable[..., bool],
 ) -> str:
     """Return why a rule cannot act on processes now, as one of `RESULTS`; empty if it can."""
     if not busy.isdisjoint(process.key for process in processes):
         return "busy"
-    if describe_starts(rule.request, Caller.policy(rule.name), processes, [seen.process.host_pid], snapshot):
+    if any(held_back(rule.request, Caller.policy(rule.name), each, snapshot) for each in processes):
         return "held_back"
     # The name of a process that has exited may be that of another one.
     named = dict(snapshot.names.reporting).get(seen.process.name)

@@ -54,7 +54,7 @@ class PolicyRunner:
         # The decisions whose actions have not finished, settled and been judged, by the id of the action.
         self._running: dict[str, Decision] = {}
         self._reading = asyncio.Lock()
-        self.evaluator = PolicyEvaluator((), stale_seconds=stale_seconds)
+        self.evaluator = PolicyEvaluator((), stale_seconds=stale_seconds, held_back=dispatcher.held_back)
         """The rules in force with their state."""
         self._put_in_force(read_policy(path, allowed=allowed), "start")
 

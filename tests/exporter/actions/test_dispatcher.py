@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from gpumem_client.wire.protocol import COMMAND_ACTIONS, CommandResult, StillFree
+from gpumem_client.wire.protocol import COMMAND_ACTIONS, ENGINE_ACTIONS, CommandResult, StillFree
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action, SubmittedAction
 from gpumem_exporter.actions.action_options import ANSWER_GRACE_SECONDS, ActionRequest, Target
 from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
+from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
@@ -358,3 +359,14 @@ def test_a_process_that_allows_nothing_clears_nothing(bench: Bench) -> None:
     assert not process.clears
     (row,) = bench.ask("empty_cache", Target(pid=3)).results
     assert row.reason_code == "denied_by_owner"
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_without_the_feature_of_engines_no_engine_acts(bench: Bench, dry_run: bool) -> None:
+    bench.dispatcher = bench.build(allowed=frozenset(ENGINE_ACTIONS))
+    bench.dispatcher.engines = Engines()
+    process = bench.put(1, devices=(sample(UUIDS[0], 10 * MIB),), actions=ENGINE_ACTIONS)
+    for action in ENGINE_ACTIONS:
+        results = bench.ask(action, dry_run=dry_run).results
+        assert {(row.pid, row.reason_code) for row in results} == {(pid, ReasonCode.NO_ENGINE) for pid in (1, 2)}
+    assert bench.dispatcher.commands(process) == ()

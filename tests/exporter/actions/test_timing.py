@@ -33,7 +33,7 @@ def idles(pid: int, **changes: Any) -> ReportingProcess:
 def turns(*processes: ReportingProcess, target: Target = EVERYTHING, **changes: Any) -> dict[int | str, Turn]:
     snapshot = Snapshot(0.0, node(device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1")), processes)
     request = ActionRequest(**{"action": "empty_cache", "target": target, **changes})
-    selected = select(request, OPERATOR, snapshot).reporting
+    selected = select(request, OPERATOR, snapshot).commanded
     return {one.pid: turn for one, turn in plan(request, selected, snapshot, 0.0)}
 
 

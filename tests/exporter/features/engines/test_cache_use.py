@@ -10,13 +10,13 @@ import pytest
 
 from gpumem_client.wire.protocol import DeviceSample, EngineState
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.engines import EngineRefusedError, Engines
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.engines import cache_use
 from gpumem_exporter.features.engines.cache_use import CacheUse
+from gpumem_exporter.features.engines.vllm import EngineRefusedError
 from tests.support.builders import report
 from tests.support.waiting import patient, wait_for
 
@@ -61,7 +61,7 @@ class Node:
         self.sequence = 0
         self.engine = Engine()
         self.store = Store(report_expiry_seconds=1e6, reading_expiry_seconds=5.0, max_processes=10)
-        self.cache_use = CacheUse(Engines(), lambda: self.store.snapshot(self.now), clock=lambda: self.now)
+        self.cache_use = CacheUse(self.engine, lambda: self.store.snapshot(self.now), clock=lambda: self.now)  # type: ignore[arg-type]
 
     def send(
         self,
@@ -85,7 +85,7 @@ class Node:
         """Let time pass, run a round and return the number of requests."""
         self.now += seconds
         before = self.engine.reads
-        self.cache_use.read_due(self.engine)  # type: ignore[arg-type]
+        self.cache_use.read_due()
         return self.engine.reads - before
 
 

@@ -16,13 +16,12 @@ import pytest
 from gpumem_client.wire.procfs import start_time_ticks
 from gpumem_client.wire.protocol import EngineState
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.engines import Activity, EngineRefusedError
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.features.engines import vllm
 from gpumem_exporter.features.engines.engine_control import EngineControl
-from gpumem_exporter.features.engines.vllm import Vllm
+from gpumem_exporter.features.engines.vllm import Activity, EngineRefusedError, Vllm
 from tests.support.builders import report
 from tests.support.engine_servers import Served, engine_servers
 from tests.support.waiting import wait_for

@@ -288,6 +288,8 @@ def test_the_least_recently_seen_alert_is_forgotten_at_the_limit(
     node = Node(tmp_path, alert_rule(dry_run=True))
     outcomes = []
     for each in ("a", "b", "a", "c", "a", "b"):
-        node.policies.evaluator = PolicyEvaluator(node.policies.evaluator.rules, stale_seconds=5.0)
+        node.policies.evaluator = PolicyEvaluator(
+            node.policies.evaluator.rules, stale_seconds=5.0, held_back=lambda *_: False
+        )
         outcomes.append(node.send(PID_1, fingerprint=each)[0])
     assert outcomes == ["acted", "acted", "repeated", "acted", "repeated", "acted"]

@@ -12,7 +12,10 @@ from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import ACTIONS, ActionRequest, Target
+from gpumem_exporter.actions.selection import SelectedProcess
+from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot, StartingEngine
+from gpumem_exporter.features.engines.engine_starts import engines_to_wait_for
 from gpumem_exporter.features.policy.evaluation import MAX_DECISIONS, Decision, PolicyEvaluator, Stop
 from gpumem_exporter.features.policy.policy_rules import Condition, Rule
 from gpumem_exporter.features.policy.policy_values import FIELDS
@@ -68,12 +71,18 @@ class Evaluation(NamedTuple):
     counts: Mapping[tuple[str, str], int]
 
 
+def held_back(request: ActionRequest, caller: Caller, process: ReportingProcess, snapshot: Snapshot) -> bool:
+    """As the dispatcher, which asks the feature `engines`."""
+    one = SelectedProcess(process.name, process, ())
+    return bool(engines_to_wait_for(request, caller, one, frozenset(), snapshot))
+
+
 class Bench:
     """An evaluator, a clock, and the processes with a running action."""
 
     def __init__(self, *rules: Rule) -> None:
         self.now = 1000.0
-        self.evaluator = PolicyEvaluator(rules, stale_seconds=5.0)
+        self.evaluator = PolicyEvaluator(rules, stale_seconds=5.0, held_back=held_back)
         self.under_way: set[ProcessKey] = set()
         self.reading: NodeReading | None = node(device(UUIDS[0], total=1000 * MIB, used=990 * MIB))
 

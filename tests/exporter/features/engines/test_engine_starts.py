@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 from unittest.mock import Mock
 
@@ -128,6 +129,16 @@ def test_a_dry_run_shows_the_wait_at_once() -> None:
     assert asked.finished
     assert {(result.outcome, result.reason_code) for result in asked.results} == {("refused", STARTING)}
     assert [wait.pid for wait in asked.waits_for] == [ENGINE]
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_an_engine_that_two_processes_wait_for_is_shown_once(dry_run: bool) -> None:
+    bench, ticks = EngineBench(), itertools.count()
+    bench.dispatcher = bench.build(wall_clock=lambda: 1e9 + bench.now + 1e-6 * next(ticks))
+    asked = bench.ask(deadline_seconds=600.0, dry_run=dry_run)
+    assert [wait.pid for wait in asked.waits_for] == [ENGINE]
+    bench.later(1.0)
+    assert [wait.pid for wait in bench.current(asked).waits_for] == [ENGINE]
 
 
 def test_a_device_that_only_the_driver_shows_for_the_process_counts() -> None:

@@ -18,10 +18,10 @@ from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import ACTIONS, Target
-from gpumem_exporter.actions.engines import Activity
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ProcessFacts, ProcessMemory, ReportingProcess
+from gpumem_exporter.features.engines.vllm import Activity
 from tests.support.builders import MIB, UUIDS, device, node, sample
 from tests.support.dispatching import Bench
 

@@ -13,15 +13,16 @@ import pytest
 
 from gpumem_client.wire.protocol import COMMAND_ACTIONS, CommandResult, DeviceResult, EngineState
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions import engines
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import ACTIONS, ENGINE_ANSWER_SECONDS, Target
-from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS, Activity, EngineRefusedError
+from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.container import Place
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import ActionForbiddenError
+from gpumem_exporter.features.engines import engine_memory
+from gpumem_exporter.features.engines.vllm import Activity, EngineRefusedError
 from tests.support.builders import MIB, UUIDS, device, node, sample
 from tests.support.dispatching import Bench
 
@@ -149,23 +150,20 @@ async def test_what_no_reading_shows_is_not_known(bench: EngineBench, ended: Any
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["", "the driver hangs"])
 async def test_what_stays_free_is_read_after_the_settling_time(bench: EngineBench, ended: Any, hangs: bool) -> None:
-    timers: dict[float, Callable[[], None]] = {}
     polls: list[Callable[[], None]] = [bench.poll]
     bench.dispatcher = bench.build(
         allowed=frozenset(ACTIONS),
         engines=bench.engine,
         poll_soon=lambda: polls[0](),
-        call_later=lambda seconds, function: timers.update({seconds: function}),
     )
-    action = await ended(settle_seconds=10.0)
+    action = await ended(settle_seconds=0.2)
     assert (action.freed_bytes, action.settling) == (60 * MIB, True)
-    bench.now += 10.0
+    bench.now += 0.2
     bench.engine.asleep = False  # a request has woken the engine, and the driver has not been read since
     if hangs:
         polls[0] = lambda: setattr(bench, "now", bench.now + 5.0)
-    timers[10.0]()
     while bench.current(action).settling:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     assert bench.current(action).still_free_bytes == (None if hangs else 0)
 
 
@@ -180,8 +178,8 @@ async def test_a_wait_for_idle_ends_when_another_engine_starts_beside_one_proces
         first = replace(first, processes=(ProcessMemory(1, 100 * MIB),))
         bench.store.put_reading(replace(node(first, second, taken=bench.now), facts=facts))
 
-    monkeypatch.setattr(engines, "_in_thread", inline)
-    monkeypatch.setattr(engines, "_ASK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(engine_memory, "_in_thread", inline)
+    monkeypatch.setattr(engine_memory, "_ASK_AGAIN_SECONDS", 0.01)
     bench.put(1, rank="0", devices=(sample(UUIDS[0], 8 * MIB, 4 * MIB),))
     title = ProcessFacts(TITLED, 1000, "VLLM::EngineCore", uid=1001, started_seconds=-1e4)
     starting = replace(title, pid=STARTING, uid=2000, started_seconds=bench.now)
