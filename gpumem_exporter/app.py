@@ -14,7 +14,7 @@ from fastapi import APIRouter, FastAPI
 
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
-from gpumem_exporter.actions.action_routes import actions_router, caller_router
+from gpumem_exporter.actions.action_routes import ActionRoutes, caller_router
 from gpumem_exporter.actions.nvml_route import nvml_router
 from gpumem_exporter.edge.listeners import parse_listen_address
 from gpumem_exporter.edge.problems import install_problem_handlers
@@ -106,13 +106,7 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
             hide_identities_from=runtime.node.hide_identities_from,
         ),
         caller_router(callers=runtime.callers, allowed=runtime.settings.action_allow, snapshot=runtime.snapshot),
-        actions_router(
-            dispatcher=dispatcher,
-            audit=audit,
-            held_requests=held_requests,
-            renderer=runtime.renderer,
-            snapshot=runtime.snapshot,
-        ),
+        ActionRoutes(dispatcher, audit, held_requests, runtime.renderer, runtime.snapshot).router(),
         nvml_router(
             poller=runtime.poller,
             dispatcher=dispatcher,

@@ -79,7 +79,7 @@ class ActionResult:
 
 @dataclass(frozen=True, slots=True)
 class PendingPart:
-    """A process that has no result yet. The fields are as of `ActionResult`."""
+    """A process that has a command and no result yet. The fields are as of `ActionResult`."""
 
     pid: int | str
     workload: str

@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH
 from gpumem_exporter.actions import sentences
-from gpumem_exporter.actions.action import Action, ActionResult, EngineWait
+from gpumem_exporter.actions.action import Action, ActionResult, EngineWait, PendingPart
 from gpumem_exporter.actions.action_options import (
     ACTIONS,
     GROUP_IS_DEPRECATED,
@@ -195,17 +195,6 @@ class ActionBody(_body("_Options", OPTIONS, base=_Required)):  # type: ignore[mi
         return request
 
 
-class PendingDocument(TypedDict):
-    """A process that has a command and no result yet."""
-
-    pid: int | str
-    workload: str
-    rank: str
-    job: str
-    mode: Annotated[str, Field(description="when it acts: now, step or idle")]
-    at_step: Annotated[int | None, Field(description="the step after which all ranks of its job act")]
-
-
 class _ActionValues(TypedDict):
     id: str
     action: str
@@ -246,7 +235,7 @@ class ActionDocument(_ActionValues):
     """An action. Values that were not measured are null."""
 
     results: list[ActionResult]
-    pending: Annotated[list[PendingDocument], Field(description="the processes of a running action without a result")]
+    pending: Annotated[list[PendingPart], Field(description="the processes of a running action without a result")]
 
 
 class ListedActionDocument(_ActionValues):
@@ -322,53 +311,37 @@ _SUBMIT = _route("the action is running; `Location` is its path", 401, 403, 404,
 _CANCEL = _route("the processes forget their commands", 401, 403, 404)
 
 
-def actions_router(
-    *,
-    dispatcher: Dispatcher,
-    audit: Audit,
-    held_requests: HeldRequests,
-    renderer: Renderer,
-    snapshot: Callable[[], Snapshot],
-) -> APIRouter:
-    """Return the routes of actions."""
-    routes = ActionRoutes(dispatcher, audit, held_requests, renderer, snapshot)
-    path = ACTIONS_PATH + "/{action_id}"
-    router = APIRouter(tags=["actions"])
-    router.post(ACTIONS_PATH, **_SUBMIT)(routes.submit)
-    router.get(ACTIONS_PATH, responses={200: json_reply(ActionsDocument), **problems(401, 403, 422)})(routes.recent)
-    router.get(path, responses={200: json_reply(ActionDocument), **problems(401, 403, 404)})(routes.one)
-    router.delete(path, **_CANCEL)(routes.cancel)
-    return router
-
-
+@dataclass(frozen=True, slots=True)
 class ActionRoutes:
-    """The handlers of the routes."""
+    """The routes of actions, and their handlers."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        audit: Audit,
-        held_requests: HeldRequests,
-        renderer: Renderer,
-        snapshot: Callable[[], Snapshot],
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._audit = audit
-        self._held_requests = held_requests
-        self._renderer = renderer
-        self._snapshot = snapshot
+    dispatcher: Dispatcher
+    audit: Audit
+    held_requests: HeldRequests
+    renderer: Renderer
+    snapshot: Callable[[], Snapshot]
+
+    def router(self) -> APIRouter:
+        """Return the routes."""
+        path = ACTIONS_PATH + "/{action_id}"
+        router = APIRouter(tags=["actions"])
+        router.post(ACTIONS_PATH, **_SUBMIT)(self.submit)
+        router.get(ACTIONS_PATH, responses={200: json_reply(ActionsDocument), **problems(401, 403, 422)})(self.recent)
+        router.get(path, responses={200: json_reply(ActionDocument), **problems(401, 403, 404)})(self.one)
+        router.delete(path, **_CANCEL)(self.cancel)
+        return router
 
     async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
         """Request an action on the target processes and wait up to `wait_seconds` for its results."""
         if idempotency_key is not None:
-            await self._audit.wait_until_restored()
+            await self.audit.wait_until_restored()
         with refusals_as_problems():
-            action = self._dispatcher.submit(
+            action = self.dispatcher.submit(
                 body.request(), requested_by=Exchange.of(request).caller, idempotency_key=idempotency_key
             )
         if not action.finished and body.wait_seconds > 0:
-            await self._held_requests.hold(action.id, body.wait_seconds, request.receive)
-            action = self._dispatcher.get(action.id) or action
+            await self.held_requests.hold(action.id, body.wait_seconds, request.receive)
+            action = self.dispatcher.get(action.id) or action
         reply = await self._recorded(action)
         if not action.finished:
             reply.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
@@ -379,14 +352,14 @@ class ActionRoutes:
 
         A caller without the rights to all sees its own actions. Long targets shorten the list, to about 1 MiB.
         """
-        visible = [action for action in self._dispatcher.recent() if action.visible_to(Exchange.of(request).caller)]
-        names = self._snapshot().names
+        visible = [action for action in self.dispatcher.recent() if action.visible_to(Exchange.of(request).caller)]
+        names = self.snapshot().names
 
         def listing() -> bytes:
             of_job = {name for name, process in names.reporting if job_of_process(process) == parameters.job}
             return _listing(islice((each for each in visible if parameters.admit(each, of_job)), parameters.limit))
 
-        return json_response(await self._renderer.render(listing))
+        return json_response(await self.renderer.render(listing))
 
     async def one(self, request: Request, action_id: str) -> Response:
         """One action."""
@@ -395,11 +368,11 @@ class ActionRoutes:
     async def cancel(self, request: Request, action_id: str) -> Response:
         """Cancel the parts of an action that have not started. May be repeated."""
         action = self._visible(request, action_id)
-        cancelled = self._dispatcher.cancel(action_id, requested_by=Exchange.of(request).caller)
+        cancelled = self.dispatcher.cancel(action_id, requested_by=Exchange.of(request).caller)
         return await self._recorded(cancelled or action)
 
     def _visible(self, request: Request, action_id: str) -> Action:
-        action = self._dispatcher.get(action_id)
+        action = self.dispatcher.get(action_id)
         if action is None or not action.visible_to(Exchange.of(request).caller):
             why = f"it is another user's, too old to be kept, or was never here; GET {ACTIONS_PATH} lists the others"
             raise ProblemError(ProblemCode.UNKNOWN_ACTION, f"no action {action_id[:64]!r}: {why}")
@@ -408,12 +381,12 @@ class ActionRoutes:
     async def _recorded(self, action: Action, running_status: int = 202) -> Response:
         """Return the action. If it has ended, wait until its end is stored."""
         if action.finished:
-            await self._audit.wait_until_stored(action)
+            await self.audit.wait_until_stored(action)
         status = 200 if action.finished else running_status
         if len(action.results) + len(action.planned) <= INLINE_RESULTS:
             return json_response(_document(action), status)
         # A document of many results is built in its turn, and once for all requests that wait: it may take MiB.
-        body = await self._renderer.render_shared(("action", id(action)), lambda: _document(action))
+        body = await self.renderer.render_shared(("action", id(action)), lambda: _document(action))
         return json_response(body, status)
 
 
