@@ -298,7 +298,8 @@ class Dispatcher:
         ranks = [part.target._replace(process=process or part.target.process) for part, process in reported]
         at_step, obstacle = step_of_group(ranks, running.request, parts[0].deadline_seconds - now, now)
         if at_step is None:
-            self._withdraw_group(running, group, obstacle, ReasonCode.GROUP_INCOMPLETE)
+            result = CommandResult(running.action.id, "refused", obstacle, ReasonCode.GROUP_INCOMPLETE)
+            self._withdraw_group(running, group, result)
             return False
         for part in parts:
             part.command = replace(part.command, at_step=at_step)
@@ -431,10 +432,11 @@ class Dispatcher:
             return
         running.end_command(part, result, process)
         if part.command.settle_seconds > 0 and result.outcome == "done":
-            self._settlements.start(running, part, result, self._clock())
+            self._settlements.start(running, part, self._clock())
         if part.group is not None and result.outcome != "done":
             reason = "not every rank of the group could take part"
-            self._withdraw_group(running, part.group, reason, ReasonCode.GROUP_INCOMPLETE)
+            others = CommandResult(running.action.id, "refused", reason, ReasonCode.GROUP_INCOMPLETE)
+            self._withdraw_group(running, part.group, others)
         self._finish_if_complete(running)
 
     async def _measure(
@@ -498,7 +500,7 @@ class Dispatcher:
                 elif found and part.state is not PartState.ENDED and (not part.blocked or now >= part.deadline_seconds):
                     result = starting_refusal(running.action.id, found)
                     if part.group is not None:
-                        self._withdraw_group(running, part.group, result.reason, ReasonCode.ENGINE_STARTING)
+                        self._withdraw_group(running, part.group, result)
                     else:
                         self._withdraw_part(running, part, result)
             self._finish_if_complete(running)
@@ -521,25 +523,20 @@ class Dispatcher:
         may run, and a process that is being terminated is terminated. The results show which is which.
         """
         running = self.actions.running.get(action_id)
-        if running is not None:
-            self.withdraw(running, f"cancelled by {requested_by}", ReasonCode.CANCELLED)
+        if running is not None and not running.cancelled:
+            running.cancelled = True
+            reason = f"cancelled by {requested_by}"
+            result = CommandResult(action_id, "refused", reason, ReasonCode.CANCELLED)
+            for part in running.parts:
+                self._withdraw_part(running, part, result)
+            self._finish_if_complete(running)
         return self.get(action_id)
 
-    def withdraw(self, running: RunningAction, reason: str, code: ReasonCode) -> None:
-        """Refuse the parts whose command was not delivered, and recall the others."""
-        if running.withdrawal is not None:
-            return
-        running.withdrawal = CommandResult(running.action.id, "refused", reason, code)
-        for part in running.parts:
-            self._withdraw_part(running, part, running.withdrawal)
-        self._finish_if_complete(running)
-
-    def _withdraw_group(self, running: RunningAction, group: JobKey, reason: str, code: ReasonCode) -> None:
+    def _withdraw_group(self, running: RunningAction, group: JobKey, result: CommandResult) -> None:
         """Refuse the parts of a group whose command was not delivered, and recall the others."""
-        if running.withdrawal is not None or group in running.withdrawn:
+        if running.cancelled or group in running.withdrawn:
             return
         running.withdrawn.add(group)
-        result = CommandResult(running.action.id, "refused", reason, code)
         for part in running.groups.get(group, ()):
             self._withdraw_part(running, part, result)
         self._finish_if_complete(running)

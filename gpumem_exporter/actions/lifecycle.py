@@ -28,7 +28,6 @@ from enum import Enum
 from typing import TypeAlias, TypeVar
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult
-from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action, ActionResult, EngineWait, PendingPart, SubmittedAction
 from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.kinds import is_done
@@ -276,8 +275,8 @@ class RunningAction:
     outside: list[OutsidePart] = field(default_factory=list)
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the request is recorded: processes may get their commands."""
-    withdrawal: CommandResult | None = None
-    """The result of each part that has not started, once the action is withdrawn; None while parts may start."""
+    cancelled: bool = False
+    """No part starts any more."""
     withdrawn: set[JobKey] = field(default_factory=set)
     """The groups that do not act."""
 
@@ -386,7 +385,7 @@ class RunningAction:
         outcomes = {result.outcome for result in self.action.results if not is_done(result.outcome)}
         if not outcomes:
             return ActionState.DONE
-        if self.withdrawal is not None and self.withdrawal.reason_code == ReasonCode.CANCELLED:
+        if self.cancelled:
             return ActionState.CANCELLED
         return ActionState.EXPIRED if outcomes == {"expired"} else ActionState.FAILED
 

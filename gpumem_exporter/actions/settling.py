@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
-from gpumem_client.wire.protocol import CommandResult, StillFree
-from gpumem_exporter.actions.action import Action
+from gpumem_client.wire.protocol import StillFree
+from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.lifecycle import CommandPart, RunningAction
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 
@@ -14,15 +15,17 @@ SETTLING_GRACE_SECONDS = 5.0
 """A process's value may arrive this long after the settling time, and two steps later: steps delay its samples."""
 
 
-@dataclass(slots=True)
-class _Settlement:
+class _Settlement(NamedTuple):
     """One process's part in a clear that is done, until the value of each device has arrived."""
 
     running: RunningAction
     part: CommandPart
-    uuids: set[str]
-    """The devices without a value."""
     gives_up_seconds: float
+
+    def lacks_value(self, result: ActionResult) -> bool:
+        """Return whether a result is of this process, and its value has not arrived."""
+        ours = result.pid == self.part.target.pid
+        return ours and result.freed_bytes is not None and result.still_free_bytes is None
 
 
 class Settlements:
@@ -35,12 +38,11 @@ class Settlements:
         self._changed = changed
         self._waiting: dict[tuple[str, ProcessKey], _Settlement] = {}
 
-    def start(self, running: RunningAction, part: CommandPart, result: CommandResult, now: float) -> None:
+    def start(self, running: RunningAction, part: CommandPart, now: float) -> None:
         """Wait for values of a process that has done a clear, if it has released memory."""
-        uuids = {device.uuid for device in result.devices if device.freed_bytes is not None}
-        if uuids:
-            late_seconds = SETTLING_GRACE_SECONDS + 2 * (part.target.process.report.step_seconds or 0.0)
-            settlement = _Settlement(running, part, uuids, now + part.command.settle_seconds + late_seconds)
+        late_seconds = SETTLING_GRACE_SECONDS + 2 * (part.target.process.report.step_seconds or 0.0)
+        settlement = _Settlement(running, part, now + part.command.settle_seconds + late_seconds)
+        if any(map(settlement.lacks_value, running.action.results)):
             self._waiting[running.action.id, part.key] = settlement
             running.action = replace(running.action, settling=True)
 
@@ -48,7 +50,7 @@ class Settlements:
         """Take the values in a report. Unknown ids are ignored."""
         for value in process.report.still_free:
             settlement = self._waiting.get((value.id, process.key))
-            if settlement is not None and settlement.part.belongs_to(process) and value.uuid in settlement.uuids:
+            if settlement is not None and settlement.part.belongs_to(process):
                 self._set(settlement, value)
 
     def gone(self, key: ProcessKey) -> None:
@@ -62,16 +64,15 @@ class Settlements:
             self._end(settlement)
 
     def _set(self, settlement: _Settlement, value: StillFree) -> None:
-        running, pid = settlement.running, settlement.part.target.pid
+        running, lacks_value = settlement.running, settlement.lacks_value
         results = tuple(
-            replace(result, still_free_bytes=value.still_free_bytes)
-            if (result.pid, result.uuid) == (pid, value.uuid)
-            else result
-            for result in running.action.results
+            replace(each, still_free_bytes=value.still_free_bytes)
+            if each.uuid == value.uuid and lacks_value(each)
+            else each
+            for each in running.action.results
         )
         running.action = replace(running.action, results=results)
-        settlement.uuids.discard(value.uuid)
-        if not settlement.uuids:
+        if not any(map(lacks_value, results)):
             self._end(settlement)
 
     def _end(self, settlement: _Settlement) -> None:
