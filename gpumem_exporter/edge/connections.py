@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -78,9 +79,6 @@ class Connection:
     """Ends it with a reset."""
     close: Callable[[], object] = lambda: None
     """Ends it when what was written is sent."""
-    pause: Callable[[], object] = lambda: None
-    """Leaves what the client sends in its socket, until `resume`."""
-    resume: Callable[[], object] = lambda: None
     is_open: bool = True
     waiting_since_seconds: float = field(init=False)
     """When the exporter began to wait for its client, which has no request or has not finished sending one; infinite
@@ -156,8 +154,8 @@ class Exchange:
     """The process at the other end; without a user if that process is a proxy."""
     caller: Caller = field(init=False)
     """The caller of an action. Missing on the routes where the guard identifies no caller."""
-    end_turn: Callable[[], None] = lambda: None
-    """Ends the turn of a long body or of a read before the reply does, so that its owner has the next one."""
+    turn: AsyncExitStack = field(default_factory=AsyncExitStack)
+    """The turn of a long body or of a read. `turn.aclose()` ends it before the reply does."""
 
     def __post_init__(self) -> None:
         self.peer = self.connection.peer

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
+from functools import partial
 from typing import TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,7 +23,6 @@ _SHORT_BODY_BYTES = 64 << 10
 _PIECE_BYTES = 64 << 10
 # What is read of a body that the application does not want.
 _DROPPED_BYTES = 4 << 20
-_REFUSAL_SECONDS = 1.0
 
 
 class Held(Enum):
@@ -95,21 +95,28 @@ class Turns:
 
     def __init__(self, running: int, *, running_of_owner: int = 1, waiting_of_owner: int = 64) -> None:
         self._running = running
-        self._running_of_owner = running_of_owner
-        self._waiting_of_owner = waiting_of_owner
-        self._active: Counter[Owner] = Counter()
-        # The futures of the requests that wait, at most one for each connection. The first owner has the next turn.
-        self._queues: dict[Owner, deque[asyncio.Future[None]]] = {}
+        self._most_of_owner = running_of_owner + waiting_of_owner
+        self._requests: Counter[Owner] = Counter()
+        # A request waits for its owner's semaphore, then for the one of all. So an owner has few places in the queue of
+        # all, and its next request is behind the requests of other owners.
+        self._all = asyncio.Semaphore(running)
+        self._of_owner: defaultdict[Owner, asyncio.Semaphore]
+        self._of_owner = defaultdict(partial(asyncio.Semaphore, running_of_owner))
         self._executor: ThreadPoolExecutor | None = None
 
     @contextlib.asynccontextmanager
     async def of(self, owner: Owner) -> AsyncIterator[None]:
         """Wait for a turn of this owner; it lasts until the block ends. Raises ProblemError (503) if too many wait."""
-        await self.start(owner)
+        if self._requests[owner] >= self._most_of_owner:
+            raise ProblemError(ProblemCode.BUSY, "too many requests wait; repeat this one later", {"Retry-After": "1"})
+        self._requests[owner] += 1
         try:
-            yield
+            async with self._of_owner[owner], self._all:
+                yield
         finally:
-            self.end(owner)
+            self._requests[owner] -= 1
+            if not self._requests[owner]:
+                del self._requests[owner], self._of_owner[owner]
 
     async def run(self, owner: Owner, function: Callable[[], T]) -> T:
         """Call a function in a thread, in a turn of this owner. Raises ProblemError (503) if too many wait."""
@@ -118,69 +125,6 @@ class Turns:
                 # The threads belong to the turns: the threads of `to_thread` may all be waiting for a disk or /proc.
                 self._executor = ThreadPoolExecutor(self._running, thread_name_prefix="turn")
             return await asyncio.get_running_loop().run_in_executor(self._executor, function)
-
-    async def start(self, owner: Owner) -> None:
-        """Wait for a turn of this owner, which lasts until `end`. Raises ProblemError (503) if too many wait."""
-        waiting = len(self._queues.get(owner, ()))
-        if not waiting and self._may_start(owner):
-            self._active[owner] += 1
-            return
-        if waiting >= self._waiting_of_owner:
-            # A client that ignores Retry-After would otherwise keep the event loop busy with refusals.
-            await asyncio.sleep(_REFUSAL_SECONDS)
-            raise ProblemError(ProblemCode.BUSY, "too many requests wait; repeat this one later", {"Retry-After": "1"})
-        turn = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(owner, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            # The turn may have started before the cancellation arrived here: nothing else would end it.
-            if turn.done() and not turn.cancelled():
-                self.end(owner)
-            raise
-
-    def end(self, owner: Owner) -> None:
-        """End a turn of this owner, and start the next ones."""
-        self._active[owner] -= 1
-        self._active = +self._active  # forgets the owners without a turn
-        for each in tuple(self._queues):
-            self._start_next(each)
-
-    def _may_start(self, owner: Owner) -> bool:
-        return self._active.total() < self._running and self._active[owner] < self._running_of_owner
-
-    def _start_next(self, owner: Owner) -> None:
-        queue = self._queues[owner]
-        while queue and (queue[0].cancelled() or self._may_start(owner)):
-            turn = queue.popleft()
-            if turn.cancelled():
-                continue
-            self._active[owner] += 1
-            turn.set_result(None)
-            if queue:  # the other owners are before its next turn
-                self._queues[owner] = self._queues.pop(owner)
-            break
-        if not queue:
-            del self._queues[owner]
-
-
-class _Turn:
-    """The turn of one request. It starts at most once."""
-
-    def __init__(self, turns: Turns, owner: Owner) -> None:
-        self._turns = turns
-        self._owner = owner
-        self._started = self._runs = False
-
-    async def start(self) -> None:
-        if not self._started:
-            await self._turns.start(self._owner)
-            self._started = self._runs = True
-
-    def end(self) -> None:
-        if self._runs:
-            self._runs = False
-            self._turns.end(self._owner)
 
 
 class FairRequests:
@@ -206,25 +150,17 @@ class FairRequests:
         headers = dict(scope["headers"])
         length = int(headers.get(b"content-length", b"0"))
         is_chunked = b"transfer-encoding" in headers
-        # The application ends the turn of a body when it has read it. Until it starts, the body is not received.
-        body = _Turn(self._bodies, connection.owner) if length > _SHORT_BODY_BYTES else None
+        waits_for_body_turn = length > _SHORT_BODY_BYTES
         # Writes (reports, actions) and scrapes do not wait for reads.
-        is_read = scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/api/")
-        read = _Turn(self._reads, connection.owner) if is_read and body is None else None
-        if turn := body or read:
-            exchange.end_turn = turn.end
+        is_read = not waits_for_body_turn and scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/api/")
         arrived = not length and not is_chunked
         if arrived:
             connection.work()
         else:
             connection.wait_for_body()
-        if body is not None:
-            connection.pause()
 
         async def receive_next() -> Message:
             nonlocal arrived
-            if not arrived:
-                connection.resume()
             message = await receive()
             if not arrived and not message.get("more_body"):
                 arrived = True
@@ -232,32 +168,32 @@ class FairRequests:
             return message
 
         async def receive_in_turn() -> Message:
-            if body is not None:
-                await body.start()
+            nonlocal waits_for_body_turn
+            if waits_for_body_turn:
+                await exchange.turn.enter_async_context(self._bodies.of(connection.owner))
+                waits_for_body_turn = False
             return await receive_next()
 
         async def send_in_time(message: Message) -> None:
             # A client that expects a reply sends the body only afterwards.
             if not arrived and message["type"] == "http.response.start" and not is_chunked and b"expect" not in headers:
                 await _drop_body(receive_next)
-            if read is not None:
-                read.end()  # a client that reads slowly, or follows a stream, would occupy it
+            # A client that reads slowly, or follows a stream, would occupy the turn.
+            await exchange.turn.aclose()
             await self._send(connection, message, send)
 
-        # Behind a body in chunks, more headers may follow, which no limit sees.
-        refusal = ProblemError(ProblemCode.LENGTH_REQUIRED, "a body needs a Content-Length") if is_chunked else None
+        app = self._app
         try:
-            if read is not None:
+            if is_chunked:  # behind the body, more headers may follow, which no limit sees
+                app = ProblemError(ProblemCode.LENGTH_REQUIRED, "a body needs a Content-Length").response()
+            elif is_read:
                 try:
-                    await read.start()
-                except ProblemError as problem:
-                    refusal = problem
-            if refusal is not None:
-                await refusal.response()(scope, receive, send_in_time)
-            else:
-                await self._app(scope, receive_in_turn, send_in_time)
+                    await exchange.turn.enter_async_context(self._reads.of(connection.owner))
+                except ProblemError as refusal:
+                    app = refusal.response()
+            await app(scope, receive_in_turn, send_in_time)
         finally:
-            exchange.end_turn()
+            await exchange.turn.aclose()
             connection.end_request()
             if not arrived:  # what else arrives would be parsed as another request
                 connection.close()

@@ -170,7 +170,6 @@ class Client(asyncio.BufferedProtocol):
                 return
         self._is_open = True
         self._connection.abort, self._connection.close = transport.abort, transport.close
-        self._connection.pause, self._connection.resume = transport.pause_reading, transport.resume_reading
         transport.set_write_buffer_limits(high=_WRITE_BYTES)
         self._requests.connection_made(transport)
 

@@ -188,7 +188,7 @@ class ReportsRoute:
         try:
             return await self._turns.run(exchange.owner, partial(self._reader.read, body))
         finally:
-            exchange.end_turn()
+            await exchange.turn.aclose()
 
     def _start_session(self, before: ReportingProcess | None, process: ReportingProcess, sent: Report) -> None:
         """Take the first report of a reporter; `sent` may have devices that the driver does not have."""

@@ -120,8 +120,6 @@ class ProfileIntake:
             raise ProblemError(ProblemCode.FOREIGN_PROCESS, str(error)) from None
         except TooManyActionsError as error:
             raise ProblemError.too_many(str(error), error.retry_seconds) from None
-        finally:
-            exchange.end_turn()
         return json_response({"id": profile_id}, 201)
 
     def _reporting(self, key: ProcessKey, identity: ProcessIdentity) -> ReportingProcess:

@@ -271,7 +271,7 @@ class ProfileRoutes:
         wanted = ActionRequest("profile", Target(pid=pid), deadline_seconds=SCRAPE_SECONDS)
         if invalid := invalid_fields(wanted):
             raise ProblemError.invalid([FieldError("pid", each.message) for each in invalid])
-        Exchange.of(request).end_turn()
+        await Exchange.of(request).turn.aclose()
         async with self._scrapes.of(Exchange.of(request).owner):
             with refusals_as_problems():
                 action = self._dispatcher.submit(wanted, requested_by=Exchange.of(request).caller, unlisted=True)

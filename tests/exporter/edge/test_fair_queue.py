@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from gpumem_exporter.edge import fair_queue as module
 from gpumem_exporter.edge.connections import Connection, Connections, Exchange, Limits
 from gpumem_exporter.edge.fair_queue import FairRequests, Held, HeldRequests, Turns
 from gpumem_exporter.edge.peer import Peer
@@ -17,61 +17,87 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+@dataclass
+class Request:
+    """A request that has or waits for a turn."""
+
+    turns: Turns
+    owner: str
+    _may_end: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: asyncio.Task[None] = field(init=False)
+    has_turn: bool = False
+
+    def __post_init__(self) -> None:
+        self._task = asyncio.ensure_future(self._work())
+
+    async def _work(self) -> None:
+        async with self.turns.of(self.owner):
+            self.has_turn = True
+            await self._may_end.wait()
+
+    def end(self) -> None:
+        self._may_end.set()
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
 async def test_owners_take_turns_whatever_one_of_them_asks_for() -> None:
     turns = Turns(1)
     order: list[str] = []
-    await turns.start("first")
 
     async def work(owner: str) -> None:
         async with turns.of(owner):
             order.append(owner)
             await asyncio.sleep(0)
 
+    first = Request(turns, "first")
     tasks = []
     for owner in ("a", "a", "a", "b", "b", "c"):
         tasks.append(asyncio.ensure_future(work(owner)))
         await settle()
-    turns.end("first")
+    first.end()
     await asyncio.gather(*tasks)
     assert order == ["a", "b", "c", "a", "b", "a"]
 
 
 async def test_an_owner_has_its_share_of_the_turns() -> None:
     turns = Turns(3, running_of_owner=2)
-    await turns.start("a")
-    await turns.start("a")
-    third = asyncio.ensure_future(turns.start("a"))
+    requests = [Request(turns, owner) for owner in ("a", "a", "a", "b")]
     await settle()
-    assert not third.done()
-    await turns.start("b")
-    turns.end("a")
-    await third
+    assert [each.has_turn for each in requests] == [True, True, False, True]
+    requests[0].end()
+    await settle()
+    assert requests[2].has_turn
 
 
 async def test_a_cancelled_wait_passes_its_turn_on() -> None:
     turns = Turns(1)
-    await turns.start("a")
-    waiting = [asyncio.ensure_future(turns.start("b")) for _ in range(3)]
+    first = Request(turns, "a")
+    waiting = [Request(turns, "b") for _ in range(3)]
     await settle()
     waiting[0].cancel()
-    turns.end("a")
-    waiting[1].cancel()  # it has its turn already, and has not run yet
-    await asyncio.wait_for(waiting[2], 10)
-
-
-async def test_a_bounded_number_of_an_owner_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_REFUSAL_SECONDS", 0.0)
-
-    turns = Turns(1, waiting_of_owner=2)
-    await turns.start("a")
-    waiting = [asyncio.ensure_future(turns.start(owner)) for owner in ("b", "b", "c")]
     await settle()
+    first.end()
+    await settle()
+    assert waiting[1].has_turn
+    waiting[1].cancel()
+    await settle()
+    assert waiting[2].has_turn
+
+
+async def test_a_bounded_number_of_an_owner_waits() -> None:
+    turns = Turns(1, waiting_of_owner=2)
+    running, *waiting = (Request(turns, owner) for owner in ("b", "b", "b", "c"))
+    await settle()
+    assert running.has_turn
     with pytest.raises(ProblemError) as refused:
-        await turns.start("b")
+        async with turns.of("b"):
+            pass
     assert refused.value.status == 503
     assert refused.value.headers["Retry-After"]
-    assert not any(each.done() for each in waiting)
-    for each in waiting:
+    assert not any(each.has_turn for each in waiting)
+    for each in (running, *waiting):
         each.cancel()
 
 
