@@ -22,9 +22,6 @@ from gpumem_exporter.edge.peer import Peer
 Owner: TypeAlias = str
 """A user of this machine or a container, as `Place.share` names them, or another machine by its address."""
 
-# A connection makes room for another one of its own owner only after this time.
-_IDLE_SECONDS = 1.0
-
 _log = logging.getLogger(__name__)
 
 
@@ -81,10 +78,9 @@ class Connection:
     """Ends it when what was written is sent."""
     is_open: bool = True
     waiting_since_seconds: float = field(init=False)
-    """When the exporter began to wait for its client, which has no request or has not finished sending one; infinite
-    while the exporter works on a request."""
-    due_seconds: float = field(init=False)
-    """When it is ended, unless its client or the exporter does the next step before."""
+    """Since when the exporter has waited for the next step of its client; infinite while it works on a request."""
+    _allowed_seconds: float = field(init=False)
+    """The time that the client has for this step."""
     _requests: int = 0
     """The number of requests whose headers have arrived and that are not answered."""
     _in_head: bool = True
@@ -93,14 +89,21 @@ class Connection:
 
     def __post_init__(self) -> None:
         self.owner = owner_of(self.peer)
-        self.waiting_since_seconds = self.clock()
-        self.due_seconds = self.waiting_since_seconds + self.limits.request_seconds
+        self._wait(self.limits.request_seconds)
+
+    @property
+    def due_seconds(self) -> float:
+        """When it is ended, unless its client does the next step before."""
+        return self.waiting_since_seconds + self._allowed_seconds
+
+    def _wait(self, seconds: float) -> None:
+        self.waiting_since_seconds, self._allowed_seconds = self.clock(), seconds
 
     def receive(self, size: int) -> None:
         """Count received bytes, before they are parsed."""
         if self._in_head:
             if not self._requests and not self._head_bytes:
-                self.due_seconds = self.clock() + self.limits.request_seconds
+                self._wait(self.limits.request_seconds)
             self._head_bytes += size
 
     def check_head(self) -> None:
@@ -123,26 +126,24 @@ class Connection:
         self._in_head = False
         self._head_bytes = 0
         if self.due_seconds == math.inf:  # the exporter answered an earlier request meanwhile
-            self.waiting_since_seconds = now = self.clock()
-            self.due_seconds = now + self.limits.request_seconds
+            self._wait(self.limits.request_seconds)
 
     def work(self) -> None:
         """Note that a request has arrived with its body: the exporter has the next step."""
         self._in_head = True
-        self.waiting_since_seconds = self.due_seconds = math.inf
+        self.waiting_since_seconds = math.inf
 
     def wait_for_reader(self) -> None:
         """Note that the client must read before the exporter can go on; `work` follows."""
-        self.due_seconds = self.clock() + self.limits.unread_seconds
+        self._wait(self.limits.unread_seconds)
 
     def end_request(self) -> None:
         """Note that a request is answered."""
         self._requests -= 1
         if not self._requests:
-            self.waiting_since_seconds = now = self.clock()
             # uvicorn closes an idle connection. uvloop then waits for the client to read, which it may never do.
             idle_seconds = self.limits.idle_seconds + self.limits.unread_seconds
-            self.due_seconds = now + (self.limits.request_seconds if self._head_bytes else idle_seconds)
+            self._wait(self.limits.request_seconds if self._head_bytes else idle_seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +177,8 @@ class Connections:
     """Counts connections by owner, so that no owner keeps others out. Used on the event loop only.
 
     An owner has at most half of the connections. When all are taken, the owner with the most loses the connection
-    that has waited longest for its client: a connection without a request, or with a request that is not finished.
+    that has waited longest for its client: for a request, for the rest of one, or until a reply is read. Among its own
+    connections, a new one takes no place of a request that the exporter works on.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -246,7 +248,7 @@ class Connections:
         loser = own if has_half else largest
         # Searched only when there is no room, 50 ns for each connection; an order costs each request.
         longest = min(loser, key=attrgetter("waiting_since_seconds"))
-        if loser is own and self._clock() - longest.waiting_since_seconds < _IDLE_SECONDS:
+        if loser is own and longest.waiting_since_seconds == math.inf:
             return False
         self._end(longest, "it makes room")
         return True

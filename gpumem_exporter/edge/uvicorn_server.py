@@ -26,7 +26,7 @@ from gpumem_exporter.edge.fair_queue import FairRequests, Turns
 from gpumem_exporter.edge.peer import Peer
 from gpumem_exporter.edge.problems import ProblemError
 
-# The longest time between two searches for connections whose time is over.
+# The time between two searches for connections whose time is over.
 _SEARCH_SECONDS = 1.0
 # The time for a client to confirm the end of a TLS connection.
 _SHUTDOWN_SECONDS = 1.0
@@ -104,10 +104,7 @@ class LimitedServer(uvicorn.Server):
         await self._app(scope, receive, send_and_start if scope["type"] == "lifespan" else send)
 
     def _end_late_connections(self) -> None:
-        limits = self.connections.limits
-        # As often as the shortest time needs.
-        shortest = min(limits.request_seconds, limits.unread_seconds)
-        asyncio.get_running_loop().call_later(min(_SEARCH_SECONDS, shortest / 4), self._end_late_connections)
+        asyncio.get_running_loop().call_later(_SEARCH_SECONDS, self._end_late_connections)
         self.connections.end_late()
 
     def _protocol(self, **given: Any) -> Client:

@@ -49,19 +49,17 @@ def ended() -> list[Connection]:
     return ENDED
 
 
-def test_the_longest_idle_connection_of_the_same_owner_makes_room_after_a_second(
-    connections: Connections, clock: Clock, ended: list[Connection]
+def test_of_an_owner_with_half_the_connection_that_has_waited_longest_makes_room(
+    connections: Connections, ended: list[Connection]
 ) -> None:
     first, second, third, fourth = (connect(connections, "1") for _ in range(4))
-    assert not connections.admit(connection("1")), "an owner has at most half"
-    first.waiting_since_seconds = math.inf
-    second.waiting_since_seconds = clock() + 0.1
-    clock.seconds += 1.5
-    assert connections.admit(connection("1"))
-    assert ended == [third]
-    first.waiting_since_seconds = clock()
-    assert connections.admit(connection("1"))
-    assert ended == [third, fourth]
+    for busy in (first, second):
+        busy.waiting_since_seconds = math.inf
+    fourth.waiting_since_seconds -= 1
+    fifth = connect(connections, "1")
+    assert ended == [fourth]
+    third.waiting_since_seconds = fifth.waiting_since_seconds = math.inf
+    assert not connections.admit(connection("1")), "the exporter works on a request of each"
 
 
 def test_the_owner_with_the_most_makes_room_for_another_at_once(
