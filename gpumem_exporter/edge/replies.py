@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -24,29 +23,27 @@ class Renderer:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "gpumem-replies")
-        # Held while `_waiting` changes, by the event loop and by the thread, which may start at once.
-        self._lock = threading.Lock()
+        self._turn = asyncio.Lock()
         self._waiting: dict[Hashable, asyncio.Future[bytes]] = {}
 
     async def render(self, build: Callable[[], bytes]) -> bytes:
         """Return what `build` returns in the thread."""
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, build))
+        async with self._turn:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, build)
 
     async def render_shared(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
         """Return what `build` returns in the thread, for all calls with an equal key that arrive before its start."""
-
-        def run() -> bytes:
-            # A later call never gets this result: a client reads what it has written before.
-            with self._lock:
-                del self._waiting[key]
-            return build()
-
-        with self._lock:
-            shared = self._waiting.get(key)
-            if shared is None:
-                shared = self._waiting[key] = asyncio.get_running_loop().run_in_executor(self._thread, run)
+        shared = self._waiting.get(key)
+        if shared is None:
+            shared = self._waiting[key] = asyncio.ensure_future(self._render_waiting(key, build))
         # The client of one call may disconnect while other calls wait for the reply.
         return await asyncio.shield(shared)
+
+    async def _render_waiting(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
+        async with self._turn:
+            # A later call never gets this result: a client reads what it has written before.
+            del self._waiting[key]
+            return await asyncio.get_running_loop().run_in_executor(self._thread, build)
 
     def close(self) -> None:
         """End the thread without waiting for it."""
@@ -95,24 +92,9 @@ def json_body(model: type) -> dict[str, Any]:
 
 
 def accepts_gzip(accept_encoding: str) -> bool:
-    """Return whether the body may be compressed with gzip."""
-    qualities = dict(_choices(accept_encoding))
-    return qualities.get("gzip", qualities.get("x-gzip", qualities.get("*", 0.0))) > 0
-
-
-def _choices(header: str) -> Iterator[tuple[str, float]]:
-    """Yield name and quality of each element; skip elements with an invalid quality."""
-    for element in header.split(","):
-        name, *rest = (part.strip() for part in element.split(";"))
-        if not name:
-            continue
-        parameters = {}
-        for part in rest:
-            key, _, value = part.partition("=")
-            parameters[key.strip().lower()] = value.strip().strip('"')
-        try:
-            quality = float(parameters.pop("q", "1"))
-        except ValueError:
-            continue
-        if 0 <= quality <= 1:
-            yield name.lower(), quality
+    """Return whether the client lists gzip, and not with the quality 0."""
+    for element in accept_encoding.lower().split(","):
+        coding, _, quality = "".join(element.split()).partition(";q=")
+        if coding == "gzip":
+            return quality.strip("0.") != "" or not quality
+    return False
