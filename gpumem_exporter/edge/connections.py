@@ -9,7 +9,6 @@ import ipaddress
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -77,6 +76,8 @@ class Connection:
     close: Callable[[], object] = lambda: None
     """Ends it when what was written is sent."""
     is_open: bool = True
+    unread_bytes: int = 0
+    """The size of the long reply that is being sent."""
     waiting_since_seconds: float = field(init=False)
     """Since when the exporter has waited for the next step of its client; infinite while it works on a request."""
     _allowed_seconds: float = field(init=False)
@@ -186,12 +187,9 @@ class Connections:
         self._clock = clock
         # The connections of each owner, the oldest first.
         self._owners: dict[Owner, dict[Connection, None]] = {}
-        self._count = 0
-        # The sizes of the long replies that are being sent.
-        self._unread: dict[Connection, int] = {}
 
     def __len__(self) -> int:
-        return self._count
+        return sum(map(len, self._owners.values()))
 
     def admit(self, connection: Connection) -> bool:
         """Count a new connection, and make room for it. Return False if there is no room: it must be ended."""
@@ -200,19 +198,15 @@ class Connections:
             connection.is_open = False
             return False
         self._owners.setdefault(connection.owner, {})[connection] = None
-        self._count += 1
         return True
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection that has ended; one that made room is forgotten already."""
         connection.is_open = False
-        self._unread.pop(connection, None)
         owned = self._owners.get(connection.owner, {})
-        if connection in owned:
-            del owned[connection]
-            self._count -= 1
-            if not owned:
-                del self._owners[connection.owner]
+        owned.pop(connection, None)
+        if not owned:
+            self._owners.pop(connection.owner, None)
 
     def end_late(self) -> None:
         """End the connections whose time is over."""
@@ -222,26 +216,22 @@ class Connections:
 
     def start_reply(self, connection: Connection, size: int) -> None:
         """Count a long reply before it is sent, and end other connections if all long replies are too large."""
-        self._unread[connection] = size
-        # A single reply is never too large.
-        while len(self._unread) > 1 and sum(self._unread.values()) > self.limits.unread_bytes:
+        connection.unread_bytes = size
+        of_owner = {owner: sum(each.unread_bytes for each in owned) for owner, owned in self._owners.items()}
+        while sum(of_owner.values()) > self.limits.unread_bytes:
             # The owner first: many connections with short replies count together.
-            totals: Counter[Owner] = Counter()
-            for each, unread in self._unread.items():
-                totals[each.owner] += unread
-            owner = max(totals, key=totals.__getitem__)
-            heaviest = max((each for each in self._unread if each.owner == owner), key=self._unread.__getitem__)
+            owner = max(of_owner, key=of_owner.__getitem__)
+            heaviest = max(self._owners[owner], key=attrgetter("unread_bytes"))
+            of_owner[owner] -= heaviest.unread_bytes
+            if not any(of_owner.values()):
+                break  # a single reply is never too large
             self._end(heaviest, "it does not read its reply")
-
-    def end_reply(self, connection: Connection) -> None:
-        """Forget a long reply that was sent."""
-        self._unread.pop(connection, None)
 
     def _has_room(self, owner: Owner) -> bool:
         """Return whether there is room for a connection of this owner, after ending another one if necessary."""
         own = self._owners.get(owner, {})
         has_half = len(own) >= max(1, self.limits.max_connections // 2)
-        if not has_half and self._count < self.limits.max_connections:
+        if not has_half and len(self) < self.limits.max_connections:
             return True
         # The new connection counts for its owner: of two owners with equally many, the new connection's loses.
         largest = max(self._owners.values(), key=lambda owned: (len(owned) + (owned is own), owned is not own))

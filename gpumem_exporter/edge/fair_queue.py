@@ -215,7 +215,7 @@ class FairRequests:
                 await send(piece)
                 connection.work()
         finally:
-            self._connections.end_reply(connection)
+            connection.unread_bytes = 0
 
 
 def _pieces(message: Message) -> Iterator[Message]:
