@@ -142,9 +142,8 @@ class Connection:
         """Note that a request is answered."""
         self._requests -= 1
         if not self._requests:
-            # uvicorn closes an idle connection. uvloop then waits for the client to read, which it may never do.
-            idle_seconds = self.limits.idle_seconds + self.limits.unread_seconds
-            self._wait(self.limits.request_seconds if self._head_bytes else idle_seconds)
+            # uvicorn closes an idle connection after the same time, but waits until its client has read the last reply.
+            self._wait(self.limits.request_seconds if self._head_bytes else self.limits.idle_seconds)
 
 
 @dataclass(slots=True, eq=False)

@@ -345,27 +345,19 @@ def _require_json(headers: Mapping[bytes, bytes], encoding: bytes) -> None:
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Read the whole body. Raises ProblemError if it is longer than `limit` bytes, or DisconnectedError."""
-    for name, value in scope["headers"]:
-        # The parser cuts off a body that is longer than its Content-Length.
-        if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > limit):
-            raise _too_large(limit)
-    body = bytearray()
-    while True:
+    # A body without a length is refused before, and the parser cuts off what is longer than its length.
+    if int(dict(scope["headers"]).get(b"content-length", b"0")) > limit:
+        detail = f"the body is longer than {limit} bytes, the maximum of this route; send a shorter one, or several"
+        raise ProblemError(ProblemCode.TOO_LARGE, detail)
+    parts = []
+    more = True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise DisconnectedError
-        part: bytes = message.get("body", b"")
-        if len(body) + len(part) > limit:
-            raise _too_large(limit)
-        if not message.get("more_body", False):
-            return bytes(body + part) if body else part
-        body += part
-        del message, part  # it may wait for the next part
-
-
-def _too_large(limit: int) -> ProblemError:
-    detail = f"the body is longer than {limit} bytes, the maximum of this route; send a shorter one, or several"
-    return ProblemError(ProblemCode.TOO_LARGE, detail)
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -145,7 +145,7 @@ def receive_a_body_behind_another_request(connection: Connection) -> None:
         (lambda connection: connection.receive(1), 10),
         (receive_half_a_body, 10),
         (write_a_reply, 30),
-        (answer, 105),
+        (answer, 75),
         (answer_and_receive_a_byte, 10),
         (receive_a_body_behind_another_request, 10),
     ],

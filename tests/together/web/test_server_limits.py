@@ -14,6 +14,7 @@ from tests.support.running_exporter import RunningExporter, read_answer, running
 from tests.support.waiting import eventually, patient
 
 LIMITS = Limits(max_connections=16, request_seconds=0.4, unread_seconds=0.4)
+POST = b"POST /api/v1/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GET = b"GET /-/healthy HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -49,8 +50,7 @@ def test_a_connection_without_a_request_is_closed(exporter: RunningExporter) -> 
     [
         b"GET /metrics?",
         b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-Long: ",
-        b"POST /api/v1/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        b"Content-Length: 1000000\r\n\r\n{",
+        POST + b"Content-Length: 1000000\r\n\r\n{",
     ],
 )
 def test_a_slow_request_is_cut_off(exporter: RunningExporter, head: bytes) -> None:
@@ -93,7 +93,16 @@ def test_endless_headers_are_cut_off(exporter: RunningExporter, line: bytes) -> 
         assert read_to_the_end(sock) == b""
 
 
-@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"\x00" * 100])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        *(b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"\x00" * 100),
+        *(
+            POST + b"Content-Length: %b\r\n\r\n" % length
+            for length in (b"x", b"-1", b"9" * 30, b"1\r\nContent-Length: 2")
+        ),
+    ],
+)
 def test_bytes_that_are_not_http_are_answered_with_400(exporter: RunningExporter, garbage: bytes) -> None:
     with connect(exporter) as sock:
         sock.sendall(garbage)
