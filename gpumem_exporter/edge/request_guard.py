@@ -132,7 +132,7 @@ class Callers:
         Raises ProblemError as `Rule.admit` does, and with 403 if the caller is in an unknown place.
         """
         caller = await self.of(scope)
-        if caller.rights is Rights.NONE and (problem := self.refusal(caller, scope)) is not None:
+        if (problem := self.refusal(caller, scope)) is not None:
             raise problem
         return caller
 

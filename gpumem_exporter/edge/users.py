@@ -18,7 +18,6 @@ UNKNOWN_USER = b"$2b$10$" + b"." * 53
 _CHALLENGE_BASIC = {"WWW-Authenticate": 'Basic realm="gpumem-exporter", charset="UTF-8"'}
 # The reply to a wrong token. With a Basic challenge, a browser would show its password dialog.
 _CHALLENGE_BEARER = {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'}
-_MAX_REMEMBERED = 1024
 # The part of a password that bcrypt uses; from version 5 on it raises for a longer one.
 _MAX_PASSWORD_BYTES = 72
 
@@ -30,7 +29,7 @@ class Users:
     """
 
     def __init__(self, hashes: Mapping[str, str]) -> None:
-        self._hashes = {name: hashed.encode() for name, hashed in hashes.items()}
+        self._hashes = {name.encode(): hashed.encode() for name, hashed in hashes.items()}
         # Verified credentials are remembered as a keyed hash, so that a scraper waits for bcrypt only once.
         self._key = secrets.token_bytes(32)
         self._remembered: set[bytes] = set()
@@ -59,24 +58,25 @@ class Users:
 
         Raises ProblemError (503) if too many logins wait.
         """
-        digest = hmac.digest(self._key, credentials, "sha256")
-        return digest in self._remembered or await self._logins.run(owner, partial(self._verify, credentials, digest))
+        name, _, password = credentials.partition(b":")
+        password = password[:_MAX_PASSWORD_BYTES]
+        # So each user has one digest.
+        digest = hmac.digest(self._key, name + b":" + password, "sha256")
+        verify = partial(self._verify, name, password, digest)
+        return digest in self._remembered or await self._logins.run(owner, verify)
 
-    def _verify(self, credentials: bytes, digest: bytes) -> bool:
+    def _verify(self, name: bytes, password: bytes, digest: bytes) -> bool:
         import bcrypt
 
         # Another connection with the same credentials may have been verified meanwhile.
         if digest in self._remembered:
             return True
-        name, _, password = credentials.partition(b":")
-        known = self._hashes.get(name.decode("utf-8", "replace"))
+        known = self._hashes.get(name)
         try:
-            right = bcrypt.checkpw(password[:_MAX_PASSWORD_BYTES], known or UNKNOWN_USER) and known is not None
+            right = bcrypt.checkpw(password, known or UNKNOWN_USER) and known is not None
         except ValueError:
             return False  # for example, the password has a zero byte
         if right:
-            if len(self._remembered) >= _MAX_REMEMBERED:
-                self._remembered.clear()
             self._remembered.add(digest)
         return right
 
