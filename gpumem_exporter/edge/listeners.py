@@ -287,8 +287,7 @@ def _inode(status: os.stat_result) -> tuple[int, int]:
 
 
 def _authority(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return str(ListenAddress(*sock.getsockname()[:2]))
 
 
 def _reason(error: OSError) -> str:

@@ -79,16 +79,17 @@ def iso_time(unix_seconds: float) -> str:
 def json_reply(model: type, description: str = "Successful Response") -> dict[str, Any]:
     """Return the OpenAPI description of a JSON reply; `openapi` adds the schema of the model."""
     # FastAPI's `response_model` would build a validator of each model when the exporter starts.
-    DESCRIBED_MODELS[model.__name__] = model
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
+    return {"description": description, "content": _described(model)}
 
 
 def json_body(model: type) -> dict[str, Any]:
     """Return the OpenAPI description of a route's body, which the route itself validates."""
+    return {"requestBody": {"required": True, "content": _described(model)}}
+
+
+def _described(model: type) -> dict[str, Any]:
     DESCRIBED_MODELS[model.__name__] = model
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
 
 
 def accepts_gzip(accept_encoding: str) -> bool:
