@@ -175,11 +175,11 @@ class FairRequests:
             return await receive_next()
 
         async def send_in_time(message: Message) -> None:
+            # A client that sends or reads slowly, or follows a stream, would occupy the turn.
+            await exchange.turn.aclose()
             # A client that expects a reply sends the body only afterwards.
             if not arrived and message["type"] == "http.response.start" and not is_chunked and b"expect" not in headers:
                 await _drop_body(receive_next)
-            # A client that reads slowly, or follows a stream, would occupy the turn.
-            await exchange.turn.aclose()
             await self._send(connection, message, send)
 
         app = self._app

@@ -146,6 +146,24 @@ async def test_a_read_has_a_turn_until_its_reply_starts() -> None:
         request.cancel()
 
 
+async def test_a_read_has_no_turn_while_its_unwanted_body_arrives() -> None:
+    started: list[str] = []
+
+    async def app(scope: Any, _: Any, send: Any) -> None:
+        started.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    served = fair(app)
+    slow = asyncio.ensure_future(served(scope("/api/a", content_length="10"), never, ignored))  # type: ignore[arg-type]
+    await settle()
+    await asyncio.wait_for(served(scope("/api/b"), empty, ignored), 10)
+    assert started == ["/api/a", "/api/b"]
+    slow.cancel()
+
+
 @pytest.mark.parametrize(("length", "waits"), [("1000", False), ("100000", True)])
 async def test_only_long_bodies_wait_for_a_turn(length: str, waits: bool) -> None:
     read: list[str] = []
