@@ -177,8 +177,8 @@ class Connections:
     """Counts connections by owner, so that no owner keeps others out. Used on the event loop only.
 
     An owner has at most half of the connections. When all are taken, the owner with the most loses the connection
-    that has waited longest for its client: for a request, for the rest of one, or until a reply is read. Among its own
-    connections, a new one takes no place of a request that the exporter works on.
+    that has waited longest for its client: for a request, for the rest of one, or until a reply is read. A connection
+    with a request that the exporter works on is ended for another owner only.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
