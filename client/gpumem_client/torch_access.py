@@ -366,10 +366,15 @@ def history_is_recorded(torch: Any) -> bool:
         return False
 
 
-def current_stream_is_capturing(torch: Any) -> Callable[[], bool]:
-    """Return a function that returns whether the calling thread's current stream is being captured."""
-    function: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
-    return function
+def current_stream_is_capturing(torch: Any) -> bool:
+    """Whether the calling thread's current stream is being captured. Changes no stream."""
+    try:
+        return bool(torch._C._cuda_isCurrentStreamCapturing())
+    except AttributeError:
+        return False
+    except RuntimeError:
+        # During some captures the driver rejects a query of the legacy stream (cudaErrorStreamCaptureImplicit).
+        return True
 
 
 def attach_oom_observer(torch: Any, observer: Callable[[int, int, int, int], None]) -> bool:

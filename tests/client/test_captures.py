@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from gpumem_client.allocator.captures import Captures
+from gpumem_client import torch_access
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.hooks import graph_captures
+from gpumem_client.hooks.graph_captures import GraphCaptures
 from gpumem_client.wire.protocol import Command, CommandResult
 from tests.support.fake_allocator import FakeAllocator
 from tests.support.waiting import patient
@@ -22,10 +23,6 @@ class Bench:
     """A class like torch's CUDAGraph, a watch of its captures, and a second thread in which they run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, end: str = "capture_end_pre") -> None:
-        self.capturing: set[int] = set()
-        """The threads whose current stream is being captured."""
-        bench = self
-
         class CUDAGraph:
             """Has a pool from its capture until its reset."""
 
@@ -34,11 +31,9 @@ class Bench:
             def capture_begin(self, pool: tuple[int, int], *, fails: bool = False) -> None:
                 if fails:
                     raise RuntimeError("cannot start a capture")
-                bench.capturing.add(threading.get_ident())
                 self.id = pool
 
             def ends(self, *, fails: bool = False) -> None:
-                bench.capturing.remove(threading.get_ident())
                 if fails:
                     self.id = None
                     raise RuntimeError("the capture was invalidated")
@@ -51,9 +46,9 @@ class Bench:
         setattr(CUDAGraph, end, CUDAGraph.ends)
         self.graph_class, self.end_name = CUDAGraph, end
         self.methods = dict(vars(CUDAGraph))
-        monkeypatch.setattr(graph_captures, "_hook", graph_captures.CaptureHook())  # allocators of other tests listen
+        self.captures = GraphCaptures()
+        monkeypatch.setattr(graph_captures, "_captures", self.captures)  # allocators of other tests watch
         monkeypatch.setitem(sys.modules, "torch.cuda.graphs", SimpleNamespace(CUDAGraph=CUDAGraph))
-        self.captures = Captures(lambda: threading.get_ident() in self.capturing)
         self.remove = self.captures.watch()
         self.other = ThreadPoolExecutor(1)
 
@@ -72,7 +67,7 @@ class Bench:
             self.end(graph, fails=True)
 
     def under_way(self) -> bool:
-        return self.captures.under_way
+        return bool(self.captures.running())
 
     def capture(self, pool: tuple[int, int]) -> Any:
         graph = self.graph_class()
@@ -146,42 +141,27 @@ def test_no_pool_counts_as_dead_while_a_graph_with_an_incomplete_capture_exists(
     assert bench.captures.version() != version
 
 
-def test_a_new_listener_knows_the_captures_under_way(bench: Bench) -> None:
-    graph = bench.graph_class()
-    bench.begin(graph)
-    other = Captures(lambda: False)
-    stop = other.watch()
-    during = other.under_way
-    bench.end(graph)
-    assert (during, other.under_way) == (True, False)
-    stop()
-
-
-def test_the_last_listener_restores_the_methods(bench: Bench) -> None:
-    another = Captures(lambda: False).watch()
+def test_the_end_of_the_last_watch_restores_the_methods(bench: Bench) -> None:
+    end = bench.captures.watch()
+    bench.remove()
     bench.remove()
     assert vars(bench.graph_class)["capture_begin"] is not bench.methods["capture_begin"]
-    another()
+    end()
     assert dict(vars(bench.graph_class)) == bench.methods
-
-
-def test_a_capture_that_started_before_the_watch_is_under_way_in_its_own_thread(bench: Bench) -> None:
-    bench.elsewhere(lambda: bench.capturing.add(threading.get_ident()))
-    assert not bench.under_way()
-    assert bench.elsewhere(bench.under_way)
 
 
 def test_a_capture_is_assumed_while_the_driver_rejects_the_query() -> None:
     def rejected() -> bool:
         raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
 
-    assert Captures(rejected).under_way
+    c = SimpleNamespace(_cuda_isCurrentStreamCapturing=rejected)
+    assert torch_access.current_stream_is_capturing(SimpleNamespace(_C=c))
 
 
 class SlowClear(FakeAllocator):
     """An allocator whose clear is under way until `release` is set, and the command that clears."""
 
-    def __init__(self, captures: Captures) -> None:
+    def __init__(self, captures: GraphCaptures) -> None:
         self.captures = captures
         super().__init__()
         self.started, self.release = threading.Event(), threading.Event()
@@ -189,7 +169,7 @@ class SlowClear(FakeAllocator):
 
     @property
     def capturing(self) -> bool:
-        return self.captures.under_way
+        return bool(self.captures.running())
 
     @capturing.setter
     def capturing(self, value: bool) -> None:

@@ -35,7 +35,7 @@ def test_calls_at_exit_and_after_a_fork_can_be_removed() -> None:
 FORK_DURING_A_CHANGE = """
 import os, signal, sys, threading, types
 from gpumem_client.hooks.process_life import after_fork_in_child
-from gpumem_client.hooks.graph_captures import listen_to_captures, no_capture_starts
+from gpumem_client.hooks.graph_captures import no_capture_starts, process_captures
 
 parent, changing, cleared, forked = os.getpid(), threading.Event(), threading.Event(), threading.Event()
 
@@ -52,12 +52,6 @@ class CUDAGraph(metaclass=ChangesSlowly):
     def capture_end(self):
         pass
 
-class Listener:
-    def capture_started(self, graph):
-        pass
-    def capture_ended(self, graph, *, complete):
-        pass
-
 def clear():
     with no_capture_starts():
         cleared.set()
@@ -65,13 +59,13 @@ def clear():
 
 def in_child():  # as the reporter does, whose call was registered before the hook was installed
     signal.alarm(SECONDS)
-    listen_to_captures(Listener())()
+    process_captures().watch()()
     with no_capture_starts() as quiet:
         assert quiet
 
 sys.modules["torch.cuda.graphs"] = types.SimpleNamespace(CUDAGraph=CUDAGraph)
 after_fork_in_child(in_child)
-for work in (lambda: listen_to_captures(Listener()), clear):
+for work in (process_captures().watch, clear):
     threading.Thread(target=work).start()
 changing.wait(), cleared.wait()
 child = os.fork()

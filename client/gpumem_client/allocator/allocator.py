@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator_environment import environment_limit, in_force
-from gpumem_client.allocator.captures import Captures
 from gpumem_client.allocator.components import with_cache_use, with_components
 from gpumem_client.allocator.heap_sum import LARGE_PAGE_BYTES, Heap, PoolSegment, read_heaps
 from gpumem_client.allocator.reclaimable import Reclaimable, known
@@ -22,6 +21,7 @@ from gpumem_client.allocator.unmapped import Unmapped, can_unmap, unmapped_in, w
 from gpumem_client.engines.engine_reader import EngineReader, process_engine
 from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.guest_safety import log
+from gpumem_client.hooks.graph_captures import process_captures
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.hooks.process_life import process_singleton
 from gpumem_client.phases.observed import Observed, process_observed
@@ -71,7 +71,7 @@ class Allocator:
         self._environment_limits: dict[int, int | None] = {}
         self._observed = observed or Observed()
         self._engine = engine or EngineReader()
-        self._captures = Captures(torch_access.current_stream_is_capturing(torch))
+        self._captures = process_captures()
         self._stop_watching = self._captures.watch()
         self.torch_version = str(getattr(torch, "__version__", ""))
         self._large_pages = {_large_page(in_force(os.environ)[1]) or LARGE_PAGE_BYTES}
@@ -93,8 +93,9 @@ class Allocator:
 
     @property
     def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured in any thread of this process (see `Captures`)."""
-        return self._captures.under_way
+        """Whether a CUDA graph is being captured in any thread of this process."""
+        # The second shows a capture of this thread that started before the hook was installed.
+        return bool(self._captures.running()) or torch_access.current_stream_is_capturing(self._torch)
 
     @property
     def flushing(self) -> bool:

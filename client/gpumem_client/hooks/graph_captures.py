@@ -1,4 +1,4 @@
-"""Calls at the start and the end of each CUDA graph capture, in the thread that captures.
+"""CUDA graphs: which are being captured, and which private pools no graph uses any more.
 
 The hook replaces the two methods of `torch.cuda.CUDAGraph` that start and end a capture, in every release of torch.
 """
@@ -9,9 +9,9 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.process_life import after_fork_in_child
@@ -22,34 +22,53 @@ _ENDS = ("capture_end_pre", "capture_end")
 _CLEAR_SECONDS = 2.0
 
 
-class CaptureListener(Protocol):
-    """Receives a call around each capture. Its errors are swallowed."""
+class GraphCaptures:
+    """The captures of this process, from the first `watch` to the end of the last one. Any thread may call any method.
 
-    def capture_started(self, graph: Any) -> None:
-        """Note that a capture into this graph starts."""
-
-    def capture_ended(self, graph: Any, *, complete: bool) -> None:
-        """Note that the capture has ended. It is incomplete if starting or ending it has failed."""
-
-
-class CaptureHook:
-    """The replaced methods, shared by all listeners of the process."""
+    The id of a pool has two numbers, as `torch.cuda.CUDAGraph.pool` returns them.
+    """
 
     def __init__(self) -> None:
         self.renew_locks()
         self._survives_forks = False
-        self._listeners: tuple[CaptureListener, ...] = ()
-        # The graphs that are being captured.
-        self._started: dict[int, weakref.ref[Any]] = {}
+        self._watches: set[object] = set()
         self._graph_class: Any = None
-        self._originals: dict[str, Any] = {}
-        self._replacements: dict[str, Any] = {}
+        # The methods of torch and what replaces them, by name.
+        self._replaced: dict[str, tuple[Any, Any]] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        # The graphs that are being captured. Weak references: a graph that stays alive keeps its pool.
+        self._running: dict[int, weakref.ref[Any]] = {}
+        # Graphs whose capture is running or has failed.
+        self._incomplete: dict[int, weakref.ref[Any]] = {}
+        # PyTorch does not report that a pool is dead. Its memory stays reserved until the cache is emptied, and looks
+        # like the memory of a pool in use. So the users of each pool are counted here.
+        self._users: dict[tuple[int, int], list[weakref.ref[Any]]] = {}
+        self._dead: set[tuple[int, int]] = set()
+        self._pools: set[tuple[int, int]] = set()
+        self._deaths = 0
 
     def renew_locks(self) -> None:
         """Replace the locks in a forked child, because another thread may have held them at the fork."""
-        # Reentrant: a finalizer may remove a listener, or clear, while its thread holds the lock.
+        # Reentrant: a finalizer may end a watch, or clear, while its thread holds the lock.
         self._lock = threading.RLock()
         self._starting = threading.RLock()
+
+    def watch(self) -> Callable[[], None]:
+        """Watch the captures from now on; returns a function that ends this watch.
+
+        The first watch installs the hook; the end of the last one restores torch's methods.
+        """
+        if not self._survives_forks:
+            self._survives_forks = True
+            after_fork_in_child(self.renew_locks, first=True)
+        watch = object()
+        with self._lock:
+            self._watches.add(watch)
+            if self._graph_class is None:
+                self._install()
+        return functools.partial(self._end_watch, watch)
 
     @contextmanager
     def no_start(self) -> Iterator[bool]:
@@ -62,58 +81,74 @@ class CaptureHook:
             if held:
                 lock.release()
 
-    def add(self, listener: CaptureListener) -> None:
-        """Add a listener, and report the running captures to it. The first listener installs the hook."""
-        if not self._survives_forks:
-            self._survives_forks = True
-            after_fork_in_child(self.renew_locks, first=True)
-        with self._lock:
-            self._listeners = (*self._listeners, listener)
-            if self._graph_class is None:
-                self.install()
-        for graph in self.running():
-            listener.capture_started(graph)
-
     def running(self) -> list[Any]:
-        """Return the graphs that are being captured. Any thread may call this."""
-        return [graph for reference in list(self._started.values()) if (graph := reference()) is not None]
+        """Return the graphs that are being captured in any thread."""
+        return [graph for reference in list(self._running.values()) if (graph := reference()) is not None]
 
-    def discard(self, listener: CaptureListener) -> None:
-        """Stop calling the listener. The last one removes the hook."""
+    def dead_pools(self) -> Collection[tuple[int, int]]:
+        """Return the private pools that no graph uses; none of the pools that the user's code made."""
+        self._update()
+        # A graph whose capture is running or has failed does not show its pool: it may use any of them.
+        return () if self._incomplete else self._dead
+
+    def pools(self) -> Collection[tuple[int, int]]:
+        """Return the private pools into which graphs were captured."""
+        return self._pools
+
+    def version(self) -> tuple[int, bool]:
+        """Return a value that changes whenever `dead_pools` changes."""
+        self._update()
+        return self._deaths, bool(self._incomplete)
+
+    def keep_only(self, present: Collection[tuple[int, int]]) -> None:
+        """Forget the pools that are not among these, which still have memory."""
+        self._dead.intersection_update(present)
+        if not self._incomplete:
+            self._pools.intersection_update(present)
+
+    def _update(self) -> None:
+        for key, graph in list(self._incomplete.items()):
+            if graph() is None:
+                self._incomplete.pop(key, None)
+        # Only graphs use a pool that PyTorch made for a graph: that graph, and those captured into the pool later.
+        for pool, users in list(self._users.items()):
+            if all(_pool(user()) != pool for user in users):
+                self._users.pop(pool, None)
+                self._dead.add(pool)
+                self._deaths += 1
+
+    def _end_watch(self, watch: object) -> None:
         with self._lock:
-            self._listeners = tuple(each for each in self._listeners if each is not listener)
-            if not self._listeners:
-                self.remove()
+            self._watches.discard(watch)
+            if not self._watches:
+                self._remove()
 
-    def install(self) -> None:
+    def _install(self) -> None:
         """Replace the methods, if this torch has them."""
         # Torch's own hooks (2.14 and later) do not run if ending a capture fails.
         self._graph_class = getattr(sys.modules.get("torch.cuda.graphs"), "CUDAGraph", None)
         end = next((name for name in _ENDS if name in vars(self._graph_class or object)), None)
         if end is None or "capture_begin" not in vars(self._graph_class):
             return
-        self._originals = {name: vars(self._graph_class)[name] for name in ("capture_begin", end)}
-        self._replacements = {
-            "capture_begin": self._around_begin(self._originals["capture_begin"]),
-            end: self._around_end(self._originals[end]),
-        }
-        for name, replacement in self._replacements.items():
-            setattr(self._graph_class, name, replacement)
+        for name, around in (("capture_begin", self._around_begin), (end, self._around_end)):
+            original = vars(self._graph_class)[name]
+            self._replaced[name] = original, around(original)
+            setattr(self._graph_class, name, self._replaced[name][1])
 
-    def remove(self) -> None:
-        """Restore the methods. If another library has wrapped a method since, it stays and calls no listener."""
-        for name, replacement in self._replacements.items():
+    def _remove(self) -> None:
+        """Restore the methods. If another library has wrapped a method since, it stays and has no effect."""
+        for name, (original, replacement) in self._replaced.items():
             if vars(self._graph_class).get(name) is replacement:
-                setattr(self._graph_class, name, self._originals[name])
-        self._replacements, self._originals, self._graph_class = {}, {}, None
-        self._started.clear()
+                setattr(self._graph_class, name, original)
+        self._replaced, self._graph_class = {}, None
+        self._forget()
 
     def _around_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def capture_begin(graph: Any, *arguments: Any, **named: Any) -> Any:
             try:
                 # Before the capture starts: a clear in another thread would otherwise run into it.
-                self._starts(graph)
+                self._started(graph)
                 return original(graph, *arguments, **named)
             except BaseException:
                 self._ended(graph, complete=False)
@@ -135,27 +170,46 @@ class CaptureHook:
         return capture_end
 
     @guest_safety()
-    def _starts(self, graph: Any) -> None:
+    def _started(self, graph: Any) -> None:
+        if not self._watches:
+            return
         # A `cudaFree` of a clear that runs in another thread, on any device, would break this capture. A clear that
         # takes longer must not stop training, so the capture then starts beside it.
         with self.no_start():
-            self._started[id(graph)] = weakref.ref(graph)
-        for listener in self._listeners:
-            listener.capture_started(graph)
+            self._running[id(graph)] = self._incomplete[id(graph)] = weakref.ref(graph)
 
     @guest_safety()
     def _ended(self, graph: Any, *, complete: bool) -> None:
-        self._started.pop(id(graph), None)
-        for listener in self._listeners:
-            listener.capture_ended(graph, complete=complete)
+        """Note the end of a capture. It is incomplete if starting or ending it has failed."""
+        self._running.pop(id(graph), None)
+        pool = _pool(graph) if complete and self._watches else None
+        if pool is not None:
+            self._pools.add(pool)
+        # The id (n, 0) was made for a graph. The users of (0, n) are unknown: the user's code made that pool, with
+        # `MemPool` or `graph_pool_handle`.
+        if pool is not None and pool[1] == 0:
+            self._users.setdefault(pool, []).append(weakref.ref(graph))
+        if complete:
+            self._incomplete.pop(id(graph), None)
 
 
-_hook = CaptureHook()
+def _pool(graph: Any) -> tuple[int, int] | None:
+    """Return the pool that a graph uses; None if the graph was deleted or reset."""
+    if graph is None:
+        return None
+    try:
+        first, second = graph.pool()
+    except RuntimeError:
+        return None
+    return int(first), int(second)
 
 
-def running_captures() -> list[Any]:
-    """Return the graphs that are being captured in any thread; empty if nothing listens."""
-    return _hook.running()
+_captures = GraphCaptures()
+
+
+def process_captures() -> GraphCaptures:
+    """Return the captures of this process."""
+    return _captures
 
 
 def no_capture_starts() -> AbstractContextManager[bool]:
@@ -164,13 +218,4 @@ def no_capture_starts() -> AbstractContextManager[bool]:
     It yields False if another clear, or a starting capture, has not ended within that time. The caller checks for
     captures within the context.
     """
-    return _hook.no_start()
-
-
-def listen_to_captures(listener: CaptureListener) -> Callable[[], None]:
-    """Call the listener around each capture; returns a function that ends the calls.
-
-    The first listener installs the hook; the removal of the last one restores torch's methods.
-    """
-    _hook.add(listener)
-    return functools.partial(_hook.discard, listener)
+    return _captures.no_start()
