@@ -242,7 +242,9 @@ class Bench:
 
     def due(self) -> tuple[CommandResult, ...]:
         self.scheduler.run_due()
-        return self.scheduler.collect_results()
+        results = self.executor.results(64)
+        self.executor.delivered(results)
+        return results
 
 
 def test_a_command_waits_until_the_engine_has_no_request(core: Core) -> None:
@@ -279,6 +281,6 @@ def test_what_an_engine_released_is_absent_while_unmapped_memory_is_unknown(core
 def test_a_process_without_an_engine_does_not_offer_it() -> None:
     bench = Bench(None)
     assert "release_memory" not in bench.executor.actions
-    result = bench.executor.run(Command("a", "release_memory", 30.0), expires_seconds=200.0)
-    assert result is not None
-    assert result.reason_code == ReasonCode.NO_ENGINE
+    bench.executor.run(Command("a", "release_memory", 30.0), expires_seconds=200.0)
+    bench.wait_idle("b")
+    assert [(each.id, each.reason_code) for each in bench.due()] == [(id_, ReasonCode.NO_ENGINE) for id_ in "ab"]

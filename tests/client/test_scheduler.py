@@ -39,7 +39,9 @@ class Bench:
             self.sampler.on_step(None)
 
     def result(self) -> CommandResult:
-        (result,) = self.scheduler.collect_results()
+        results = self.executor.results(64)
+        self.executor.delivered(results)
+        (result,) = results
         return result
 
 
@@ -66,7 +68,7 @@ def test_a_command_in_mode_step_runs_after_the_next_step_in_the_training_thread(
 def test_a_command_for_a_numbered_step_runs_after_that_step_only(bench: Bench) -> None:
     bench.add(at_step=4)
     bench.steps(3)
-    assert bench.scheduler.collect_results() == ()
+    assert bench.executor.results(64) == ()
     bench.steps(2)
     assert bench.result().step == 4
 

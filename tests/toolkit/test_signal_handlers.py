@@ -99,12 +99,13 @@ def test_a_command_interrupted_by_a_signal_handler_fails_and_the_error_goes_on()
     allocator: Any = FakeAllocator()
     allocator.empty_cache = interrupted
     sampler = Sampler(allocator, swallow=lambda error: None)
-    waiting = Scheduler(Executor(allocator, sampler), allocator, sampler, wake=lambda: None)
+    executor = Executor(allocator, sampler)
+    waiting = Scheduler(executor, allocator, sampler, wake=lambda: None)
     sampler.at_step = waiting.at_step
     waiting.add(Command("a", "empty_cache", 30.0, mode="step"), expires_seconds=float("inf"))
     with pytest.raises(TooLateError):
         sampler.on_step(None)
-    (result,) = waiting.collect_results()
+    (result,) = executor.results(64)
     assert (result.id, result.outcome) == ("a", "failed")
     assert "TooLateError" in result.reason
     assert not sampler.exclusively().locked()

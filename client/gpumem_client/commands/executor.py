@@ -17,7 +17,7 @@ from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands.settling import Settling
 from gpumem_client.engines.engine_reader import process_engine
-from gpumem_client.guest_safety import raised_by_signal_handler
+from gpumem_client.guest_safety import log, raised_by_signal_handler
 from gpumem_client.hooks.graph_captures import no_capture_starts
 from gpumem_client.hooks.process_life import loading
 from gpumem_client.torch_access import DeviceState
@@ -79,6 +79,7 @@ class Executor:
         # Reentrant: a signal handler may end a step while its thread holds the lock.
         self._results_lock = threading.RLock()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
+        self._undelivered: list[CommandResult] = []
         self._runners: dict[str, Callable[[Command], SnapshotFile | None]] = {
             "empty_cache": self._empty_cache,
             "collect_garbage": self._collect_garbage,
@@ -87,15 +88,14 @@ class Executor:
             "set_memory_fraction": self._set_memory_fraction,
             "release_memory": self._release_memory,
             "resume_memory": self._resume_memory,
+            "profile": self._profile,
         }
 
     @property
     def actions(self) -> tuple[str, ...]:
         """The actions that this reporter supports now, and that the process's owner allows."""
-        without_engine = self._engine() is None
-        engineless = (action for action in self._runners if not (without_engine and action in ENGINE_ACTIONS))
-        supported = (*engineless, *(("profile",) if self.make_profiling is not None else ()))
-        return tuple(action for action in supported if action not in self._denied)
+        missing = {*self._denied, *(ENGINE_ACTIONS if self._engine() is None else ())}
+        return tuple(action for action in self._runners if self._is_known(action) and action not in missing)
 
     @property
     def engine_busy(self) -> bool:
@@ -103,18 +103,21 @@ class Executor:
         engine = self._engine()
         return engine is not None and engine.busy
 
-    def denial(self, command: Command) -> CommandResult | None:
-        """Return the result of a command that the process's owner does not allow; None for any other."""
+    def rejection(self, command: Command) -> CommandResult | None:
+        """Return the result of a command that the owner does not allow, or that is unknown; otherwise None."""
         denied = denied_by_owner(self._denied, command.action, collect_garbage=command.collect_garbage)
         if denied:  # no exporter is trusted with this
             return CommandResult(command.id, "refused", denied, ReasonCode.DENIED_BY_OWNER)
+        if not self._is_known(command.action):
+            supported = f"this reporter supports {', '.join(self.actions)}"
+            return CommandResult(command.id, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
         return None
 
-    def load(self, command: Command) -> CommandResult | None:
-        """Load the code that this command needs, so that no step loads any. Returns the result of a failure."""
+    def load(self, command: Command) -> bool:
+        """Load the code that this command needs, so that no step loads any. Returns False if the command has failed."""
         # Most processes never receive such a command.
-        if self.denial(command) is not None:
-            return None
+        if self.rejection(command) is not None:
+            return True
         try:
             if command.action == "snapshot":
                 with loading():
@@ -122,8 +125,9 @@ class Executor:
             elif command.action == "profile" and self.profiling is None and self.make_profiling is not None:
                 self.profiling = self.make_profiling()
         except Exception as error:  # noqa: BLE001 - a changed installation, or no memory, is this command's result
-            return self.record(_failed(command, error, 0.0))
-        return None
+            self.record(_failed(command, error, 0.0))
+            return False
+        return True
 
     def known(self, command_id: str) -> CommandResult | None:
         """Return the result of a finished command; None for any other."""
@@ -150,17 +154,32 @@ class Executor:
             lock.release()
 
     def record(self, result: CommandResult) -> CommandResult:
-        """Record the result of a command, so that the command does not run again."""
+        """Record the result of a command for a report, and so that the command does not run again."""
+        log.debug("command %s: %s %s", result.id, result.outcome, result.reason)
         with self._results_lock:
             self._results[result.id] = result
             while len(self._results) > _REMEMBERED:
                 self._results.popitem(last=False)
+            self._undelivered.append(result)
         return result
+
+    def results(self, at_most: int) -> tuple[CommandResult, ...]:
+        """Return the first results that are not delivered."""
+        with self._results_lock:
+            return tuple(self._undelivered[:at_most])
+
+    def delivered(self, results: tuple[CommandResult, ...]) -> None:
+        """Forget the first results, because a report delivered them."""
+        with self._results_lock:
+            del self._undelivered[: len(results)]
+
+    def _is_known(self, action: str) -> bool:
+        return action in self._runners and (action != "profile" or self.make_profiling is not None)
 
     def _run_once(self, command: Command, expires_seconds: float) -> CommandResult | None:
         known = self.known(command.id)
         if known is not None:
-            return known
+            return self.record(known)
         if self._clock() >= expires_seconds:
             late = "the deadline passed before the command started"
             return self.record(CommandResult(command.id, "expired", late, ReasonCode.DEADLINE_PASSED))
@@ -174,29 +193,23 @@ class Executor:
         return self.record(replace(result, step=self._sampler.step, thread_id=threading.get_native_id()))
 
     def _run(self, command: Command) -> CommandResult | None:
-        denial = self.denial(command)
-        if denial is not None:
-            return denial
-        runner = self._runners.get(command.action) or (self._profile if command.action in self.actions else None)
-        if runner is None:
-            supported = f"this reporter supports {', '.join(self.actions)}"
-            return CommandResult(command.id, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
+        rejection = self.rejection(command)
+        if rejection is not None:
+            return rejection
         with no_capture_starts() as quiet:
             if not quiet or self._allocator.capturing:
                 # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer
                 # (pytorch/pytorch#161037). PyTorch checks the calling thread's stream only.
                 return refused_during_capture(command)
-            return self._run_and_measure(command, runner)
+            return self._run_and_measure(command)
 
-    def _run_and_measure(
-        self, command: Command, runner: Callable[[Command], SnapshotFile | None]
-    ) -> CommandResult | None:
+    def _run_and_measure(self, command: Command) -> CommandResult | None:
         started = time.perf_counter()
         try:
             _require_running()
             before = {index: self._before(index) for index in self._measured(command.uuids)}
             started = time.perf_counter()
-            snapshot = runner(command)
+            snapshot = self._runners[command.action](command)
             duration = time.perf_counter() - started
             devices = tuple(
                 self._compare(i, measured, unmaps=command.action in ENGINE_ACTIONS)

@@ -51,7 +51,6 @@ class Scheduler:
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: dict[str, _Waiting] = {}
-        self._results: list[CommandResult] = []
         # Whether a command waits for a step. Most steps check this alone, so they take no lock.
         self._for_steps = False
         self._counted: object = None
@@ -64,20 +63,15 @@ class Scheduler:
 
     def add(self, command: Command, *, expires_seconds: float) -> None:
         """Keep a command, unless it waits already or has a result."""
-        known, denial = self._executor.known(command.id), self._executor.denial(command)
-        if known is not None:
-            self._finish(known)
-        elif denial is not None:
-            self._finish(self._executor.record(denial))
+        ended = self._executor.known(command.id) or self._executor.rejection(command)
+        if ended is not None:
+            self._executor.record(ended)
         elif command.mode not in MODES:
             unknown = f"this reporter does not support the mode {command.mode!r}"
             self._end(command, "unsupported", unknown, ReasonCode.UNKNOWN_MODE)
         elif command.action == "profile" and command.mode == "step":
             # The thread that starts a recording must end it, and only the reporter's thread goes on.
             self._end(command, "unsupported", "a profile cannot run at a step", ReasonCode.UNKNOWN_MODE)
-        elif command.action not in self._executor.actions:
-            supported = f"this reporter supports {', '.join(self._executor.actions)}"
-            self._end(command, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
         elif command.at_step is not None and (self._sampler.step or 0) >= command.at_step:
             self._end_passed(command, command.at_step)
         elif not self._keep(_Waiting(command, expires_seconds)):
@@ -119,20 +113,12 @@ class Scheduler:
             self._run_all("idle")
             self._counted = None
 
-    def collect_results(self) -> tuple[CommandResult, ...]:
-        """Return the results since the last call."""
-        with self._lock:
-            results, self._results = tuple(self._results), []
-        return results
-
     def _run_all(self, mode: str, *, of_engine: bool = False) -> None:
         for command, expires_seconds in self._list():
             waits_for_engine = mode == "idle" and command.action in ENGINE_ACTIONS
             due = command.mode == mode and waits_for_engine is of_engine
             if due and not self._allocator.capturing and self._claim(command.id) is not None:
-                result = self._executor.run(command, expires_seconds=expires_seconds)
-                if result is not None:
-                    self._finish(result)
+                self._executor.run(command, expires_seconds=expires_seconds)
 
     def _try_at_step(self, waiting: _Waiting, step: int) -> None:
         command, at_step = waiting.command, waiting.command.at_step
@@ -146,7 +132,7 @@ class Scheduler:
         if at_step is not None and at_step < step:
             self._end_passed(command, at_step)
         elif capturing:
-            self._finish(self._executor.record(refused_during_capture(command)))
+            self._executor.record(refused_during_capture(command))
         elif not self._run_claimed(waiting):
             return
         self._wake()
@@ -163,14 +149,12 @@ class Scheduler:
                     self._for_steps = True
                 return False
             if result is None:
-                result = self._executor.run(command, expires_seconds=expires_seconds)
+                self._executor.run(command, expires_seconds=expires_seconds)
         except BaseException as error:  # raised by the user's signal handler; continues to the user's code
             interrupted = f"a signal handler raised {type(error).__name__}"
             self._end(command, "failed", interrupted, ReasonCode.SIGNAL_HANDLER)
             self._wake()
             raise
-        if result is not None:
-            self._finish(result)
         return True
 
     def _idle(self, now: float) -> bool:
@@ -215,12 +199,7 @@ class Scheduler:
 
     def _end(self, command: Command, outcome: str, reason: str, code: ReasonCode) -> None:
         """End a command that does not run."""
-        result = CommandResult(command.id, outcome, reason, code, step=self._sampler.step)
-        self._finish(self._executor.record(result))
-
-    def _finish(self, result: CommandResult) -> None:
-        with self._lock:
-            self._results.append(result)
+        self._executor.record(CommandResult(command.id, outcome, reason, code, step=self._sampler.step))
 
     def _end_passed(self, command: Command, at_step: int) -> None:
         passed = f"step {at_step} has passed: {self._sampler.step} steps have ended"

@@ -7,7 +7,7 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -115,7 +115,6 @@ class ReportLoop:
         self._started_seconds = 0.0
         # When the report after the current one is due before the interval is over.
         self._early_seconds = math.inf
-        self._results: list[CommandResult] = []
 
     def take_profiles(
         self, parts: Callable[[], tuple[HeapReader, Recorder]], send: Callable[[bytes], str], *, at_oom: bool = False
@@ -171,7 +170,6 @@ class ReportLoop:
         facts = self._engine_facts()  # before the sample, which has its bytes
         sample = self.sampler.current(self._started_seconds + hold_seconds)
         allocations = self._allocations(facts)
-        self._collect_results()
         self._executor.settling.measure(sample.devices, sample.taken_seconds)
         self._sequence += 1
         settings = self._allocator.settings[:MAX_TEXT_LENGTH]
@@ -187,7 +185,7 @@ class ReportLoop:
             devices=with_plan(sample.devices, self._planned_bytes),
             pinned_host_bytes=sample.pinned_host_bytes,
             step=sample.step,
-            results=tuple(self._results[:_MAX_RESULTS]),
+            results=self._executor.results(_MAX_RESULTS),
             still_free=self._executor.settling.results(_MAX_RESULTS),
             ooms=self._ooms.waiting(),
             actions=self._executor.actions,
@@ -218,7 +216,7 @@ class ReportLoop:
         # What was rejected is dropped, too: each later report that has it would be rejected again.
         if report is not None and outcome in (Outcome.ACCEPTED, Outcome.REJECTED):
             self._ooms.reported(report.ooms)
-            del self._results[: len(report.results)]
+            self._executor.delivered(report.results)
             self._executor.settling.delivered(report.still_free)
         hold_seconds = self._interval_seconds if report is None else report.hold_seconds
         if reply is None:
@@ -230,15 +228,13 @@ class ReportLoop:
         # The reply was sent before the hold ended, even if this process was stopped and reads it later. A command must
         # not run late after such a stop.
         self._follow(reply, sent_seconds=min(self._clock(), self._started_seconds + hold_seconds))
-        self._collect_results()
-        if self._results or reply.commands:
+        if self._executor.results(1) or reply.commands:
             return 0.0  # the exporter then knows at once that commands have arrived, and their results
         return min(self._started_seconds + self._interval_seconds, self._early_seconds) - self._clock()
 
     def final_report(self) -> Report:
         """Return the report that ends this session, with what was not delivered."""
-        self._collect_results()
-        results = tuple(self._results[:_MAX_RESULTS])
+        results = self._executor.results(_MAX_RESULTS)
         return Report(self.identity, self._sequence + 1, results=results, ooms=self._ooms.waiting(), final=True)
 
     def read_cache(self) -> float:
@@ -302,14 +298,11 @@ class ReportLoop:
                 self._end_profile(self._executor.profiling.cancel(reply.cancelled))
             for command in reply.commands:
                 log.debug("command %s received: %s, mode %s", command.id, command.action, command.mode)
-                failure = self._executor.load(command)
-                if failure is not None:
-                    self._add_results([failure])
+                if not self._executor.load(command):
                     continue
                 expires_seconds = sent_seconds + command.deadline_seconds
                 if command.mode == "now" and not self._allocator.capturing:
-                    result = self._executor.run(command, expires_seconds=expires_seconds)
-                    self._add_results([] if result is None else [result])
+                    self._executor.run(command, expires_seconds=expires_seconds)
                 else:
                     self._scheduler.add(command, expires_seconds=expires_seconds)
             self._scheduler.run_due()
@@ -326,7 +319,7 @@ class ReportLoop:
 
     def _end_profile(self, result: CommandResult | None) -> None:
         if result is not None:
-            self._add_results([self._executor.record(result)])
+            self._executor.record(result)
             if self._errors.ended("cannot take a profile"):
                 self._executor.make_profiling = self._executor.profiling = None
 
@@ -346,11 +339,3 @@ class ReportLoop:
                     self._send_profile(profile)
         finally:
             moments.done()
-
-    def _collect_results(self) -> None:
-        self._add_results(self._scheduler.collect_results())
-
-    def _add_results(self, results: Sequence[CommandResult]) -> None:
-        for result in results:
-            log.debug("command %s: %s %s", result.id, result.outcome, result.reason)
-        self._results += results
