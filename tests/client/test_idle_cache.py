@@ -13,7 +13,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.cache = IdleCache(WINDOW)
+        self.cache = IdleCache()
+        self.cache.window_seconds = WINDOW
 
     def read(self, reclaimable: int | None, seconds: float = 1.0, **values: int) -> int | None:
         """Note a reading `seconds` after the last one; returns the idle cache."""

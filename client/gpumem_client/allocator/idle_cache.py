@@ -29,8 +29,8 @@ class _Device:
 class IdleCache:
     """The smallest reclaimable value of each device within a window. One thread at a time may call `note`."""
 
-    def __init__(self, window_seconds: float = IDLE_CACHE_SECONDS) -> None:
-        self.window_seconds = window_seconds
+    def __init__(self) -> None:
+        self.window_seconds = IDLE_CACHE_SECONDS
         self.retried_seconds = float("-inf")
         """When a reading last showed that the allocator had retried an allocation."""
         self._devices: dict[str, _Device] = {}

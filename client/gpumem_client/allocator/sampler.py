@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumem_client.allocator.allocator import AnyAllocator
-from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS, IdleCache
+from gpumem_client.allocator.idle_cache import IdleCache
 from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.steps import OneStep
 from gpumem_client.wire.protocol import DeviceSample
@@ -60,7 +60,6 @@ class Sampler:
         *,
         swallow: Callable[[Exception], bool | None],
         clock: Callable[[], float] = time.monotonic,
-        idle_cache_seconds: float = IDLE_CACHE_SECONDS,
     ) -> None:
         self.at_step: Callable[[int], None] = lambda _: None
         """Called in the user's thread at the end of each step, with its number; must not raise."""
@@ -78,7 +77,7 @@ class Sampler:
         self._step_seconds = 0.0
         self._recent_step_seconds = [0.0] * _RATE_STEPS
         self._one_step = OneStep()
-        self._idle_cache = IdleCache(idle_cache_seconds)
+        self._idle_cache = IdleCache()
         self._next_reading_seconds = 0.0
         self._random = random.Random()  # noqa: S311 - a separate generator leaves the user's seeded one unchanged
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpumem_client.allocator.allocator import AnyAllocator
-from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.scheduler import Scheduler
@@ -72,7 +71,6 @@ class ReportLoop:
         wake: Callable[[], None] = lambda: None,
         default_rank: str = "",
         planned_bytes: int | None = None,
-        idle_cache_seconds: float = IDLE_CACHE_SECONDS,
         denied_actions: Collection[str] = (),
         collect_garbage: Callable[[], object] = gc.collect,
         engine: Callable[[], CoreMemory | None] = lambda: process_engine().memory(),
@@ -87,10 +85,7 @@ class ReportLoop:
         self._wake = wake
         self._clock = clock
         self.sampler = Sampler(
-            allocator,
-            swallow=lambda error: errors.failed("cannot sample at a step", error),
-            idle_cache_seconds=idle_cache_seconds,
-            clock=clock,
+            allocator, swallow=lambda error: errors.failed("cannot sample at a step", error), clock=clock
         )
         self._denied_actions = denied_actions
         self._executor = Executor(

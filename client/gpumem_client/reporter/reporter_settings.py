@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS
 from gpumem_client.reporter.planned_peak import AnyPlan, chosen_plan
 from gpumem_client.wire.http import exporter_urls
 from gpumem_client.wire.protocol import ACTION_OF_COMMAND, COMMAND_ACTIONS, MAX_LABEL_LENGTH
@@ -33,8 +32,6 @@ class ReporterSettings:
     """The number of ranks, if `rank` comes from a launcher."""
     default_rank: str = ""
     """The rank until torch's process group has one, if `rank` is empty."""
-    idle_cache_seconds: float = IDLE_CACHE_SECONDS
-    """The window of the idle cache."""
     oom_profile: bool = False
     """Whether to record allocations from the start, for a profile of out-of-memory errors."""
     denied_actions: tuple[str, ...] = ()

@@ -226,7 +226,6 @@ class Worker:
             wake=self._wakeup.wake,
             default_rank=self._settings.default_rank,
             planned_bytes=planned_bytes,
-            idle_cache_seconds=self._settings.idle_cache_seconds,
             denied_actions=self._denied_actions,
         )
 

@@ -20,10 +20,10 @@ from tests.support.top_program import top_command, top_environment, top_once
 from tests.support.waiting import wait_for
 
 _START = """
-from dataclasses import replace
-from gpumem_client.reporter.reporter import process_reporter
-from gpumem_client.reporter.reporter_settings import ReporterSettings
-process_reporter().start(replace(ReporterSettings.resolve(workload=workload, rank=3), idle_cache_seconds=3.0))
+import gpumem_client as client
+from gpumem_client.allocator import idle_cache
+idle_cache.IDLE_CACHE_SECONDS = 3.0
+client.start(workload=workload, rank=3)
 """
 """Starts the reporter of a process whose idle cache is known after some seconds."""
 OpenTop = Callable[..., TerminalProgram]
