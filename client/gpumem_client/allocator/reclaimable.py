@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Dict, Tuple
+from typing import Dict, NamedTuple, Tuple
 
 from gpumem_client.allocator.heap_sum import Heap, PoolId, PoolSegment
 from gpumem_client.torch_access import DeviceState
@@ -36,6 +36,17 @@ _WALK_SHARE = 500
 # A heap with more blocks is not walked: the snapshot keeps the GIL, 5 to 7 ms for 10,000 blocks and 135 to 210 ms for
 # 100,000 (torch 2.15).
 _WALK_BLOCKS_MAX = 20_000
+
+
+class _Walk(NamedTuple):
+    """The heap of a device at the last walk, with the statistics right before it."""
+
+    heap: Heap
+    version: tuple[int, ...]
+    layout: tuple[int, ...] | None
+    """None if a segment came or went between the statistics and the walk: then the two do not belong together."""
+    pools: _PoolsLayout | None
+    """None also without statistics of pools."""
 
 
 class Reclaimable:
@@ -60,11 +71,8 @@ class Reclaimable:
         self._expandable: set[int] = set()
         self._segments_seen: dict[int, int] = {}
         self._next_walk_seconds = 0.0
-        self._unreturnable: dict[int, int] = {}
-        self._walked: dict[int, tuple[int, ...]] = {}
+        self._walks: dict[int, _Walk] = {}
         self._walked_pools: Hashable = None
-        self._layouts: dict[int, tuple[tuple[int, ...], Heap]] = {}
-        self._pools: dict[int, tuple[_PoolsLayout, Collection[PoolSegment]]] = {}
 
     def walk_if_due(self, states: Mapping[int, DeviceState]) -> None:
         """Walk over the heaps if a device needs it and has changed, and enough time has passed since the last walk."""
@@ -77,14 +85,11 @@ class Reclaimable:
             return
         pools_version = self._pools_version()
         if pools_version == self._walked_pools and all(
-            self._walked.get(index) == _version(state) for index, state in unsettled.items()
+            index in self._walks and self._walks[index].version == _version(state) for index, state in unsettled.items()
         ):
             return
         # Before the check of the size: a heap that has become too large to walk has no value, instead of an old one.
-        self._unreturnable.clear()
-        self._walked.clear()
-        self._layouts.clear()
-        self._pools.clear()
+        self._walks.clear()
         if sum(_blocks(state) for state in states.values()) > _WALK_BLOCKS_MAX:
             return
         started = self._cpu_clock()
@@ -107,8 +112,12 @@ class Reclaimable:
         if self.exact_from_statistics(index, state):
             split: int = state["inactive_split_bytes"]["current"]
             return reserved - allocated - split
-        unreturnable = self._unreturnable.get(index)
-        return None if unreturnable is None else max(0, reserved - allocated - unreturnable)
+        walk = self._walks.get(index)
+        if walk is None or walk.heap.returnable_bytes is None:
+            return None
+        # Of the snapshot alone: another thread may have changed the heap since the statistics were read.
+        unreturnable = walk.heap.reserved_bytes - walk.heap.allocated_bytes - walk.heap.returnable_bytes
+        return max(0, reserved - allocated - unreturnable)
 
     def unused_bytes(self, index: int, state: DeviceState) -> int | None:
         """Return `bytes` without a walk for classic segments: memory pending on another stream counts as used."""
@@ -136,8 +145,8 @@ class Reclaimable:
         if pools is None:
             heap = self._heap(index, state)
             return None if heap is None else heap.pool_segments
-        walked, segments = self._pools.get(index, (None, None))
-        return segments if walked == pools else None
+        walk = self._walks.get(index)
+        return walk.heap.pool_segments if walk is not None and walk.pools == pools else None
 
     def exact_from_statistics(self, index: int, state: DeviceState) -> bool:
         """Whether these statistics alone show the exact reclaimable bytes."""
@@ -154,8 +163,8 @@ class Reclaimable:
 
     def _heap(self, index: int, state: DeviceState) -> Heap | None:
         """Return the last walk's heap; None if a segment was added or removed since."""
-        layout, heap = self._layouts.get(index, (None, None))
-        return heap if layout is not None and _complete(state) and layout == _layout(state) else None
+        walk = self._walks.get(index)
+        return walk.heap if walk is not None and _complete(state) and walk.layout == _layout(state) else None
 
     def _may_be_expandable(self, index: int, state: DeviceState) -> bool:
         """Whether the device may have expandable segments, which are mapped by the page and not counted as segments."""
@@ -175,16 +184,9 @@ class Reclaimable:
     def _learn(self, index: int, state: DeviceState, heap: Heap) -> None:
         if heap.expandable:
             self._expandable.add(index)
-        if heap.returnable_bytes is not None:
-            # Uses the snapshot alone: another thread may have changed the heap since the statistics were read.
-            self._unreturnable[index] = heap.reserved_bytes - heap.allocated_bytes - heap.returnable_bytes
-        self._walked[index] = _version(state)
-        # Otherwise a segment came or went between the statistics and the walk, and the two do not belong together.
-        if heap.reserved_bytes == state["reserved_bytes"]["current"]:
-            self._layouts[index] = _layout(state), heap
-        pools = _pools_layout(state)
-        if pools is not None and heap.private_bytes == state["private_pools_bytes"]:
-            self._pools[index] = pools, heap.pool_segments
+        layout = _layout(state) if heap.reserved_bytes == state["reserved_bytes"]["current"] else None
+        pools = _pools_layout(state) if heap.private_bytes == state.get("private_pools_bytes") else None
+        self._walks[index] = _Walk(heap, _version(state), layout, pools)
 
 
 def known(state: DeviceState | None, name: str, metric: str = "current") -> int | None:
