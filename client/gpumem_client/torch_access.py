@@ -166,11 +166,12 @@ def process_statistics() -> Statistics | None:
     Any thread may call this.
     """
     torch = initialized_torch()
-    return None if torch is None else _statistics_of(torch)
+    return None if torch is None else statistics_of(torch)
 
 
 @functools.lru_cache(maxsize=1)
-def _statistics_of(torch: Any) -> Statistics:
+def statistics_of(torch: Any) -> Statistics:
+    """Return the statistics of a torch that has initialized CUDA. Any thread may call this."""
     return Statistics(torch)
 
 

@@ -83,9 +83,9 @@ def test_bounds_of_nested_and_overlapping_phases_contain_the_true_peak_and_are_e
             assert bounds.at_least_bytes <= true_peak <= bounds.at_most_bytes
             assert bounds.exact or not span.reset_peaks
         elif what == "look":
-            observed.read(0, device.state)
+            observed.read(0)
         elif what == "command":
-            observed.reset_peaks(0, device.state, device.reset_peaks)
+            observed.reset_peaks(0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.booleans()), min_size=1, max_size=20))
@@ -97,7 +97,7 @@ def test_resets_by_phases_do_not_change_the_overall_peak(runs: list[tuple[int, b
             if inside:
                 device.to(allocated)
         device.to(allocated)
-    observed.read(0, device.state)
+    observed.read(0)
     assert observed.lifted(0, "allocated_bytes", device.peak) == max(device.course)
     assert observed.lifted(0, "reserved_bytes", None) is None
     assert observed.peak_resets(0) == 0  # resets by phases do not count
@@ -130,17 +130,17 @@ def test_a_phase_keeps_its_largest_peak_until_it_runs_after_a_reset() -> None:
 
     assert [run(50), run(90), run(60)] == [50, 90, 90]
     device.reset_peaks(0)
-    observed.read(0, device.state)
+    observed.read(0)
     assert observed.phases(0)["forward"].at_least_bytes == 90  # the phase has not run since
     assert [run(20), run(30)] == [20, 30]
     device.reset_peaks(0)
-    observed.read(0, device.state)
+    observed.read(0)
     with measured(observed, "forward"):
         device.to(40)
         device.to(1)
         with measured(observed, "forward"):
             assert observed.phases(0)["forward"].at_least_bytes == 40  # of the run around it
-    observed.reset_peaks(0, device.state, device.reset_peaks)
+    observed.reset_peaks(0)
     assert run(5) == 5
 
 
@@ -151,7 +151,7 @@ def test_a_running_phase_is_reported_with_the_samples_so_far() -> None:
     device.to(10)
     with measured(observed, "training"):
         device.to(70)
-        observed.read(0, device.state)
+        observed.read(0)
         device.to(20)
         reported = observed.phases(0)["training"]
     assert (reported.at_least_bytes, reported.at_most_bytes, reported.exact) == (70, 100, False)

@@ -66,10 +66,10 @@ class Allocator:
 
     def __init__(self, torch: Any, observed: Observed | None = None, engine: EngineReader | None = None) -> None:
         self._torch = torch
-        self._statistics = torch_access.Statistics(torch)
+        self._statistics = torch_access.statistics_of(torch)
         self._uuids: dict[int, str] = {}
         self._environment_limits: dict[int, int | None] = {}
-        self._observed = observed or Observed()
+        self._observed = observed or Observed(lambda: self._statistics)
         self._engine = engine or EngineReader()
         self._captures = process_captures()
         self._stop_watching = self._captures.watch()
@@ -155,7 +155,7 @@ class Allocator:
         """Return a sample of each device that this process uses and that has a known UUID."""
         self._notice_page_size()
         devices = self.devices()
-        states = {index: self._observed.read(index, self.state) for index in devices if self.uuid(index)}
+        states = {index: self._observed.read(index) for index in devices if self.uuid(index)}
         self._reclaimable.walk_if_due({index: state for index, state in states.items() if state is not None})
         nccl_bytes = torch_access.nccl_bytes(devices)
         return tuple(self._sample(index, state, nccl_bytes.get(index)) for index, state in states.items())
@@ -199,7 +199,7 @@ class Allocator:
 
     def reset_peak(self, index: int) -> None:
         """Reset the peaks of one device to the current values."""
-        self._observed.reset_peaks(index, self.state, self._statistics.reset_peaks)
+        self._observed.reset_peaks(index)
 
     def total_bytes(self, index: int) -> int:
         """Return the device's memory as CUDA reports it: a memory fraction is a fraction of this."""

@@ -6,12 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from gpumem_client.guest_safety import log
 from gpumem_client.hooks.process_life import after_fork_in_child, process_singleton
 from gpumem_client.phases.peaks import PeakBounds, PeakWatch, PhasePeak, Span
-from gpumem_client.torch_access import Statistics, calling_thread, mark_thread, process_statistics
+from gpumem_client.torch_access import DeviceState, Statistics, calling_thread, mark_thread, process_statistics
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, MAX_PHASES
 
 _LIFTED = ("allocated_bytes", "reserved_bytes")
@@ -56,11 +55,12 @@ class Observed:
 
     # Peaks
 
-    def read(self, index: int, read: Callable[[int], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-        """Read the statistics of one device with `read`, evaluate them, and return them."""
+    def read(self, index: int) -> DeviceState | None:
+        """Read the statistics of one device, evaluate them, and return them."""
         self._survive_forks()
+        statistics = self._find_statistics()
         with self._lock:
-            state = read(index)
+            state = None if statistics is None else statistics.state(index)
             if state is not None:
                 self._note(index, state)
             return state
@@ -69,15 +69,16 @@ class Observed:
         """Return the number of observed resets of a device's peaks, without resets by phases."""
         return self._watch.resets(index)
 
-    def reset_peaks(
-        self, index: int, read: Callable[[int], Mapping[str, Any] | None], reset: Callable[[int], object]
-    ) -> None:
+    def reset_peaks(self, index: int) -> None:
         """Reset the peaks of a device and of its phases, as the user has requested."""
+        statistics = self._find_statistics()
+        if statistics is None:
+            return
         with self._lock:
-            state = read(index)
+            state = statistics.state(index)
             if state is not None:
                 self._note(index, state)
-            reset(index)
+            statistics.reset_peaks(index)
             self._watch.reset(index)
             self._forget_peaks(index)
             if state is not None and "allocated_bytes" in state:
@@ -178,7 +179,7 @@ class Observed:
 
     # Internal
 
-    def _note(self, index: int, state: Mapping[str, Any]) -> None:
+    def _note(self, index: int, state: DeviceState) -> None:
         resets = self._watch.resets(index)
         self._watch.note(index, state)
         if "allocated_bytes" not in state:
@@ -197,7 +198,7 @@ class Observed:
             else:
                 bounds.note(allocated, peak)
 
-    def _reset(self, index: int, state: Mapping[str, Any], statistics: Statistics) -> Mapping[str, Any]:
+    def _reset(self, index: int, state: DeviceState, statistics: Statistics) -> DeviceState:
         """Reset the peaks for a phase, remember their values, and return the statistics after that."""
         for name in _LIFTED:
             if name in state:
@@ -262,7 +263,7 @@ def _merged(before: PhasePeak | None, peak: PhasePeak) -> PhasePeak:
     return PhasePeak(max(before.at_least_bytes, peak.at_least_bytes), most)
 
 
-def _allocated(state: Mapping[str, Any]) -> tuple[int, int]:
+def _allocated(state: DeviceState) -> tuple[int, int]:
     values = state["allocated_bytes"]
     return values["current"], values["peak"]
 

@@ -283,18 +283,21 @@ def test_a_forked_child_measures_nothing_and_does_not_wait_for_a_lock(shared_pro
         """
 import os, threading, warnings
 from gpumem_client.phases.observed import process_observed
+from gpumem_client.torch_access import process_statistics
 model, optimizer = make()
 step(model, optimizer, gpumem.phase)
 warnings.simplefilter("ignore")
-observed = process_observed()
+observed, statistics = process_observed(), process_statistics()
 reads, may_end = threading.Event(), threading.Event()
 def read(index):  # under the lock, in a thread that the child does not have
     reads.set()
     may_end.wait()
-holder = threading.Thread(target=observed.read, args=(0, read))
+holder = threading.Thread(target=observed.read, args=(0,))
 with gpumem.phase("parent"):
+    statistics.state = read
     holder.start()
     reads.wait()
+    del statistics.state
     child = os.fork()
     if child == 0:
         ok = observed.current_phase() is None and not observed.phases(0)
