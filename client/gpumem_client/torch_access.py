@@ -32,8 +32,8 @@ SUMMED = (
 # The statistics of the backend cudaMallocAsync; all others are always 0, which would be taken for values.
 _ASYNC_STATISTICS = ("allocated_bytes", "reserved_bytes", "active_bytes")
 _THREAD_KEY = "gpumem_thread"
-# The id of no pool: its snapshot has no segments.
-_NO_POOL = (1 << 62, 1)
+# The id of no pool: its snapshot has no segments. The other one is torch's default.
+_NO_POOL, _ALL_POOLS = (1 << 62, 1), (0, 0)
 
 
 def initialized_torch() -> Any | None:
@@ -268,12 +268,11 @@ def take_snapshot(torch: Any) -> dict[str, Any]:
     Raises:
         AttributeError, RuntimeError: the allocator has no snapshot.
     """
-    taken: dict[str, Any] = _snapshot(torch, *((None,) if _snapshot_parameters(torch) else ()))
-    return taken
+    return _snapshot(torch)
 
 
 def snapshot_segments(torch: Any, paused: Callable[[float], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Return `torch.cuda.memory_snapshot()`, without traces from torch 2.11 on. Imports nothing.
+    """Return the segments of all devices, as `torch.cuda.memory_snapshot()` does. Imports nothing.
 
     Keeps the GIL for 0.5 µs per block, and for 2 µs per block with a recorded stack. `paused` receives the seconds.
 
@@ -281,41 +280,40 @@ def snapshot_segments(torch: Any, paused: Callable[[float], None] = lambda _: No
         AttributeError, RuntimeError: the allocator has no snapshot.
     """
     # Traces may have hundreds of thousands of entries: 727 ms instead of 0.2 ms (pytorch/pytorch#172672).
-    parameters = _snapshot_parameters(torch)
-    if not hasattr(torch._C, "_cuda_memorySnapshot"):
-        return list(torch.cuda.memory_snapshot(**{"include_traces": False} if "include_traces" in parameters else {}))
-    arguments = ((0, 0, False),) if "include_traces" in parameters else (None,) if parameters else ()
-    segments: list[dict[str, Any]] = _snapshot(torch, *arguments, paused=paused)["segments"]
+    segments: list[dict[str, Any]] = _snapshot(torch, traces=False, paused=paused)["segments"]
     return segments
 
 
 def snapshot_traces(torch: Any, paused: Callable[[float], None] = lambda _: None) -> list[list[dict[str, Any]]]:
-    """Return the recorded history of each device, oldest entry first; without segments from torch 2.8 on.
+    """Return the recorded history of each device, oldest entry first. Imports nothing.
 
-    Imports nothing. Keeps the GIL for 5 µs per entry. `paused` receives the seconds.
+    Keeps the GIL for 5 µs per entry. `paused` receives the seconds.
 
     Raises:
         AttributeError, RuntimeError: the allocator has no snapshot.
     """
-    parameters = _snapshot_parameters(torch)
-    arguments: tuple[Any, ...] = ()
-    if "include_traces" in parameters:
-        arguments = ((*_NO_POOL, True),)
-    elif parameters:
-        arguments = (_NO_POOL,)
-    traces: list[list[dict[str, Any]]] = _snapshot(torch, *arguments, paused=paused)["device_traces"]
+    traces: list[list[dict[str, Any]]] = _snapshot(torch, _NO_POOL, paused=paused)["device_traces"]
     return traces
 
 
-def _snapshot_parameters(torch: Any) -> Mapping[str, Any]:
-    return inspect.signature(torch.cuda.memory_snapshot).parameters
-
-
-def _snapshot(torch: Any, *arguments: Any, paused: Callable[[float], None] = lambda _: None) -> dict[str, Any]:
+def _snapshot(
+    torch: Any,
+    pool: tuple[int, int] | None = None,
+    *,
+    traces: bool = True,
+    paused: Callable[[float], None] = lambda _: None,
+) -> dict[str, Any]:
     """Call torch's snapshot such that it imports nothing and runs no garbage collection.
 
-    The objects of the result would start collections, which take four times as long as the snapshot.
+    The objects of the result would start collections, which take four times as long as the snapshot. Torch takes a pool
+    from 2.8 on, and leaves out traces from 2.11 on.
     """
+    arguments: tuple[Any, ...] = ()
+    parameters = inspect.signature(torch.cuda.memory_snapshot).parameters
+    if "include_traces" in parameters:
+        arguments = ((*(pool or _ALL_POOLS), traces),)
+    elif parameters:
+        arguments = (pool,)
     names, call = vars(torch), Uninterrupted()
     lacks_inductor = "_inductor" not in names
     if lacks_inductor:

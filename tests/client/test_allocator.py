@@ -28,6 +28,7 @@ class C:
         self.pools: dict[tuple[int, int], int] | None = {}
         self.reserved = 100 * MIB
         self.settings = ""
+        self._cuda_memorySnapshot: Any = None
 
     def _cuda_hasPrimaryContext(self, index: int) -> bool:  # noqa: N802 - torch's name
         return index == 0
@@ -76,25 +77,28 @@ class Torch:
             device_count=lambda: 2,
             get_allocator_backend=lambda: backend,
             get_device_properties=lambda index: SimpleNamespace(uuid=f"uuid-{index}", name="NVIDIA H100"),
-            memory_snapshot=self._snapshot,
+            memory_snapshot=lambda mempool_id=None, include_traces=True: None,
         )
+        c._cuda_memorySnapshot = self._snapshot
 
-    def _snapshot(self, mempool_id: Any = None, include_traces: bool = True) -> list[dict[str, Any]]:
-        assert not include_traces
+    def _snapshot(self, arguments: tuple[int, int, bool]) -> dict[str, Any]:
+        assert arguments == (0, 0, False)
         self.snapshots += 1
         free = self._C.reserved - 50 * MIB - sum(self.private.values())
         segments = [((0, 0), 50 * MIB, 40 * MIB), ((0, 0), free, 0)] + [(p, b, 0) for p, b in self.private.items()]
-        return [
-            {
-                "device": 0,
-                "address": 0,
-                "total_size": size,
-                "allocated_size": allocated,
-                "segment_pool_id": pool,
-                "blocks": [],
-            }
-            for pool, size, allocated in segments
-        ]
+        return {
+            "segments": [
+                {
+                    "device": 0,
+                    "address": 0,
+                    "total_size": size,
+                    "allocated_size": allocated,
+                    "segment_pool_id": pool,
+                    "blocks": [],
+                }
+                for pool, size, allocated in segments
+            ]
+        }
 
 
 def test_an_old_torch_reports_what_it_has() -> None:
