@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
@@ -23,11 +23,8 @@ DEFAULT_URLS = ("unix:///run/gpumem/exporter.sock", "http://127.0.0.1:9844")
 MAX_ANSWER_BYTES = 64 << 20
 """The default of `max_answer_bytes`."""
 
-_MAX_LINE_BYTES = 64 << 10
-# The maximum number of headers, and of trailers.
-_MAX_HEADERS = 100
-# The maximum number of informational responses (1xx) before the response.
-_MAX_INTERIM = 8
+# The longest status line with its headers, and the longest line of a body in chunks.
+_MAX_HEAD_BYTES = 64 << 10
 _RECEIVE_BYTES = 256 << 10
 _TIMEVAL = struct.Struct("@ll")
 # The names of the errors of `ssl`, which is not imported here, for a connection that the exporter closed.
@@ -214,31 +211,22 @@ class Connection:
 
     def _head(self, sock: socket.socket) -> tuple[int, bytes, dict[str, str]]:
         """Read status line and headers, and skip informational responses."""
-        for _ in range(1 + _MAX_INTERIM):
-            version, _, rest = self._line(sock, first=True).partition(b" ")
+        status = 0
+        while status < 200:
+            while (end := self._received.find(b"\r\n\r\n", 0, _MAX_HEAD_BYTES)) < 0:
+                start = self._received[:_MAX_HEAD_BYTES]
+                if not start.startswith(b"HTTP/"[: len(start)]) or len(start) == _MAX_HEAD_BYTES:
+                    raise ValueError(f"not an HTTP response: {start[:80]!r}")
+                self._receive(sock, started=bool(start))
+            head, self._received = self._received[:end], self._received[end + 4 :]
+            first, *lines = head.split(b"\r\n")
+            version, _, rest = first.partition(b" ")
             code = rest[:3]
             if version not in (b"HTTP/1.1", b"HTTP/1.0") or not code.isdigit() or rest[3:4].strip():
-                raise ValueError(f"not an HTTP response: {(version + rest)[:80]!r}")
+                raise ValueError(f"not an HTTP response: {first[:80]!r}")
             status = int(code)
-            headers: dict[str, str] = {}
-            for line in self._header_lines(sock):
-                name, colon, value = line.decode("latin-1").partition(":")
-                if not colon:
-                    raise ValueError(f"not a header: {line[:80]!r}")
-                headers[name.lower()] = value.strip()
-            if not 100 <= status < 200:
-                return status, version, headers
-        raise ValueError(f"more than {_MAX_INTERIM} informational responses")
-
-    def _header_lines(self, sock: socket.socket) -> Iterator[bytes]:
-        """Yield the lines up to an empty one."""
-        for _ in range(_MAX_HEADERS):
-            line = self._line(sock)
-            if not line:
-                return
-            yield line
-        if self._line(sock):
-            raise ValueError(f"more than {_MAX_HEADERS} headers")
+        pairs = (line.decode("latin-1").partition(":") for line in lines)
+        return status, version, {name.lower(): value.strip() for name, _, value in pairs}
 
     def _body(self, sock: socket.socket, headers: Mapping[str, str]) -> tuple[bytes, bool]:
         """Read the body. Return also whether the connection's end marks the end of the body."""
@@ -262,15 +250,15 @@ class Connection:
             body += self._exactly(sock, size)
             self._require_bounded(len(body))
             self._line(sock)
-        for _ in self._header_lines(sock):
+        while self._line(sock):
             pass  # trailers
         return bytes(body)
 
-    def _line(self, sock: socket.socket, *, first: bool = False) -> bytes:
+    def _line(self, sock: socket.socket) -> bytes:
         while (end := self._received.find(b"\n")) < 0:
-            if len(self._received) > _MAX_LINE_BYTES:
-                raise ValueError(f"a line is longer than {_MAX_LINE_BYTES} bytes")
-            self._receive(sock, started=not first or bool(self._received))
+            if len(self._received) > _MAX_HEAD_BYTES:
+                raise ValueError(f"a line is longer than {_MAX_HEAD_BYTES} bytes")
+            self._receive(sock, started=True)
         line, self._received = self._received[:end], self._received[end + 1 :]
         return line.rstrip(b"\r")
 
