@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.hooks.out_of_memory import is_out_of_memory, parse_oom_message
+from gpumem_client.allocator.oom_message import parse_oom_message
+from gpumem_client.hooks.out_of_memory import is_out_of_memory
 from gpumem_toolkit.oom.advice import advise
 from gpumem_toolkit.oom.diagnosis import NOTE_PREFIX, OomDiagnosis
 from gpumem_toolkit.oom.growth import BlockHistory

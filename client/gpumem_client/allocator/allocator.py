@@ -22,7 +22,6 @@ from gpumem_client.engines.engine_reader import EngineReader, process_engine
 from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.guest_safety import log
 from gpumem_client.hooks.graph_captures import process_captures
-from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.hooks.process_life import process_singleton
 from gpumem_client.phases.observed import Observed, process_observed
 from gpumem_client.torch_access import DeviceState
@@ -111,10 +110,6 @@ class Allocator:
     def current_phase(self) -> str | None:
         """Return the phase in which this thread allocates. Any thread may call this."""
         return self._observed.current_phase()
-
-    def observe_ooms(self, observer: OutOfMemoryObserver) -> bool:
-        """Attach an observer of out-of-memory errors. Returns False if the allocator has none."""
-        return torch_access.attach_oom_observer(self._torch, observer)
 
     def detach(self) -> None:
         """Remove the hook on graph captures."""

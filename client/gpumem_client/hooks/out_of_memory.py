@@ -1,4 +1,4 @@
-"""Out-of-memory errors: the hook that observes them, the errors that wait for a report, and the values of their text.
+"""Out-of-memory errors: the hook that observes them, and the errors that wait for a report.
 
 PyTorch calls an observer in the allocating thread (for example an autograd thread) right before it raises, with the GIL
 and without the allocator's lock. With cudaMallocAsync or a pluggable allocator it calls none, so errors are unknown.
@@ -11,8 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
+from gpumem_client import torch_access
 from gpumem_client.guest_safety import guest_safety
 from gpumem_client.wire.protocol import OutOfMemory
 
@@ -23,20 +25,6 @@ _WAKE_SECONDS = 0.5
 _CHAIN_MAX = 8
 _latest: tuple[float, OutOfMemory] | None = None
 
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_SIZE = r"(\d+(?:\.\d+)? (?:bytes|KiB|MiB|GiB))"
-_FIELDS = {
-    "requested_bytes": rf"Tried to allocate {_SIZE}",
-    "total_bytes": rf"total capacity of {_SIZE}",
-    "free_bytes": rf"of which {_SIZE} is free",
-    "process_bytes": rf"this process has {_SIZE} memory in use",
-    "allowed_bytes": rf"{_SIZE} allowed",
-    "allocated_bytes": rf"{_SIZE} is allocated by PyTorch",
-    "private_pools_bytes": rf"with {_SIZE} allocated in private pools",
-    "unallocated_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
-}
-_DEVICE = re.compile(r"\bGPU (\d+)\b")
-_OTHERS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _OUT_OF_MEMORY = re.compile(
     r"(?:CUDA|HIP|CUBLAS|CUDNN|NCCL|GPU).*(?:out of memory|ALLOC_FAILED)", re.IGNORECASE | re.DOTALL
 )
@@ -49,13 +37,13 @@ class OutOfMemoryObserver:
     """
 
     def __init__(self) -> None:
-        self.attached = False
+        self._attached = False
         self.listener: Callable[[int, int, int, int], None] | None = None
         """Receives device index, requested bytes, limit and free bytes."""
 
-    def install(self, attach: Callable[[OutOfMemoryObserver], bool]) -> None:
-        """Attach this observer to PyTorch, once per process. `attach` returns False if the allocator has none."""
-        self.attached = self.attached or attach(self)
+    def install(self, torch: Any) -> None:
+        """Attach this observer to PyTorch, once per process, if its allocator has observers."""
+        self._attached = self._attached or torch_access.attach_oom_observer(torch, self)
 
     def remove(self, listener: Callable[[int, int, int, int], None] | None) -> None:
         """Stop calling this listener. The listener of a later reporter stays."""
@@ -120,27 +108,6 @@ def latest_oom() -> tuple[float, OutOfMemory] | None:
     return _latest
 
 
-@dataclass(frozen=True)
-class OomMessage:
-    """The values of the text in bytes, accurate to half a percent, because they have two decimals. None if missing."""
-
-    device: int | None = None
-    requested_bytes: int | None = None
-    total_bytes: int | None = None
-    """Memory of the device without what the driver reserves."""
-    free_bytes: int | None = None
-    """Free memory of the device."""
-    process_bytes: int | None = None
-    """Memory of this process from NVML, with context and libraries."""
-    other_processes: tuple[tuple[int, int], ...] = ()
-    """Process ids from NVML, and their bytes."""
-    allowed_bytes: int | None = None
-    """Limit by the memory fraction of the process, if one is set."""
-    allocated_bytes: int | None = None
-    private_pools_bytes: int | None = None
-    reserved_bytes: int | None = None
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error reports that device memory is exhausted, from PyTorch or from a library."""
     if any(kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in type(error).__mro__):
@@ -161,28 +128,3 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 def out_of_memory_in(error: BaseException) -> BaseException | None:
     """Return the first out-of-memory error among an error and its causes; None if there is none."""
     return next((each for each in chain(error) if is_out_of_memory(each)), None)
-
-
-def parse_oom_message(text: str) -> OomMessage:
-    """Parse the text of an out-of-memory error of PyTorch 2.1 and later (CUDACachingAllocator.cpp). Raises nothing.
-
-    Releases differ, and the text names other processes only if NVML knows them: so each value is optional.
-    """
-    found = {name: re.search(form, text) for name, form in _FIELDS.items()}
-    values = {name: None if each is None else _bytes(each[1]) for name, each in found.items()}
-    allocated, unallocated = values["allocated_bytes"], values.pop("unallocated_bytes")
-    device = _DEVICE.search(text)
-    total = values["total_bytes"]
-    others = ((int(pid), _bytes(size)) for pid, size in _OTHERS.findall(text))
-    return OomMessage(
-        device=int(device[1]) if device else None,
-        # Some releases write 17179869184.00 GiB if NVML does not know the memory of a process.
-        other_processes=tuple((pid, size) for pid, size in others if total is None or size <= total),
-        reserved_bytes=None if allocated is None or unallocated is None else allocated + unallocated,
-        **values,
-    )
-
-
-def _bytes(size: str) -> int:
-    number, unit = size.split(" ")
-    return round(float(number) * _UNITS[unit])

@@ -221,15 +221,10 @@ def phase(name: str, *, reset_peaks: bool = False) -> Measured:
     return Measured(name, kept=True, reset_peaks=reset_peaks)
 
 
-def current_phase() -> str | None:
-    """Return the innermost phase of this thread, or of the thread for which autograd runs it; else None."""
-    return process_observed().current_phase()
-
-
 def phase_at_error(error: BaseException) -> str | None:
     """Return the innermost phase of an out-of-memory error, also if the error has ended the phase; None without one."""
     ended: str | None = error.__dict__.get(_PHASE)
-    return ended or current_phase()
+    return ended or process_observed().current_phase()
 
 
 def _note_phase(error: BaseException, name: str) -> None:

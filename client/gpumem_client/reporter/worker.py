@@ -172,7 +172,7 @@ class Worker:
             listener = self._observer.listener = loop.note_oom
             try:
                 with in_torch():
-                    self._observer.install(allocator.observe_ooms)
+                    self._observer.install(sys.modules["torch"])
                 while self._wakeup.starts_round():
                     with in_torch():
                         self._steps.install()  # if that was impossible earlier, because an optimizer was stepping

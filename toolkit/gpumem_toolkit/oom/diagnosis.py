@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Any
 
 from gpumem_client.allocator.allocator import attached
+from gpumem_client.allocator.oom_message import OomMessage, parse_oom_message
 from gpumem_client.guest_safety import GuestLog
-from gpumem_client.hooks.out_of_memory import OomMessage, latest_oom, parse_oom_message
+from gpumem_client.hooks.out_of_memory import latest_oom
 from gpumem_client.objects.referrers import instance_dictionary
 from gpumem_client.phases.measured_block import phase_at_error
 from gpumem_client.torch_access import rank_and_size, tensor_base_class
