@@ -116,7 +116,8 @@ def run(arguments: Sequence[str], *, program: str = "gpumem-exporter run") -> in
         planned_peak_bytes(given["GPUMEM_PLAN"])
         # The command may change the working directory.
         given["GPUMEM_PLAN"] = str(Path(given["GPUMEM_PLAN"]).absolute())
-    environment = injected_environment({**_given_environment(), **given}, _bootstrap_directory())
+    bootstrap = str(Path(__file__).resolve().parent / "bootstrap")
+    environment = injected_environment({**_given_environment(), **given}, bootstrap)
     sys.stdout.flush()
     sys.stderr.flush()
     _restore_signals()
@@ -146,19 +147,6 @@ def _given_environment() -> dict[str, str]:
             if entry.startswith(b"LC_CTYPE="):
                 environment["LC_CTYPE"] = os.fsdecode(entry.partition(b"=")[2])
     return environment
-
-
-def _bootstrap_directory() -> str:
-    directory = Path(__file__).resolve().parent / "bootstrap"
-    if not (directory / "sitecustomize.py").is_file():
-        raise ConfigurationError(
-            f"{directory} has no sitecustomize.py: the installation is broken; install gpumem-client again"
-        )
-    if os.pathsep in str(directory):
-        raise ConfigurationError(
-            f"PYTHONPATH cannot contain {directory} because of its {os.pathsep!r}; install in another directory"
-        )
-    return str(directory)
 
 
 def _restore_signals() -> None:

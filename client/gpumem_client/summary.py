@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -162,7 +161,7 @@ def _summarize(torch: Any, allocator: Allocator) -> Summary:
     settings, source, ignored = settings_in_force(allocator_settings(torch), os.environ)
     return Summary(
         devices=tuple(
-            _device(torch, index, samples.get(allocator.uuid(index)) or allocator.sample_now(index))
+            _device(torch, allocator, index, samples.get(allocator.uuid(index)) or allocator.sample_now(index))
             for index in allocator.devices()
         ),
         torch_version=allocator.torch_version,
@@ -174,19 +173,15 @@ def _summarize(torch: Any, allocator: Allocator) -> Summary:
     )
 
 
-def _device(torch: Any, index: int, sample: DeviceSample) -> DeviceSummary:
-    free_bytes: int | None = None
-    total_bytes: int | None = None
-    with contextlib.suppress(RuntimeError):
-        free_bytes, total_bytes = torch.cuda.cudart().cudaMemGetInfo(index)
+def _device(torch: Any, allocator: Allocator, index: int, sample: DeviceSample) -> DeviceSummary:
     driver = read_driver(sample.uuid) if sample.uuid else DriverReading()
     return DeviceSummary(
         index=index,
         uuid=sample.uuid,
         name=str(torch.cuda.get_device_properties(index).name),
         **{name: getattr(sample, name) for name in _FROM_SAMPLE},
-        device_free_bytes=free_bytes,
-        device_total_bytes=total_bytes,
+        device_free_bytes=allocator.free_bytes(index),
+        device_total_bytes=allocator.total_bytes(index),
         **vars(driver),
         phases=process_observed().phases(index),
         components=sample.component_bytes,
