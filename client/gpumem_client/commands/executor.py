@@ -134,19 +134,15 @@ class Executor:
         with self._results_lock:
             return self._results.get(command_id)
 
-    def run(self, command: Command, *, expires_seconds: float) -> CommandResult | None:
+    def run(self, command: Command, *, expires_seconds: float, wait: bool = True) -> CommandResult | None:
         """Run a command in this thread, or repeat the result of one that has run. Does not raise.
 
-        The result is None for a profile that has started: `profiling` has the result when it ends. A command that has
-        not started by `expires_seconds`, on the executor's clock, does not run.
+        The result is None for a profile that has started: `profiling` has the result when it ends. Without `wait`, it
+        is also None if another command or a sample is running. A command that has not started by `expires_seconds`, on
+        the executor's clock, does not run.
         """
-        with self._sampler.exclusively():
-            return self._run_once(command, expires_seconds)
-
-    def run_if_free(self, command: Command, *, expires_seconds: float) -> CommandResult | None:
-        """Run a command like `run`, but return None if another command or a sample is running, instead of waiting."""
         lock = self._sampler.exclusively()
-        if not lock.acquire(blocking=False):
+        if not lock.acquire(blocking=wait):
             return None
         try:
             return self._run_once(command, expires_seconds)

@@ -141,21 +141,20 @@ class Scheduler:
         """Return False if the command waits again, because the reporter's thread runs a command or samples."""
         command, expires_seconds = waiting
         try:
-            result = self._executor.run_if_free(command, expires_seconds=expires_seconds)
-            if result is None and command.at_step is None:
-                # Training does not wait for the reporter's thread, unless the other ranks act after this very step.
-                with self._lock:
-                    self._waiting[command.id] = waiting
-                    self._for_steps = True
-                return False
-            if result is None:
-                self._executor.run(command, expires_seconds=expires_seconds)
+            # Training does not wait for the reporter's thread, unless the other ranks act after this very step.
+            at_this_step = command.at_step is not None
+            result = self._executor.run(command, expires_seconds=expires_seconds, wait=at_this_step)
         except BaseException as error:  # raised by the user's signal handler; continues to the user's code
             interrupted = f"a signal handler raised {type(error).__name__}"
             self._end(command, "failed", interrupted, ReasonCode.SIGNAL_HANDLER)
             self._wake()
             raise
-        return True
+        if result is not None:
+            return True
+        with self._lock:
+            self._waiting[command.id] = waiting
+            self._for_steps = True
+        return False
 
     def _idle(self, now: float) -> bool:
         """Return whether no step has run and nothing was allocated for `_IDLE_SECONDS`."""
