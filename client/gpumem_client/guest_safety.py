@@ -115,18 +115,15 @@ log = GuestLog(logging.getLogger("gpumem_client"), None)
 
 
 class ErrorLog:
-    """Logs the first error of each kind. Any thread may use it. Tests pass `on_error` to see all errors."""
+    """Logs the first error of each kind. Any thread may use it."""
 
-    def __init__(self, on_error: Callable[[str, BaseException], None] | None = None) -> None:
-        self._on_error = on_error
+    def __init__(self) -> None:
         self._logged: set[str] = set()
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._ended: set[str] = set()
 
     def note(self, kind: str, error: BaseException, level: int = logging.WARNING) -> None:
         """Log one line for the first error of this kind; later ones are silent until `clear`."""
-        if self._on_error is not None:
-            self._on_error(kind, error)
         if kind not in self._logged:
             self._logged.add(kind)
             log.log(level, "%s: %s", kind, error)

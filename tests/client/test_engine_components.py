@@ -107,12 +107,9 @@ def test_what_is_reported_for_the_first_time_was_not_idle_before() -> None:
     assert (found.state, found.idle_seconds) == ("serving", 0.0)
 
 
-def test_a_report_has_the_engine_and_an_error_of_it_costs_nothing_else() -> None:
+def test_a_report_has_the_engine_and_an_error_of_it_costs_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     allocator: Any = FakeAllocator()
-    errors: list[str] = []
-    loop = ReportLoop(
-        identity(1), allocator, OutOfMemoryLog(lambda: None), ErrorLog(lambda kind, _: errors.append(kind))
-    )
+    loop = ReportLoop(identity(1), allocator, OutOfMemoryLog(lambda: None), ErrorLog())
     report = loop.next_report()
     assert (report.engine, report.engine_starting) == (None, None)
     allocator.facts = EngineFacts("vllm", "0.32.0", "chat", measures=True)
@@ -129,4 +126,4 @@ def test_a_report_has_the_engine_and_an_error_of_it_costs_nothing_else() -> None
     allocator.engine = lambda: 1 / 0
     report = loop.next_report()
     assert (report.engine, [device.uuid for device in report.devices]) == (None, ["GPU-0"])
-    assert errors == ["cannot read the inference engine"]
+    assert caplog.messages == ["cannot read the inference engine: division by zero"]

@@ -27,13 +27,11 @@ class Reporter:
 
     Until the user's code initializes CUDA there is no thread and no connection. Any thread may call any method. After
     `start` nothing raises into the user's code, and only `stop` waits for the network, for a limited time. A forked
-    child has no thread; if it can use CUDA, it reports for itself once it does. Tests pass `on_error`, which is called
-    with each error before it is swallowed.
+    child has no thread; if it can use CUDA, it reports for itself once it does.
     """
 
-    def __init__(self, steps: Steps, *, on_error: Callable[[str, BaseException], None] | None = None) -> None:
+    def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._on_error = on_error
         # Reentrant: a signal handler or a finalizer may stop the reporter while its thread has the lock.
         self._lock = threading.RLock()
         self._settings: ReporterSettings | None = None
@@ -124,7 +122,7 @@ class Reporter:
             self._waiting_for_cuda = False
             if self._settings is None or self._worker is not None:
                 return
-            errors = ErrorLog(self._on_error)
+            errors = ErrorLog()
             # Stored before its start, so that a concurrent `stop` ends it.
             worker = self._worker = Worker(
                 self._settings,
