@@ -5,7 +5,6 @@ The library is loaded by its name and creates no CUDA context. The structures ar
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -37,16 +36,18 @@ class DriverReading:
 def read_driver(uuid: str) -> DriverReading:
     """Read one device by its UUID (`GPU-…`, `MIG-…`). Takes a few milliseconds. Any thread may call this.
 
-    Nothing is known where another library answers for NVML.
+    Nothing is known without a UUID, and where another library answers for NVML.
     """
-    if nvml_interceptor():
+    if not uuid or nvml_interceptor():
         return DriverReading()
     try:
         nvml = _library()
-        if not uuid or nvml.nvmlInit_v2() != _SUCCESS:
-            return DriverReading()
-    except (OSError, AttributeError):
+        return _read(nvml, uuid) if nvml.nvmlInit_v2() == _SUCCESS else DriverReading()
+    except (OSError, AttributeError):  # there is no library, or it lacks one of the functions
         return DriverReading()
+
+
+def _read(nvml: Any, uuid: str) -> DriverReading:
     try:
         device = ctypes.c_void_p()
         if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)) != _SUCCESS:
@@ -58,11 +59,8 @@ def read_driver(uuid: str) -> DriverReading:
             known = [used for used in processes.values() if used is not None]
             others = sum(known) if len(known) == len(processes) else None
         return DriverReading(own, others, _utilization(nvml, device))
-    except AttributeError:  # the library lacks one of the functions
-        return DriverReading()
     finally:
-        with contextlib.suppress(AttributeError):
-            nvml.nvmlShutdown()
+        nvml.nvmlShutdown()
 
 
 @functools.lru_cache(maxsize=None)  # each load leaves several kilobytes of garbage

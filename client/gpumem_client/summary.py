@@ -10,7 +10,7 @@ from typing import Any
 
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.allocator_environment import VARIABLES, in_force
-from gpumem_client.driver_memory import DriverReading, read_driver
+from gpumem_client.driver_memory import read_driver
 from gpumem_client.guest_safety import log
 from gpumem_client.phases.observed import process_observed
 from gpumem_client.phases.peaks import PhasePeak
@@ -174,7 +174,6 @@ def _summarize(torch: Any, allocator: Allocator) -> Summary:
 
 
 def _device(torch: Any, allocator: Allocator, index: int, sample: DeviceSample) -> DeviceSummary:
-    driver = read_driver(sample.uuid) if sample.uuid else DriverReading()
     return DeviceSummary(
         index=index,
         uuid=sample.uuid,
@@ -182,7 +181,7 @@ def _device(torch: Any, allocator: Allocator, index: int, sample: DeviceSample) 
         **{name: getattr(sample, name) for name in _FROM_SAMPLE},
         device_free_bytes=allocator.free_bytes(index),
         device_total_bytes=allocator.total_bytes(index),
-        **vars(driver),
+        **vars(read_driver(sample.uuid)),
         phases=process_observed().phases(index),
         components=sample.component_bytes,
     )

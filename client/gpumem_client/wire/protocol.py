@@ -390,21 +390,17 @@ _FIELD_NAMES: dict[type, tuple[str, ...]] = {
 }
 
 
-def to_wire(message: Report | Reply | ProcessIdentity) -> dict[str, Any]:
-    """Convert a message to what `json.dumps` accepts, without the unknown and empty fields."""
-    return _object(message)
-
-
-def _object(value: Any) -> dict[str, Any]:
+def to_wire(message: object) -> dict[str, Any]:
+    """Convert a message, or a part of one, to what `json.dumps` accepts, without the unknown and empty fields."""
     out: dict[str, Any] = {}
-    for name in _FIELD_NAMES[type(value)]:
-        item = getattr(value, name)
+    for name in _FIELD_NAMES[type(message)]:
+        item = getattr(message, name)
         if item is None or item == "" or item == () or item == {}:
             continue
         if type(item) in _FIELD_NAMES:
-            item = _object(item)
+            item = to_wire(item)
         elif type(item) is tuple:
-            item = [_object(part) if type(part) in _FIELD_NAMES else part for part in item]
+            item = [to_wire(part) if type(part) in _FIELD_NAMES else part for part in item]
         out[name] = item
     return out
 
