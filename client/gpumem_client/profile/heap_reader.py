@@ -16,7 +16,7 @@ from gpumem_client.allocator.reclaimable import known
 from gpumem_client.profile.aggregate import Naming
 from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks, read_blocks
 from gpumem_client.profile.lifetimes import SplitRules
-from gpumem_client.profile.owners import GRADIENT_SECONDS, TESTED_TORCH, Named, is_tested, name_storages
+from gpumem_client.profile.owners import GRADIENT_SECONDS, TESTED_TORCH, is_tested, name_storages
 from gpumem_client.profile.profile_types import ProfiledDevice
 from gpumem_client.uninterrupted import GENERATIONS, Slices, Uninterrupted, take_turns
 from gpumem_client.wire.errors import CommandRefusedError
@@ -34,8 +34,7 @@ _Result = TypeVar("_Result")
 class HeapReader:
     """Reads one process' allocator, in the reporter's thread.
 
-    `exclusively` returns the sampler's lock: a step must not take a snapshot in between. `name` is
-    `profile.owners.name_storages`.
+    `exclusively` returns the sampler's lock: a step must not take a snapshot in between.
     """
 
     def __init__(
@@ -44,12 +43,10 @@ class HeapReader:
         allocator: Allocator,
         *,
         exclusively: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        name: Callable[..., Named] = name_storages,
     ) -> None:
         self._torch = torch
         self._allocator = allocator
         self._exclusively = exclusively
-        self._name = name
         self._collections: list[int] = []
         self.pause_seconds = 0.0
         """The longest time that the interpreter has stood still since this was set to 0."""
@@ -100,7 +97,7 @@ class HeapReader:
             read_us.extend((started_us, time.time_ns() // 1000))
             addresses_read()
 
-        named = self._name(
+        named = name_storages(
             self._torch,
             Slices(torch_access.stopping, self._paused),
             addresses_read=read,
