@@ -81,7 +81,7 @@ def ray(context: Context | None) -> Any:
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> ProcessIdentity:
     monkeypatch.setenv("RAY_JOB_ID", "ffffffff")
-    monkeypatch.setattr(identity, "_title", lambda: "ray::Trainer.step")
+    monkeypatch.setattr(identity, "_cmdline", lambda: ["ray::Trainer.step"])
     return identity.current_process(ReporterSettings.resolve(environ={}))
 
 

@@ -65,7 +65,7 @@ def with_ray(identity: ProcessIdentity) -> ProcessIdentity | None:
     # The environment has the nil job id in workers that Ray started in advance.
     job_id = procfs.known_ray_job_id(context.get_job_id()) or identity.ray_job_id
     actor_id = context.get_actor_id()
-    title = _title()
+    title = " ".join(_cmdline())  # setproctitle may have changed it
     command = identity.command
     if actor_id and title.startswith(_RAY_TITLE):
         # Ray gives the processes of all actors of a class one title, so the command also names the actor.
@@ -90,11 +90,6 @@ def _command() -> str:
     if script.endswith("/__main__.py"):
         script = os.path.dirname(script)  # noqa: PTH120 - pathlib takes longer to import
     return procfs.describe_command([arguments[0], script])
-
-
-def _title() -> str:
-    """Return the title of this process, which setproctitle may have changed."""
-    return " ".join(_cmdline())
 
 
 def _cmdline() -> list[str]:
