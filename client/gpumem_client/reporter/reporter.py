@@ -41,7 +41,6 @@ class Reporter:
         # The workers whose thread may run: also stopped ones.
         self._workers: list[Worker] = []
         self._observer = OutOfMemoryObserver()
-        self._waiting_for_cuda = False
         self._stop_waiting: Callable[[], None] | None = None
         self._stop_listening: Callable[[], None] | None = None
         # Functions that remove the calls at exit and after a fork.
@@ -65,11 +64,9 @@ class Reporter:
             self._settings = settings
             if not self._process_hooks:
                 self._process_hooks = [at_exit(self._end), after_fork_in_child(self._forget_parent)]
-            wait, self._waiting_for_cuda = not self._waiting_for_cuda, True
         for each in settings.ignored:
             log.warning("start: %s", each)
-        if wait:
-            self._stop_waiting = when_cuda_starts(self._cuda_started)
+        self._stop_waiting = when_cuda_starts(self._cuda_started)
 
     def stop(self, timeout_seconds: float = _FAREWELL_SECONDS) -> None:
         """Send the final report, end the thread, and remove every hook; `start` may be called again.
@@ -86,7 +83,6 @@ class Reporter:
             worker, self._worker = self._worker, None
             self._settings = None
             self._denied_actions = set()
-            self._waiting_for_cuda = False
             stops = self._stop_waiting, self._stop_listening
             self._stop_waiting = self._stop_listening = None
         for stop in stops:
@@ -119,7 +115,6 @@ class Reporter:
 
     def _cuda_started(self) -> None:
         with self._lock:
-            self._waiting_for_cuda = False
             if self._settings is None or self._worker is not None:
                 return
             errors = ErrorLog()
