@@ -30,6 +30,8 @@ Series: TypeAlias = "tuple[Metric, tuple[str, ...]]"
 """A metric and the values of its labels in the catalog's order."""
 Value: TypeAlias = "int | float | None"
 """The value of a sample; None if there is no sample."""
+Sample: TypeAlias = "tuple[Metric, tuple[str, ...], Value]"
+"""A metric, the values of its labels, and its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,14 @@ class Collector(NamedTuple):
     subjects: Callable[[View], Iterator[Subject]]
 
 
-def one_of_each(families: Iterable[Metric]) -> Callable[..., tuple[Series, ...]]:
-    """Return a function that returns a series of each family, all with the same labels."""
-    return lambda *labels: tuple((metric, labels) for metric in families)
+def listed(samples: Iterable[Sample]) -> Samples:
+    """Return the samples of a subject with few series, or whose values rarely change."""
+    rows = tuple(samples)
+    return Samples(tuple([row[:2] for row in rows]), _series, tuple([row[2] for row in rows]))
+
+
+def _series(*series: Series) -> tuple[Series, ...]:
+    return series
 
 
 def label_text(labels: Iterable[tuple[str, str]]) -> str:

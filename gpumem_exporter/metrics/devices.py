@@ -7,28 +7,17 @@ from collections.abc import Iterator
 from gpumem_exporter.core.ledger import device_ledger, shares_on
 from gpumem_exporter.core.samples import DeviceReading
 from gpumem_exporter.metrics import catalog
-from gpumem_exporter.metrics.collector_types import Collector, Samples, Series, Subject, View, one_of_each
-
-_POLL_FAMILIES = (catalog.NVML_UP, catalog.POLL_DURATION, catalog.POLL_TIMESTAMP)
-_DEVICE_FAMILIES = (
-    catalog.DEVICE_INFO,
-    catalog.DEVICE_UP,
-    catalog.DEVICE_TOTAL,
-    catalog.DEVICE_USED,
-    catalog.DEVICE_FREE,
-    catalog.DEVICE_RESERVED,
-    catalog.DEVICE_HOST_MEMORY,
-    catalog.DEVICE_UTILIZATION,
-)
-_poll_series = one_of_each(_POLL_FAMILIES)
-_NO_MEMORY = (None, None, None, None, None)
+from gpumem_exporter.metrics.collector_types import Collector, Sample, Samples, Series, Subject, View, listed
 
 
 def _polls(view: View) -> Iterator[Subject]:
     """Yield whether the driver answers, and the duration and time of the last poll unless it has expired."""
     last = view.snapshot.node
-    times = (last.duration_seconds, last.taken_unix_seconds) if last is not None else (None, None)
-    yield Subject("poll", Samples, ((), _poll_series, (0 if view.node is None else 1, *times)))
+    samples: list[Sample] = [(catalog.NVML_UP, (), int(view.node is not None))]
+    if last is not None:
+        samples.append((catalog.POLL_DURATION, (), last.duration_seconds))
+        samples.append((catalog.POLL_TIMESTAMP, (), last.taken_unix_seconds))
+    yield Subject("poll", listed, (samples,))
 
 
 def _devices(view: View) -> Iterator[Subject]:
@@ -39,20 +28,18 @@ def _devices(view: View) -> Iterator[Subject]:
 
 
 def _device_samples(device: DeviceReading, driver_version: str) -> Samples:
-    info = (device.name, driver_version, device.pci_bus_id, device.mig_profile, device.parent_uuid)
-    memory = device.memory
-    of_memory: tuple[int | None, ...] = _NO_MEMORY
-    if memory is not None:
-        of_host = 1 if memory.of_host else None
-        of_memory = (memory.total_bytes, memory.used_bytes, memory.free_bytes, memory.reserved_bytes, of_host)
-    values = (1, 1 if device.up else 0, *of_memory, device.utilization_ratio)
-    return Samples(((device.gpu, device.uuid), info), _device_series, values)
-
-
-def _device_series(device: tuple[str, str], info: tuple[str, ...]) -> Iterator[Series]:
-    yield catalog.DEVICE_INFO, (*device, *info)
-    for metric in _DEVICE_FAMILIES[1:]:
-        yield metric, device
+    key = (device.gpu, device.uuid)
+    info = (*key, device.name, driver_version, device.pci_bus_id, device.mig_profile, device.parent_uuid)
+    samples: list[Sample] = [(catalog.DEVICE_INFO, info, 1), (catalog.DEVICE_UP, key, int(device.up))]
+    if (memory := device.memory) is not None:
+        samples += [
+            (catalog.DEVICE_TOTAL, key, memory.total_bytes),
+            (catalog.DEVICE_USED, key, memory.used_bytes),
+            (catalog.DEVICE_FREE, key, memory.free_bytes),
+            (catalog.DEVICE_RESERVED, key, memory.reserved_bytes),
+            (catalog.DEVICE_HOST_MEMORY, key, 1 if memory.of_host else None),
+        ]
+    return listed([*samples, (catalog.DEVICE_UTILIZATION, key, device.utilization_ratio)])
 
 
 def _ledgers(view: View) -> Iterator[Subject]:
@@ -81,6 +68,13 @@ def _ledger_series(
         yield catalog.TORCH_NON_TORCH, (*device, *labels)
 
 
-POLL = Collector("poll", _POLL_FAMILIES, _polls)
-DEVICE = Collector("devices", _DEVICE_FAMILIES, _devices)
+POLL = Collector("poll", (catalog.NVML_UP, catalog.POLL_DURATION, catalog.POLL_TIMESTAMP), _polls)
+DEVICE = Collector(
+    "devices",
+    (
+        *(catalog.DEVICE_INFO, catalog.DEVICE_UP, catalog.DEVICE_TOTAL, catalog.DEVICE_USED, catalog.DEVICE_FREE),
+        *(catalog.DEVICE_RESERVED, catalog.DEVICE_HOST_MEMORY, catalog.DEVICE_UTILIZATION),
+    ),
+    _devices,
+)
 LEDGER = Collector("ledger", (catalog.DEVICE_ALLOCATABLE, catalog.LEDGER, catalog.TORCH_NON_TORCH), _ledgers)

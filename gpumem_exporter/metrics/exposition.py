@@ -5,25 +5,33 @@ lines of all subjects family by family.
 """
 
 # Not with prometheus_client's encoders: they take 8 to 10 µs per series, and a node with 64 processes on 8 devices has
-# 20,000. `PageCollector` gives the same series to the library.
+# 20,000.
 
 from __future__ import annotations
 
 import logging
 import platform
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-import prometheus_client
-
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
 from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.allocators import TORCH
-from gpumem_exporter.metrics.collector_types import Collector, Metric, Samples, Series, Subject, Value, View, label_text
+from gpumem_exporter.metrics.collector_types import (
+    Collector,
+    Metric,
+    Sample,
+    Samples,
+    Subject,
+    Value,
+    View,
+    label_text,
+    listed,
+)
 from gpumem_exporter.metrics.devices import DEVICE, LEDGER, POLL
 from gpumem_exporter.metrics.instruments import Registry
 from gpumem_exporter.metrics.processes import PROCESS, REPORTER
@@ -37,13 +45,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 # The number of subjects between two pauses. One process on eight devices takes a fifth of a millisecond.
 _STEPS = 4
-# The pieces of a page are about as long as the pieces in which it is sent. The heap has room for them. A block for the
-# whole page would be mapped and cleared by the kernel for each page: three times as long as joining the lines takes.
-_PIECE_BYTES = 120 << 10
 # The end of a family in a template; no UTF-8 text has this byte.
 _END = b"\xff"
-# The number of subjects that are joined at once. One has about 1 KiB in a family on a node with eight devices.
-_SUBJECTS_OF_PIECE = 64
 OWN = "exporter"
 """The name of the collector of the registry."""
 
@@ -76,7 +79,6 @@ class Exposition:
         self.off = frozenset(off)
         self._families = (*catalog.SCRAPED, *(metric for collector in collectors for metric in collector.families))
         self._lines = {collector.name: SubjectLines(collector.families) for collector in self._collectors}
-        self._registry = registry
         self._own = RegistryLines(registry)
         self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
         self._failing: set[str] = set()
@@ -84,23 +86,25 @@ class Exposition:
     def render(self, snapshot: Snapshot, *, openmetrics: bool, collectors: Collection[str] = ()) -> Iterator[bytes]:
         """Yield the page, in OpenMetrics 1.0 or in Prometheus' text format 0.0.4, in pieces.
 
-        It has the series of the named collectors, by default of all that are on.
-
-        It yields after short steps, at first empty pieces, so that other work can go on in between.
+        It has the series of the named collectors, by default of all that are on. It yields after short steps, at first
+        empty pieces, so that other work can go on in between.
         """
         work = _Work(self._clock)
-        sampled: dict[str, list[Any]] = {}
         chosen = collectors or self.collectors
-        yield from self._sample(snapshot, work, sampled, self._own.render(), chosen)
+        view = view_of(snapshot, hide_identities=self._hide_identities)
+        yield b""
+        subjects = {name: collect(view) for name, _, collect in self._collectors if name in chosen}
+        samples: dict[str, Iterator[Any]] = {name: self._lines[name].sample(each) for name, each in subjects.items()}
+        if OWN in chosen:
+            samples[OWN] = self._own.render()
+        sampled = yield from work.steps(samples)
         own = sampled.pop(OWN, [])
-        rendered: dict[str, list[tuple[Hashable, Rendered]]] = {}
-        lines = {name: self._lines[name].render(each) for name, each in sampled.items()}
-        yield from work.steps(lines, rendered)
-        families: dict[Metric, tuple[bytes, ...]] = {}
-        for name, each in rendered.items():
-            families.update(self._lines[name].page(each))
         if OWN in chosen and self._own.error is not None:
             work.errors[OWN] = self._own.error
+        rendered = yield from work.steps({name: self._lines[name].render(each) for name, each in sampled.items()})
+        families: dict[Metric, Sequence[bytes]] = {}
+        for name, each in rendered.items():
+            families.update(self._lines[name].page(each))
         # A collector that fails is left out and does not affect the others. It fails at each scrape, so one line is
         # enough.
         for name, error in work.errors.items():
@@ -109,64 +113,20 @@ class Exposition:
             if name not in self._failing:
                 _log.error("collector %r failed; its metrics are left out until it succeeds", name, exc_info=error)
         self._failing = self._failing.difference(chosen).union(work.errors)
-        scrape = Sampled("scrape", (), self._scrape_samples(work))
-        families.update(self._scrape_lines.page(list(self._scrape_lines.render([scrape]))))
-        page = [(metric, families.get(metric, ())) for metric in self._families]
-        page += [(metric, (lines,)) for metric, lines in own]
-        yield from _joined(page, openmetrics=openmetrics)
+        scrape = self._scrape_lines.sample([self._scrape(work)])
+        families.update(self._scrape_lines.page(list(self._scrape_lines.render(scrape))))
+        for metric, some in chain(((each, families.get(each, ())) for each in self._families), own):
+            if any(some):
+                yield b"".join((_header(metric, openmetrics=openmetrics), *some))
+        if openmetrics:
+            yield b"# EOF\n"
 
-    def families(self, snapshot: Snapshot) -> Iterator[prometheus_client.Metric]:
-        """Yield the page as families of prometheus_client. Renders nothing."""
-        work = _Work(self._clock)
-        sampled: dict[str, list[Any]] = {}
-        for _ in self._sample(snapshot, work, sampled, iter(self._registry.collect()), self.collectors):
-            pass
-        own = sampled.pop(OWN, [])
-        families: dict[Metric, prometheus_client.Metric] = {}
-        for labels, series, values in (*(one.samples for one in chain(*sampled.values())), self._scrape_samples(work)):
-            for (metric, label_values), value in zip(series(*labels), values, strict=True):
-                if value is not None:
-                    if metric not in families:
-                        families[metric] = prometheus_client.Metric(metric.family, metric.help, metric.type)
-                    texts = dict(zip(metric.labels, label_values, strict=True))
-                    families[metric].add_sample(metric.name, texts, value)
-        yield from (families[metric] for metric in self._families if metric in families)
-        yield from own
-
-    def _sample(
-        self,
-        snapshot: Snapshot,
-        work: _Work,
-        sampled: dict[str, list[Any]],
-        own: Iterator[Any],
-        chosen: Collection[str],
-    ) -> Iterator[bytes]:
-        """Take the samples of the chosen collectors, and yield b"" after some of them."""
-        view = view_of(snapshot, hide_identities=self._hide_identities)
-        yield b""
-        samples: dict[str, Iterator[Any]] = {
-            **{
-                name: self._lines[name].sample(collect(view)) for name, _, collect in self._collectors if name in chosen
-            },
-            **({OWN: own} if OWN in chosen else {}),
-        }
-        yield from work.steps(samples, sampled)
-
-    def _scrape_samples(self, work: _Work) -> Samples:
-        outcomes = [value for name in work.seconds for value in (int(name not in work.errors), work.seconds[name])]
-        return Samples((self._build, *work.seconds), _scrape_series, (1, *outcomes))
-
-
-class PageCollector:
-    """The whole page as a collector for any registry."""
-
-    def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
-        self._exposition = exposition
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterator[prometheus_client.Metric]:
-        """Yield the families."""
-        return self._exposition.families(self._snapshot())
+    def _scrape(self, work: _Work) -> Subject:
+        samples: list[Sample] = [(catalog.BUILD_INFO, self._build, 1)]
+        for name, seconds in work.seconds.items():
+            samples.append((catalog.COLLECTOR_SUCCESS, (name,), int(name not in work.errors)))
+            samples.append((catalog.COLLECTOR_DURATION, (name,), seconds))
+        return Subject("scrape", listed, (samples,))
 
 
 class _Work:
@@ -177,8 +137,9 @@ class _Work:
         self.seconds: dict[str, float] = {}
         self.errors: dict[str, Exception] = {}
 
-    def steps(self, collectors: Mapping[str, Iterable[T]], done: dict[str, list[T]]) -> Iterator[bytes]:
-        """Take the steps of all collectors, and yield b"" after some of them. `done` has no collector that fails."""
+    def steps(self, collectors: Mapping[str, Iterator[T]]) -> Generator[bytes, None, dict[str, list[T]]]:
+        """Take the steps of all collectors, and yield b"" after some. Returns the steps of those that do not fail."""
+        done = {}
         for name, steps in collectors.items():
             taken: list[T] = []
             spent, started = self.seconds.get(name, 0.0), self._clock()
@@ -193,34 +154,7 @@ class _Work:
             except Exception as error:  # noqa: BLE001 - `Exposition.render` logs it
                 self.errors[name] = error
             self.seconds[name] = spent + self._clock() - started
-
-
-def _scrape_series(build: tuple[str, str, str], *names: str) -> Iterator[Series]:
-    yield catalog.BUILD_INFO, build
-    for name in names:
-        yield catalog.COLLECTOR_SUCCESS, (name,)
-        yield catalog.COLLECTOR_DURATION, (name,)
-
-
-def _joined(page: Iterable[tuple[Metric, tuple[bytes, ...]]], *, openmetrics: bool) -> Iterator[bytes]:
-    """Yield the lines of each family below its header, in pieces."""
-    piece: list[bytes] = []
-    size = 0
-    for metric, lines in page:
-        if not any(lines):
-            continue
-        header = _header(metric, openmetrics=openmetrics)
-        for start in range(0, len(lines), _SUBJECTS_OF_PIECE):
-            some = (header, *lines[:_SUBJECTS_OF_PIECE]) if start == 0 else lines[start : start + _SUBJECTS_OF_PIECE]
-            added = sum(map(len, some))
-            if piece and size + added > _PIECE_BYTES:
-                yield b"".join(piece)
-                piece, size = [], 0
-            piece += some
-            size += added
-    if openmetrics:
-        piece.append(b"# EOF\n")
-    yield b"".join(piece)
+        return done
 
 
 @cache
@@ -245,14 +179,6 @@ def _device_order(device: DeviceReading) -> tuple[tuple[int, ...], str, str]:
     return numbers, device.gpu, device.uuid
 
 
-class Sampled(NamedTuple):
-    """A subject with its samples."""
-
-    key: Hashable
-    source: tuple[Any, ...]
-    samples: Samples
-
-
 class Rendered(NamedTuple):
     """The lines of a subject."""
 
@@ -275,21 +201,19 @@ class SubjectLines:
         self._indexes = {metric: index for index, metric in enumerate(families)}
         self._rendered: dict[Hashable, Rendered] = {}
 
-    def sample(self, subjects: Iterable[Subject]) -> Iterator[Sampled]:
+    def sample(self, subjects: Iterable[Subject]) -> Iterator[tuple[Subject, Samples]]:
         """Return the subjects with their samples: the last page's samples if the source is equal."""
-        rendered = self._rendered
+        known = self._rendered
         return (
-            Sampled(
-                key,
-                source,
-                last.samples if (last := rendered.get(key)) is not None and last.source == source else samples(*source),
-            )
-            for key, samples, source in subjects
+            (each, last.samples)
+            if (last := known.get(each.key)) is not None and last.source == each.source
+            else (each, each.samples(*each.source))
+            for each in subjects
         )
 
-    def render(self, subjects: Iterable[Sampled]) -> Iterator[tuple[Hashable, Rendered]]:
-        """Yield the subjects with their lines. Renders the subjects that are new or that have changed."""
-        for key, source, samples in subjects:
+    def render(self, sampled: Iterable[tuple[Subject, Samples]]) -> Iterator[tuple[Hashable, Rendered]]:
+        """Yield the keys of subjects with their lines. Renders the subjects that are new or that have changed."""
+        for (key, _, source), samples in sampled:
             last = self._rendered.get(key)
             if last is None or last.samples is not samples:
                 # In place of the last lines at once: the lines of a page are megabytes, of which one set is enough.
@@ -334,8 +258,4 @@ class SubjectLines:
                 places[family].append(place)
         template = _END.join(["".join(family).encode("utf-8", "replace") for family in lines])
         picked = [*chain.from_iterable(places)]
-        return template, itemgetter(*picked) if picked else _no_values
-
-
-def _no_values(_: tuple[Value, ...]) -> tuple[()]:
-    return ()
+        return template, itemgetter(*picked) if picked else lambda _: ()

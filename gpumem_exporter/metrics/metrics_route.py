@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
@@ -55,19 +55,19 @@ class MetricsRoute:
             return
         accepted = Headers(scope=scope)
         openmetrics = chooses_openmetrics(",".join(accepted.getlist("accept")))
-        gzip = accepts_gzip(",".join(accepted.getlist("accept-encoding")))
+        compress = accepts_gzip(",".join(accepted.getlist("accept-encoding")))
         try:
             query = scope["query_string"]
             collectors = self._chosen(query) if query else frozenset[str]()
             async with self._turns.of(Exchange.of(scope).owner):
                 page = await self._pages.next(openmetrics=openmetrics, collectors=collectors)
-                body = await page.compressed() if gzip else page.body
+                body = await page.compressed() if compress else page.body
                 headers = [
                     (b"content-type", _CONTENT_TYPES[openmetrics]),
                     (b"content-length", b"%d" % len(body)),
                     (b"vary", b"Accept, Accept-Encoding"),
                     (b"cache-control", b"no-store"),
-                    *([(b"content-encoding", b"gzip")] if gzip else []),
+                    *([(b"content-encoding", b"gzip")] if compress else []),
                 ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
@@ -109,9 +109,9 @@ class Page:
         if self._compressed is None:
             if len(self.body) <= _INLINE_GZIP_BYTES:
                 self._compressed = asyncio.get_running_loop().create_future()
-                self._compressed.set_result(_gzip(self.body))
+                self._compressed.set_result(gzip.compress(self.body, _GZIP_LEVEL))
             else:
-                self._compressed = asyncio.ensure_future(asyncio.to_thread(_gzip, self.body))  # releases the GIL
+                self._compressed = asyncio.ensure_future(asyncio.to_thread(gzip.compress, self.body, _GZIP_LEVEL))
         return await asyncio.shield(self._compressed)
 
 
@@ -170,8 +170,3 @@ class SharedPages:
         now = self._clock()
         self._due_seconds = now + spent_seconds + now - started_seconds
         return Page(b"".join(pieces))
-
-
-def _gzip(page: bytes) -> bytes:
-    compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    return compressor.compress(page) + compressor.flush()

@@ -16,12 +16,13 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
 )
 from gpumem_exporter.metrics import catalog
-from gpumem_exporter.metrics.collector_types import Collector, Samples, Series, Subject, View, one_of_each
+from gpumem_exporter.metrics.collector_types import Collector, Sample, Samples, Subject, View, listed
 
 _UNKNOWN = ProcessFacts(0, 0)
 _NO_READING = NodeReading(0.0, 0.0, 0.0, up=False)
+# The command is of the host or of the report.
+_identity = attrgetter(*(name for name in IDENTITY_FIELDS if name != "command"))
 _REPORTER_FAMILIES = (catalog.REPORTER_UP, catalog.REPORTER_TIMESTAMP, catalog.SAMPLE_TIMESTAMP)
-_reporter_series = one_of_each(_REPORTER_FAMILIES)
 
 
 def _processes(view: View) -> Iterator[Subject]:
@@ -39,56 +40,38 @@ def _processes(view: View) -> Iterator[Subject]:
         yield Subject(pid, _info_samples, (pid, process, node.facts_of(process) or _UNKNOWN, view.hide_identities))
     for pid, reporter in view.names.silent:
         yield Subject(pid, _info_samples, (pid, reporter, node.facts_of(reporter) or _UNKNOWN, view.hide_identities))
-    yield Subject("activity", _activity_samples, (_activity(view),))
+    yield Subject("activity", listed, (_activity(view),))
     # One subject for all of them: they change only with the driver's lists, and not with a report.
     reporters = frozenset([pid for pid, _ in (*view.names.reporting, *view.names.silent)])
-    listed = tuple([device.processes for device in view.devices])
-    yield Subject("others", _others_samples, (reporters, listed, node.facts, view.hide_identities))
+    lists = tuple([device.processes for device in view.devices])
+    yield Subject("others", _others_samples, (reporters, lists, node.facts, view.hide_identities))
 
 
 def _used_samples(device: tuple[str, str], processes: Iterable[ProcessMemory]) -> Samples:
-    listed = sorted(processes, key=attrgetter("pid"))
-    pids = tuple([process.pid for process in listed])
-    return Samples((device, pids), _used_series, tuple([process.used_bytes for process in listed]))
+    return listed(
+        (catalog.PROCESS_USED, (*device, str(process.pid)), process.used_bytes)
+        for process in sorted(processes, key=attrgetter("pid"))
+    )
 
 
-def _used_series(device: tuple[str, str], pids: tuple[int, ...]) -> Iterator[Series]:
-    for pid in pids:
-        yield catalog.PROCESS_USED, (*device, str(pid))
-
-
-def _activity(view: View) -> tuple[tuple[str, float], ...]:
-    """Return the time of the last activity of each process of which it is known, by name."""
+def _activity(view: View) -> list[Sample]:
+    """Return the time of the last activity of each process of which it is known."""
     reporters = {process.host_pid: process for _, process in view.names.reporting}
     named: list[tuple[str, ReportingProcess | None, int | None]]
     named = [(pid, process, process.host_pid) for pid, process in view.names.reporting]
     named += [(str(pid), None, pid) for pid in sorted(view.snapshot.activity) if pid not in reporters]
-    return tuple(
-        (pid, round(view.snapshot.unix_seconds(seconds, process), 1))
+    return [
+        (catalog.PROCESS_LAST_ACTIVITY, (pid,), round(view.snapshot.unix_seconds(seconds, process), 1))
         for pid, process, host_pid in named
         if (seconds := view.snapshot.last_active_seconds(process, host_pid)) is not None
-    )
-
-
-def _activity_samples(known: tuple[tuple[str, float], ...]) -> Samples:
-    return Samples(tuple(pid for pid, _ in known), _activity_series, tuple(seconds for _, seconds in known))
-
-
-def _activity_series(*pids: str) -> Iterator[Series]:
-    for pid in pids:
-        yield catalog.PROCESS_LAST_ACTIVITY, (pid,)
+    ]
 
 
 def _orphan_samples(
     device: tuple[str, str], processes: Iterable[ProcessMemory], orphans: Mapping[int, LostLauncher]
 ) -> Samples:
-    found = tuple([(pid, orphans[pid].reason) for pid in sorted(orphans.keys() & {each.pid for each in processes})])
-    return Samples((device, found), _orphan_series, (1,) * len(found))
-
-
-def _orphan_series(device: tuple[str, str], orphans: tuple[tuple[int, str], ...]) -> Iterator[Series]:
-    for pid, reason in orphans:
-        yield catalog.PROCESS_ORPHAN, (*device, str(pid), reason)
+    found = sorted(orphans.keys() & {process.pid for process in processes})
+    return listed((catalog.PROCESS_ORPHAN, (*device, str(pid), orphans[pid].reason), 1) for pid in found)
 
 
 def _info_samples(
@@ -103,7 +86,7 @@ def _info_samples(
     else:
         row = _described(facts, reporter.workload, reporter.rank, hide_identities=hide_identities)
         row = (*row, "false", "", "")
-    return Samples(((pid, *row),), _info_series, (1,))
+    return listed([(catalog.PROCESS_INFO, (pid, *row), 1)])
 
 
 def _others_samples(
@@ -113,18 +96,13 @@ def _others_samples(
     hide_identities: bool,
 ) -> Samples:
     """Return the descriptions of the processes that the driver lists and that do not report."""
-    listed = {process.pid for processes in devices for process in processes or ()}
+    pids = sorted({process.pid for processes in devices for process in processes or ()})
     rows = [
         (str(pid), *_described(facts.get(pid, _UNKNOWN), hide_identities=hide_identities), "false", "", "")
-        for pid in sorted(listed)
+        for pid in pids
         if str(pid) not in reporters
     ]
-    return Samples(tuple(rows), _info_series, (1,) * len(rows))
-
-
-def _info_series(*rows: tuple[str, ...]) -> Iterator[Series]:
-    for row in rows:
-        yield catalog.PROCESS_INFO, row
+    return listed((catalog.PROCESS_INFO, row, 1) for row in rows)
 
 
 def _described(
@@ -137,38 +115,27 @@ def _described(
     hide_identities: bool,
 ) -> tuple[str, ...]:
     """Return the labels from workload to ray_job_id. The reported `job` (the last three) precedes the host's."""
-    of_host_job = (facts.slurm_job_id, facts.slurm_account, facts.ray_job_id)
-    shown = [own or of_host for own, of_host in zip(job, of_host_job, strict=True)]
-    identity = (
-        command_of(facts.command, command),
-        facts.user,
-        facts.container_id,
-        facts.k8s_pod_uid,
-        facts.k8s_namespace,
-        facts.k8s_pod,
-        facts.k8s_container,
-    )
-    return (
-        workload,
-        rank,
-        *(("",) * len(IDENTITY_FIELDS) if hide_identities else identity),
-        *(("", "", shown[-1]) if hide_identities else shown),
-    )
+    slurm_job_id, slurm_account, ray_job_id = job
+    ray_job_id = ray_job_id or facts.ray_job_id
+    if hide_identities:
+        return workload, rank, *("" for _ in IDENTITY_FIELDS), "", "", ray_job_id
+    shown = (slurm_job_id or facts.slurm_job_id, slurm_account or facts.slurm_account, ray_job_id)
+    return workload, rank, command_of(facts.command, command), *_identity(facts), *shown
 
 
 def _reporters(view: View) -> Iterator[Subject]:
     """Yield the state of each reporter, the time of its last report, and the time of its sample."""
     for pid, process in view.names.reporting:
-        yield Subject(pid, _reporter_samples, (pid, process))
+        identity, received = process.report.process, process.received_unix_seconds
+        labels, sampled = (pid, identity.workload, identity.rank), received - process.report.sample_age_seconds
+        yield Subject(pid, _reporter_samples, (labels, 1, received, sampled))
     for pid, silent in view.names.silent:
         labels = (pid, silent.workload, silent.rank)
-        yield Subject(pid, Samples, (labels, _reporter_series, (0, silent.last_report_unix_seconds, None)))
+        yield Subject(pid, _reporter_samples, (labels, 0, silent.last_report_unix_seconds, None))
 
 
-def _reporter_samples(pid: str, process: ReportingProcess) -> Samples:
-    identity, received = process.report.process, process.received_unix_seconds
-    values = (1, received, received - process.report.sample_age_seconds)
-    return Samples((pid, identity.workload, identity.rank), _reporter_series, values)
+def _reporter_samples(labels: tuple[str, str, str], *values: float | None) -> Samples:
+    return listed((metric, labels, value) for metric, value in zip(_REPORTER_FAMILIES, values, strict=True))
 
 
 PROCESS = Collector(

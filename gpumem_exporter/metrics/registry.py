@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import prometheus_client
 from prometheus_client.registry import Collector
@@ -18,25 +17,17 @@ def described(family: prometheus_client.Metric) -> Metric:
     return Metric(name, family.type, family.documentation, tuple(family.samples[0].labels))  # type: ignore[arg-type]
 
 
-class _Form(NamedTuple):
-    metric: Metric
-    series: list[tuple[str, dict[str, str]]]
-    """The name and the labels of each series."""
-    template: bytes
-    """The lines with a place for each value."""
-
-
 class RegistryLines:
     """The lines of a registry's families; a collector is read again only after a change. Not thread-safe."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._forms: dict[str, _Form] = {}
-        self._rendered: dict[Collector, tuple[object, list[tuple[Metric, bytes]]]] = {}
+        self._metrics: dict[str, Metric] = {}
+        self._rendered: dict[Collector, tuple[object, list[tuple[Metric, Sequence[bytes]]]]] = {}
         self.error: Exception | None = None
         """Why the last page lacks a collector; the others are not affected."""
 
-    def render(self) -> Iterator[tuple[Metric, bytes]]:
+    def render(self) -> Iterator[tuple[Metric, Sequence[bytes]]]:
         """Yield each family that has series, with its lines."""
         self.error = None
         for collector in tuple(self._registry.collectors):
@@ -52,11 +43,7 @@ class RegistryLines:
                 self._rendered[collector] = change, families
             yield from families
 
-    def _family(self, family: prometheus_client.Metric) -> tuple[Metric, bytes]:
-        series = [(sample.name, sample.labels) for sample in family.samples]
-        form = self._forms.get(family.name)
-        if form is None or form.series != series:
-            metric = form.metric if form is not None else described(family)
-            lines = [f"{name}{label_text(labels.items())}".replace("%", "%%") + "%a\n" for name, labels in series]
-            form = self._forms[family.name] = _Form(metric, series, "".join(lines).encode("utf-8", "replace"))
-        return form.metric, form.template % tuple([float(sample.value) for sample in family.samples])
+    def _family(self, family: prometheus_client.Metric) -> tuple[Metric, Sequence[bytes]]:
+        metric = self._metrics.setdefault(family.name, described(family))
+        lines = [f"{each.name}{label_text(each.labels.items())}{float(each.value)!r}\n" for each in family.samples]
+        return metric, ["".join(lines).encode("utf-8", "replace")]

@@ -40,6 +40,7 @@ VALUES = (
     "core/samples.py",
     "actions/action.py",
     "core/event.py",
+    "metrics/collector_types.py",
     "wire/protocol.py",
     "wire/units.py",
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gpumem_client.wire.protocol import KV_CACHE_STATES
 from gpumem_exporter.core.samples import KV_PEAK_WINDOWS
-from gpumem_exporter.metrics.collector_types import Collector, Metric, Samples, Series, Subject, Value, View
+from gpumem_exporter.metrics.collector_types import Collector, Metric, Sample, Subject, View, listed
 
 _REPORTER = ("pid", "workload", "rank")
 _TORCH = ("gpu", "uuid", *_REPORTER)
@@ -51,28 +51,19 @@ def _engines(view: View) -> Iterator[Subject]:
         if engine is not None:
             model = "" if view.hide_identities else engine.model
             row = (*labels, engine.name, engine.version, model, engine.state)
-            yield Subject((process.key, ""), Samples, (row, _engine_series, (1,)))
+            yield Subject((process.key, ""), listed, ([(INFO, row, 1)],))
         for sample in report.devices:
             if not sample.kv_cache_bytes:
                 continue
-            values: list[Value] = [sample.kv_cache_bytes.get(state) for state in KV_CACHE_STATES]
-            for window in KV_PEAK_WINDOWS:
-                peak = view.snapshot.kv_cache_peak(pid, sample, window)
-                values += (None, None) if peak is None else peak
             place = (view.gpu_by_uuid.get(sample.uuid, ""), sample.uuid, *labels)
-            yield Subject((process.key, sample.uuid), Samples, (place, _cache_series, tuple(values)))
-
-
-def _engine_series(*row: str) -> Iterator[Series]:
-    yield INFO, row
-
-
-def _cache_series(*labels: str) -> Iterator[Series]:
-    for state in KV_CACHE_STATES:
-        yield KV_CACHE, (*labels, state)
-    for window in KV_PEAK_WINDOWS:
-        yield KV_CACHE_PEAK, (*labels, window)
-        yield KV_CACHE_OBSERVED, (*labels, window)
+            samples: list[Sample] = [
+                (KV_CACHE, (*place, state), sample.kv_cache_bytes.get(state)) for state in KV_CACHE_STATES
+            ]
+            for window in KV_PEAK_WINDOWS:
+                used_bytes, observed_seconds = view.snapshot.kv_cache_peak(pid, sample, window) or (None, None)
+                samples.append((KV_CACHE_PEAK, (*place, window), used_bytes))
+                samples.append((KV_CACHE_OBSERVED, (*place, window), observed_seconds))
+            yield Subject((process.key, sample.uuid), listed, (samples,))
 
 
 ENGINE = Collector("engines", (INFO, KV_CACHE, KV_CACHE_PEAK, KV_CACHE_OBSERVED), _engines)

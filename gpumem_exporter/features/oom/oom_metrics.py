@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from gpumem_exporter.core.naming import pid_order
-from gpumem_exporter.metrics.collector_types import Collector, Metric, Samples, Subject, View, one_of_each
+from gpumem_exporter.metrics.collector_types import Collector, Metric, Subject, View, listed
 
 
 def _gauge(name: str, help: str) -> Metric:  # noqa: A002 - the field's name
@@ -56,7 +56,6 @@ _VALUES = {
 }
 """Each metric, and its field of `LastOom`."""
 _values = attrgetter(*_VALUES.values())
-_series = one_of_each(_VALUES)
 
 
 def _ooms(view: View) -> Iterator[Subject]:
@@ -64,7 +63,8 @@ def _ooms(view: View) -> Iterator[Subject]:
     # If the driver had not been polled then, the index of the device was unknown: the current one is used.
     for oom in sorted(view.snapshot.ooms, key=lambda oom: (pid_order(oom.pid), oom.uuid)):
         labels = (oom.gpu or view.gpu_by_uuid.get(oom.uuid, ""), oom.uuid, oom.pid, oom.workload, oom.rank)
-        yield Subject((oom.uuid, oom.pid), Samples, (labels, _series, _values(oom)))
+        samples = [(metric, labels, value) for metric, value in zip(_VALUES, _values(oom), strict=True)]
+        yield Subject((oom.uuid, oom.pid), listed, (samples,))
 
 
 OOM = Collector("ooms", tuple(_VALUES), _ooms)
