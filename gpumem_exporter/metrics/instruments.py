@@ -115,7 +115,7 @@ class Instruments:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._reports = Counter.of(catalog.REPORTS, registry)
+        reports = Counter.of(catalog.REPORTS, registry)
         self._dropped = Counter.of(catalog.PROCESSES_DROPPED, registry)
         self._actions = Counter.of(catalog.ACTIONS, registry)
         self._freed = Counter.of(catalog.ACTION_FREED, registry)
@@ -125,8 +125,7 @@ class Instruments:
 
         # These labels are few and known, so their series start at 0. Otherwise rate() would miss the first event. The
         # histogram has 18 series for each action, so they start with its first result.
-        for outcome in REPORT_OUTCOMES:
-            self._reports.labels(outcome)
+        self._reports = {outcome: reports.labels(outcome) for outcome in REPORT_OUTCOMES}
         for action in ACTIONS:
             self._freed.labels(action)
             for outcome in OUTCOMES:
@@ -148,7 +147,7 @@ class Instruments:
 
     def count_report(self, outcome: str) -> None:
         """Count a report; `outcome` is one of `REPORT_OUTCOMES`."""
-        self._reports.labels(outcome).inc()
+        self._reports[outcome].inc()
 
     def count_dropped(self) -> None:
         """Count a report that was rejected because the maximum number of processes report."""

@@ -75,7 +75,7 @@ class LinuxHost:
         if known is None or known.program != program or now - known.read_seconds >= _READ_AGAIN_SECONDS:
             facts = None if program is None else self._read_facts(pid, program[0])
             # If the process exited or started another program meanwhile, the facts may be a mixture of both.
-            if facts is None or program is None or self._program(pid) != program:
+            if facts is None or program is None or self._read_program(pid)[0] != program:
                 self._known.pop(pid, None)
                 return None
             known = self._known[pid] = _Known(facts, program, now)
@@ -98,7 +98,9 @@ class LinuxHost:
 
     def slurm_job(self, pid: int | None) -> str | None:
         """Return the Slurm job of a process; see `Host.slurm_job`."""
-        return self._slurm_job("" if pid is None else self._entries.text(pid, "cgroup"))
+        if pid is None:  # each report asks this
+            return "" if self._has_slurm_jobs else None
+        return self._slurm_job(self._entries.text(pid, "cgroup"))
 
     def _slurm_job(self, cgroup: str) -> str | None:
         if job := slurm_job(cgroup):
@@ -110,7 +112,7 @@ class LinuxHost:
 
     def program(self, host_pid: int) -> int | None:
         """Return the stack address, which every exec changes; None unless this user may trace the process."""
-        program = self._program(host_pid)
+        program, _ = self._read_program(host_pid)
         return program[2] or None if program is not None else None
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
@@ -131,12 +133,11 @@ class LinuxHost:
             if now - known.read_seconds >= 2 * _READ_AGAIN_SECONDS:
                 self._known.pop(pid, None)
 
-    def _program(self, pid: int) -> tuple[int, str, int] | None:
-        """Read the identity of the running program; None if the process does not exist or has exited."""
-        return self._read_program(pid)[0]
-
     def _read_program(self, pid: int) -> tuple[tuple[int, str, int] | None, str]:
-        """Read the identity of the running program, and /proc/PID/stat; the text is empty if it is hidden."""
+        """Read the identity of the running program, and /proc/PID/stat.
+
+        The identity is None if the process does not exist or has exited; the text is empty if it is hidden.
+        """
         try:
             stat = self._entries.read(pid, "stat")
         except HiddenError:
