@@ -1,7 +1,4 @@
-"""What the operating system shows of processes. `Host` is the interface, which the demo's simulated node has too.
-
-Other folders import: `linux`, `pid_namespaces`, `places`, `pod_resources`, `proc_entries`, `sockets`.
-"""
+"""What the operating system shows of processes. `Host` is the interface, which the demo's simulated node has too."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE, pid_namespace
 from gpumem_client.wire.protocol import ProcessIdentity
@@ -19,11 +18,9 @@ _log = logging.getLogger(__name__)
 
 # The inode of a PID namespace, a pid in it, and a start time, which together identify a process.
 _Identity = tuple[int, int, int]
-_Value = TypeVar("_Value", int, float)
 
 _MAX_CACHED = 4096
 _SCAN_AGAIN_SECONDS = 1.0
-_SEARCH_AGAIN_SECONDS = 10.0
 
 
 class DriverPids:
@@ -72,7 +69,6 @@ class PidTranslator:
         self._clock = clock
         self._lock = threading.Lock()
         self._found: OrderedDict[_Identity, int] = OrderedDict()
-        self._searched_seconds: OrderedDict[_Identity, float] = OrderedDict()
         self._scanned: dict[_Identity, int] = {}
         self._scanned_seconds = -float("inf")
 
@@ -97,7 +93,10 @@ class PidTranslator:
                 elif identity.pid_namespace:
                     pid = self._search(wanted)
             if pid is not None:
-                _store(self._found, wanted, pid)
+                self._found[wanted] = pid
+                self._found.move_to_end(wanted)
+                while len(self._found) > _MAX_CACHED:
+                    self._found.popitem(last=False)
             return pid
 
     def _is_process(self, pid: int, identity: ProcessIdentity) -> bool:
@@ -115,21 +114,12 @@ class PidTranslator:
             return None
 
     def _search(self, wanted: _Identity) -> int | None:
-        now = self._clock()
-        searched_seconds = self._searched_seconds.get(wanted)
-        if searched_seconds is not None and now - searched_seconds < _SEARCH_AGAIN_SECONDS:
-            return None
         # One scan of /proc finds the processes of all other namespaces: reports with invented pids cost no scan each.
-        scan = now - self._scanned_seconds >= _SCAN_AGAIN_SECONDS
-        if scan:
+        now = self._clock()
+        if now - self._scanned_seconds >= _SCAN_AGAIN_SECONDS:
             self._scanned = self._scan()
             self._scanned_seconds = now
-        pid = self._scanned.get(wanted)
-        if pid is not None:
-            self._searched_seconds.pop(wanted, None)
-        elif scan:  # otherwise the process may have started since
-            _store(self._searched_seconds, wanted, now)
-        return pid
+        return self._scanned.get(wanted)
 
     def _scan(self) -> dict[_Identity, int]:
         """Return the host pids of the readable processes of other PID namespaces, by their own identity."""
@@ -142,10 +132,3 @@ class PidTranslator:
             if start_time_ticks is not None and status is not None and status.pids:
                 found[namespace, status.pids[-1], start_time_ticks] = int(pid)
         return found
-
-
-def _store(cache: OrderedDict[_Identity, _Value], key: _Identity, value: _Value) -> None:
-    cache[key] = value
-    cache.move_to_end(key)
-    while len(cache) > _MAX_CACHED:
-        cache.popitem(last=False)

@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, NodeReading, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import (
@@ -19,6 +20,7 @@ from gpumem_exporter.node.failures import Backoff, FailureLog
 from gpumem_exporter.node.host import Host
 from gpumem_exporter.node.provider import DeviceIdentity, Provider
 
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 # How often the active processes are read; the provider returns the processes of a longer time.
@@ -158,25 +160,7 @@ class NodeReader:
         return readings
 
     def _read_device(self, identity: DeviceIdentity, unavailable: list[NvmlUnavailableError]) -> DeviceReading:
-        memory: DeviceMemory | None = None
-        processes: tuple[ProcessMemory, ...] | None = None
-        utilization_ratio: float | None = None
-        active_pids: frozenset[int] | None = None
-        error = identity.error
-        if not error:
-            try:
-                memory = self._memory(identity)
-                processes = self._processes(identity)
-                utilization_ratio = self._utilization_ratio(identity)
-                active_pids = self._read_active_pids(identity) if processes else None
-            except NvmlError as failure:
-                if isinstance(failure, NvmlUnavailableError):
-                    unavailable.append(failure)
-                error = str(failure)
-            except Exception as failure:  # noqa: BLE001 - one device must not affect the others
-                error = f"{type(failure).__name__}: {failure}"
-        lost = bool(error)
-        return DeviceReading(
+        lost = DeviceReading(
             gpu=identity.gpu,
             uuid=identity.uuid,
             name=identity.name,
@@ -184,12 +168,26 @@ class NodeReader:
             minor=identity.minor,
             mig_profile=identity.mig_profile,
             parent_uuid=identity.parent_uuid,
-            memory=None if lost else memory,
-            processes=None if lost else processes,
-            utilization_ratio=None if lost else utilization_ratio,
-            active_pids=None if lost else active_pids,
-            error=error,
+            error=identity.error,
         )
+        if identity.error:
+            return lost
+        try:
+            memory = self._memory(identity)
+            processes = self._processes(identity)
+            return replace(
+                lost,
+                memory=memory,
+                processes=processes,
+                utilization_ratio=_optional(self._provider.read_utilization_ratio, identity.uuid),
+                active_pids=self._read_active_pids(identity) if processes else None,
+            )
+        except NvmlError as failure:
+            if isinstance(failure, NvmlUnavailableError):
+                unavailable.append(failure)
+            return replace(lost, error=str(failure))
+        except Exception as failure:  # noqa: BLE001 - one device must not affect the others
+            return replace(lost, error=f"{type(failure).__name__}: {failure}")
 
     def _memory(self, identity: DeviceIdentity) -> DeviceMemory | None:
         """Return the device's memory; None if the device does not provide it. Other errors count as device failures."""
@@ -210,24 +208,11 @@ class NodeReader:
         self._failures.recovered(subject)
         return processes
 
-    def _utilization_ratio(self, identity: DeviceIdentity) -> float | None:
-        try:
-            return self._provider.read_utilization_ratio(identity.uuid)
-        except (NvmlDeviceLostError, NvmlUnavailableError):
-            raise
-        except NvmlError:
-            return None
-
     def _read_active_pids(self, identity: DeviceIdentity) -> frozenset[int] | None:
         now = self._clock()
         read_seconds, active = self._active_pids.get(identity.uuid, (now - _ACTIVITY_SECONDS, None))
         if now - read_seconds >= _ACTIVITY_SECONDS:
-            try:
-                active = self._provider.read_active_pids(identity.uuid)
-            except (NvmlDeviceLostError, NvmlUnavailableError):
-                raise
-            except NvmlError:
-                active = None
+            active = _optional(self._provider.read_active_pids, identity.uuid)
             self._active_pids[identity.uuid] = now, active
         return active
 
@@ -255,6 +240,16 @@ class NodeReader:
         else:
             self._failures.recovered("process facts")
         return facts
+
+
+def _optional(read: Callable[[str], T], uuid: str) -> T | None:
+    """Return a value of a device; None if the device does not provide it. Raises the error of a lost device."""
+    try:
+        return read(uuid)
+    except (NvmlDeviceLostError, NvmlUnavailableError):
+        raise
+    except NvmlError:
+        return None
 
 
 class _NotYetError(Exception):
