@@ -83,16 +83,18 @@ class Exposition:
         self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
         self._failing: set[str] = set()
 
-    def render(self, snapshot: Snapshot, *, openmetrics: bool, collectors: Collection[str] = ()) -> Iterator[bytes]:
-        """Yield the page, in OpenMetrics 1.0 or in Prometheus' text format 0.0.4, in pieces.
+    def render(
+        self, snapshot: Snapshot, *, openmetrics: bool, collectors: Collection[str] = ()
+    ) -> Iterator[list[bytes]]:
+        """Yield the page, in OpenMetrics 1.0 or in Prometheus' text format 0.0.4, as lists of pieces.
 
         It has the series of the named collectors, by default of all that are on. It yields after short steps, at first
-        empty pieces, so that other work can go on in between.
+        empty lists, so that other work can go on in between.
         """
         work = _Work(self._clock)
         chosen = collectors or self.collectors
         view = view_of(snapshot, hide_identities=self._hide_identities)
-        yield b""
+        yield []
         subjects = {name: collect(view) for name, _, collect in self._collectors if name in chosen}
         samples: dict[str, Iterator[Any]] = {name: self._lines[name].sample(each) for name, each in subjects.items()}
         if OWN in chosen:
@@ -115,11 +117,11 @@ class Exposition:
         self._failing = self._failing.difference(chosen).union(work.errors)
         scrape = self._scrape_lines.sample([self._scrape(work)])
         families.update(self._scrape_lines.page(list(self._scrape_lines.render(scrape))))
+        page: list[bytes] = []
         for metric, some in chain(((each, families.get(each, ())) for each in self._families), own):
             if any(some):
-                yield b"".join((_header(metric, openmetrics=openmetrics), *some))
-        if openmetrics:
-            yield b"# EOF\n"
+                page += (_header(metric, openmetrics=openmetrics), *some)
+        yield [*page, b"# EOF\n"] if openmetrics else page
 
     def _scrape(self, work: _Work) -> Subject:
         samples: list[Sample] = [(catalog.BUILD_INFO, self._build, 1)]
@@ -137,8 +139,8 @@ class _Work:
         self.seconds: dict[str, float] = {}
         self.errors: dict[str, Exception] = {}
 
-    def steps(self, collectors: Mapping[str, Iterator[T]]) -> Generator[bytes, None, dict[str, list[T]]]:
-        """Take the steps of all collectors, and yield b"" after some. Returns the steps of those that do not fail."""
+    def steps(self, collectors: Mapping[str, Iterator[T]]) -> Generator[list[bytes], None, dict[str, list[T]]]:
+        """Take the steps of all collectors, and yield [] after some. Returns the steps of those that do not fail."""
         done = {}
         for name, steps in collectors.items():
             taken: list[T] = []
@@ -148,7 +150,7 @@ class _Work:
                     taken.append(step)
                     if not len(taken) % _STEPS:
                         spent += self._clock() - started
-                        yield b""
+                        yield []
                         started = self._clock()
                 done[name] = taken
             except Exception as error:  # noqa: BLE001 - `Exposition.render` logs it

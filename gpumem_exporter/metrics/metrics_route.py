@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
@@ -39,11 +39,8 @@ class MetricsRoute:
     """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
     def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
-        def page(*, openmetrics: bool, collectors: frozenset[str]) -> Iterator[bytes]:
-            yield from exposition.render(snapshot(), openmetrics=openmetrics, collectors=collectors)
-
         self._exposition = exposition
-        self._pages = SharedPages(page)
+        self._pages = SharedPages(lambda **chosen: exposition.render(snapshot(), **chosen))
         self._turns = Turns(_SCRAPES, running_of_owner=_SCRAPES_OF_OWNER)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,7 +119,9 @@ class SharedPages:
     between which the event loop answers other requests.
     """
 
-    def __init__(self, render: Callable[..., Iterable[bytes]], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, render: Callable[..., Iterable[list[bytes]]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._render = render
         self._clock = clock
         self._due_seconds = 0.0
@@ -159,9 +158,8 @@ class SharedPages:
     async def _page(self, openmetrics: bool, collectors: frozenset[str]) -> Page:
         pieces: list[bytes] = []
         spent_seconds, started_seconds = 0.0, self._clock()
-        for piece in self._render(openmetrics=openmetrics, collectors=collectors):
-            if piece:
-                pieces.append(piece)
+        for some in self._render(openmetrics=openmetrics, collectors=collectors):
+            pieces += some
             if (step_seconds := self._clock() - started_seconds) > _STEP_SECONDS:
                 spent_seconds += step_seconds
                 await asyncio.sleep(0)

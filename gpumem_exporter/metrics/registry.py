@@ -44,6 +44,7 @@ class RegistryLines:
             yield from families
 
     def _family(self, family: prometheus_client.Metric) -> tuple[Metric, Sequence[bytes]]:
-        metric = self._metrics.setdefault(family.name, described(family))
+        if (metric := self._metrics.get(family.name)) is None:
+            metric = self._metrics[family.name] = described(family)
         lines = [f"{each.name}{label_text(each.labels.items())}{float(each.value)!r}\n" for each in family.samples]
         return metric, ["".join(lines).encode("utf-8", "replace")]

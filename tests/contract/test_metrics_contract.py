@@ -40,6 +40,7 @@ from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Instruments, Registry
+from tests.support.exposition_builders import whole_text_of
 from tests.support.metrics_list import METRICS, SCRAPED
 from tests.support.paths import DATA
 from tests.support.running_command import run_tool
@@ -94,7 +95,7 @@ def golden_page(*, openmetrics: bool) -> str:
         Action("a1", "empty_cache", "failed", "alice", 1.7e9, Target(all=True), results=results, duration_seconds=0.003)
     )
     exposition = Exposition(registry, (OOM, ENGINE), version="1.2.3", source="nvml", clock=lambda: 0.0)
-    page = b"".join(exposition.render(RICH, openmetrics=openmetrics)).decode()
+    page = whole_text_of(exposition, RICH, openmetrics=openmetrics)
     page = re.sub(r"^((?:process_|python_gc_)\S+) .*", r"\1 0", page, flags=re.MULTILINE)
     page = re.sub(r"^python_info\{.*", 'python_info{version="3.11.7"} 1.0', page, flags=re.MULTILINE)
     return re.sub(r'(gpumem_exporter_build_info\{.*python=")[^"]*', r"\g<1>3.11.7", page)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from itertools import chain
 
 from prometheus_client import Metric
 
@@ -25,7 +26,7 @@ def whole_text_of(
     writer: Exposition, snapshot: Snapshot, *, openmetrics: bool = False, collectors: Collection[str] = ()
 ) -> str:
     """Return a page."""
-    return b"".join(writer.render(snapshot, openmetrics=openmetrics, collectors=collectors)).decode()
+    return b"".join(chain(*writer.render(snapshot, openmetrics=openmetrics, collectors=collectors))).decode()
 
 
 def text_of(writer: Exposition, snapshot: Snapshot, *, openmetrics: bool = False) -> str:
