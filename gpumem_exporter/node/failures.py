@@ -42,7 +42,7 @@ class Backoff:
 
 
 class FailureLog:
-    """Logs a failure of a subject once when it starts and once when it ends. Not thread-safe."""
+    """Logs a failure of a subject once when it starts and once when it ends. Each subject belongs to one thread."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float]) -> None:
         self._logger = logger

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
+from gpumem_exporter.node.failures import FailureLog
 
 T = TypeVar("T")
 DEFAULT_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
@@ -148,7 +149,7 @@ class PodResources:
         self._clock = clock
         self._assignments = DeviceAssignments()
         self._answered_seconds: float | None = None
-        self._last_failure = ""
+        self._failures = FailureLog(_log, clock)
         self._stopping = threading.Event()
         self._query_needed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpumem-pod-resources", daemon=True)
@@ -179,8 +180,9 @@ class PodResources:
         try:
             named, has_new = name_containers(reading, self._assignments if is_valid else DeviceAssignments())
         except Exception:  # noqa: BLE001 - missing pod names must not lose a poll
-            self._log_once("the names of the pods cannot be found", exc_info=True)
+            self._failures.failed("names of pods", "cannot be found", exc_info=True)
             return reading
+        self._failures.recovered("names of pods")
         if has_new:
             self._query_needed.set()
         return named
@@ -188,25 +190,20 @@ class PodResources:
     def _run(self) -> None:
         while not self._stopping.is_set():
             if self.socket.exists():
+                kubelet = f"the kubelet at {self.socket}"
                 try:
                     self._assignments = self._query(self.socket, _DEADLINE_SECONDS)
                 except ImportError as error:
-                    self._log_once(f"the kubelet is not queried for pods: {error}; {_HOW_TO_FIX}")
+                    self._failures.failed(kubelet, f"not queried for pods: {error}; {_HOW_TO_FIX}")
                     return
                 except Exception as error:  # noqa: BLE001 - a failing kubelet must affect only the names of pods
-                    self._log_once(f"the kubelet at {self.socket} does not list its pods: {_error_text(error)}")
+                    self._failures.failed(kubelet, f"does not list its pods: {_error_text(error)}")
                 else:
                     self._answered_seconds = self._clock()
-                    self._last_failure = ""
+                    self._failures.recovered(kubelet)
             self._stopping.wait(_MIN_QUERY_INTERVAL_SECONDS)
             self._query_needed.wait(_QUERY_INTERVAL_SECONDS - _MIN_QUERY_INTERVAL_SECONDS)
             self._query_needed.clear()
-
-    def _log_once(self, failure: str, *, exc_info: bool = False) -> None:
-        """Log a failure, but not if it is the same as the last one."""
-        if failure != self._last_failure:
-            self._last_failure = failure
-            _log.warning("%s", failure, exc_info=exc_info)
 
 
 def query_device_assignments(socket: Path, deadline_seconds: float) -> DeviceAssignments:
