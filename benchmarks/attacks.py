@@ -28,6 +28,7 @@ from benchmarks.attackers import ATTACKS, TLS_ATTACK, Target, attack
 from benchmarks.claims import Options, Progress, Row, percentile, show
 from benchmarks.place import Http, Place, resident_bytes
 from benchmarks.reporters import HELD_BYTES, Stand, report_body, report_for_ever
+from gpumem_client.wire.errors import ExporterUnreachableError
 from tests.support.certificates import issue
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import patient, wait_for
@@ -219,11 +220,9 @@ def request_for_ever(what: str, target: Target, pipe: Connection) -> None:
         }[what]
         started, problem = time.monotonic(), ""
         try:
-            with contextlib.closing(Http(url)) as client:
-                client.connect()
-                client.sock.settimeout(REQUEST_SECONDS)
+            with contextlib.closing(Http(url, REQUEST_SECONDS)) as client:
                 client.timed(method, path, body)
-        except (OSError, RuntimeError) as error:
+        except (ExporterUnreachableError, RuntimeError) as error:
             problem = str(error) or type(error).__name__
         waits.append(Wait(started, time.monotonic() - started, problem))
 

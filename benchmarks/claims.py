@@ -30,6 +30,7 @@ class Row:
         unit: Its unit; empty for a count.
         beside: The value of the same run for comparison, as text.
         ratio: `measured` divided by the value for comparison.
+        spread: The lowest and the highest ratio of the parts of the measurement.
         ratio_limit: The claim: the ratio is at most this.
         limit: A claim about a value that does not depend on the machine's speed: `measured` is below this.
     """
@@ -41,6 +42,7 @@ class Row:
     ratio: float | None = None
     ratio_limit: float | None = None
     limit: float | None = None
+    spread: tuple[float, float] | None = None
 
     @property
     def passed(self) -> bool | None:
@@ -169,4 +171,6 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.ratio_limit is not None:
         claims.append(f"≤ {row.ratio_limit:g} ×")
     ratio = "" if row.ratio is None else f"{row.ratio:.3g} ×"
+    if row.spread is not None:
+        ratio += " ({:.3g} to {:.3g})".format(*row.spread)
     return row.what, ", ".join(claims), ratio, f"{_number(row.measured)} {row.unit}", row.beside, _PASSED[row.passed]

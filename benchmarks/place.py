@@ -2,55 +2,43 @@
 
 from __future__ import annotations
 
-import http.client
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from benchmarks.claims import Progress
+from gpumem_client.wire.http import Connection
 from tests.emulation.node import GIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import UNLIMITED, ExporterProcess
 
 
-class Http(http.client.HTTPConnection):
-    """One kept-alive connection of the standard library to `http://host:port` or `unix:///path`."""
+class Http:
+    """One connection of the client to an exporter or another server. A request is sent in one piece, as a report is."""
 
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._path = parts.path if parts.scheme == "unix" else ""
-        super().__init__(parts.hostname or "localhost", parts.port)
-
-    def connect(self) -> None:
-        """Connect to the unix socket, or as the standard library does."""
-        if self._path:
-            self.sock = socket.socket(socket.AF_UNIX)
-            self.sock.connect(self._path)
-        else:
-            super().connect()
+    def __init__(self, url: str, timeout_seconds: float = 60.0) -> None:
+        self._connection = Connection(url, timeout_seconds=timeout_seconds)
+        self.close = self._connection.close
 
     def timed(self, method: str, path: str, body: bytes | None = None) -> tuple[float, bytes]:
         """Send a request; return the seconds until the last byte of the reply, and its body.
 
         Raises:
+            ExporterUnreachableError: No server answers in time.
             RuntimeError: The status is not 200.
         """
         headers = {} if body is None else {"Content-Type": "application/json"}
         started = time.perf_counter()
-        self.request(method, path, body, headers)
-        with self.getresponse() as response:
-            answer = response.read()
-            taken = time.perf_counter() - started
-        if response.status != 200:
-            raise RuntimeError(f"{method} {path} was answered {response.status}: {answer[:500]!r}")
-        return taken, answer
+        answer = self._connection.request(method, path, body, headers)
+        taken = time.perf_counter() - started
+        if answer.status != 200:
+            raise RuntimeError(f"{method} {path} was answered {answer.status}: {answer.body[:500]!r}")
+        return taken, answer.body
 
 
 class Place:

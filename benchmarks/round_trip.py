@@ -103,8 +103,8 @@ def requests(given: argparse.Namespace, progress: Progress, place: Place) -> lis
         progress.part(f"reports, {transport}")
         client, beside = Http(url), Http(constant_url)
         kinds = (
-            _Requests(exporter.pid, client, REPORTS_PATH, reports),
-            _Requests(constant.pid, beside, "/metrics", reports),
+            Requests(exporter.pid, client, REPORTS_PATH, reports),
+            Requests(constant.pid, beside, "/metrics", reports),
         )
         for turn in progress.turns(given.batches + 1):
             for kind in kinds:
@@ -169,7 +169,7 @@ def _own_cgroup() -> Iterator[bool]:
         own.rmdir()
 
 
-class _Requests:
+class Requests:
     """Requests of one kind on one connection, in batches.
 
     Attributes:

@@ -1,40 +1,42 @@
 """The speed of this checkout compared with another one, such as the last release. Both run at the same time.
 
-    git worktree add ../released v0.1.0
+    git worktree add ../released v0.3.0
     python -m benchmarks.versions ../released [--quick] [--json]
 
 Each checkout's exporter serves the same 64 simulated reporters on 8 emulated devices, and each one's client reports
-from its own process with torch. Scrapes, actions and starts are measured in turns, CPU and memory at the same time.
+from its own process with torch. Scrapes, reports, actions and starts are measured in turns, CPU at the same time. Each
+measurement is divided into five parts of equal length: the table has the median of their ratios, and the lowest and the
+highest one.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.claims import Options, Progress, Row, compared, show, typical
 from benchmarks.place import Http, Place, compiling_once, cpu_seconds, cpu_shares, resident_bytes, thread_seconds
-from benchmarks.reporters import HELD_BYTES, Stand, report_for_ever
+from benchmarks.reporters import HELD_BYTES, Stand, report_bodies, report_for_ever
+from benchmarks.round_trip import Requests
+from gpumem_client.wire.protocol import REPORTS_PATH
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import UNLIMITED, ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import wait_for
 
 REPORTERS, DEVICES = 64, 8
-RATIO = 1.05
-SCRAPE_RATIO = 2
-"""Releases before 0.3 rendered the lines of a process in each of its reports, and a scrape only joined them. Now a
-scrape renders what has changed since the last one, which takes less CPU in all: the row with reports and a scrape."""
+RATIO = 1.1
 ONE_SCRAPE_RATIO = 1.15
-REPORT_RATIO = 1.25
-"""A sample of 0.3 has more values; a run of ten seconds has few readings of the idle cache, whose number is random."""
+PARTS = 5
 PAUSE_SECONDS = 0.05
 OTHER = "the other checkout"
 
@@ -45,11 +47,6 @@ class Side:
 
     name: str
     tree: Path
-
-    @property
-    def client(self) -> str:
-        """The import name of this side's client, which was a part of the exporter's package in 0.2."""
-        return "gpumem_client" if (self.tree / "gpumem_client").exists() else "gpumem_exporter.client"
 
     def launcher(self, place: Place) -> tuple[str, ...]:
         """Return the command prefix that makes Python import this side's package."""
@@ -65,13 +62,12 @@ class Side:
         place.stack.callback(exporter.close)
         return exporter
 
-    def torch(self, place: Place, url: str) -> TorchProcess:
-        """Start a process with torch and this side's client."""
+    def torch(self, place: Place, url: str, devices: int) -> TorchProcess:
+        """Start a process with torch on the first `devices` devices, without a client."""
         process = TorchProcess(place.node, {"GPUMEM_EXPORTER_URL": url}, launcher=self.launcher(place))
         place.stack.callback(process.close)
-        for device in range(DEVICES):
+        for device in range(devices):
             process.call("random_heap", device=device, keep=0.2)
-        process.call("start_client")
         return process
 
 
@@ -85,16 +81,18 @@ def main() -> int:
     given = options.read()
     if not (given.checkout / "gpumem_exporter").is_dir():
         options.parser.error(f"{given.checkout} has no folder gpumem_exporter")
-    progress = Progress("versions", 6)
+    progress = Progress("versions", 9)
     with Place(real_gpu=False, devices=DEVICES) as place:
         sides = [_side(place, name, of) for name, of in (("this", REPOSITORY), ("other", given.checkout.resolve()))]
         rows = at_rest(given, progress, place, sides)
         rows += starts(given, progress, place, sides)
         rows += imports(given, progress, place, sides)
+        rows += first_reports(given, progress, place, sides)
+        rows += reports(given, progress, place, sides)
         rows += scrapes(given, progress, place, sides)
     with Place(real_gpu=False, devices=DEVICES) as place:
         sides = [_side(place, name, of) for name, of in (("this", REPOSITORY), ("other", given.checkout.resolve()))]
-        rows += actions_and_reports(given, progress, place, sides)
+        rows += actions_and_samples(given, progress, place, sides)
     return show("versions", rows, as_json=given.json)
 
 
@@ -109,28 +107,31 @@ def _side(place: Place, name: str, checkout: Path) -> Side:
 
 
 def at_rest(given: argparse.Namespace, progress: Progress, place: Place, sides: Sequence[Side]) -> list[Row]:
-    """Memory and CPU of two exporters without requests."""
+    """CPU of two exporters without requests."""
     progress.part("at rest")
     pids = [side.exporter(place, "rest").pid for side in sides]
     progress.sleep(3.0)
-    share = cpu_shares(progress, pids, given.seconds)
-    return [
-        _compared("exporter at rest: RSS", [resident_bytes(pid) / 2**20 for pid in pids], "MiB"),
-        _compared("exporter at rest: CPU", share, "% of a core"),
-    ]
+    rows = [_compared("exporter at rest: CPU", _shares(given, progress, pids), "% of a core")]
+    resident = [[resident_bytes(pid) / 2**20] for pid in pids]
+    return [*rows, _compared("exporter at rest: RSS", resident, "MiB")]
 
 
 def starts(given: argparse.Namespace, progress: Progress, place: Place, sides: Sequence[Side]) -> list[Row]:
-    """CPU from the start of an exporter to its first poll of all devices."""
+    """CPU and memory of an exporter from its start to its first poll of all devices."""
     progress.part("starts")
+    resident: dict[Side, list[float]] = {side: [] for side in sides}
 
     def started(side: Side, turn: int) -> float:
         exporter = side.exporter(place, f"start{turn}")
         used = cpu_seconds(exporter.pid)
+        resident[side].append(resident_bytes(exporter.pid) / 2**20)
         exporter.close()
         return used
 
-    return [_compared("exporter: CPU from start to first poll", _in_turns(progress, sides, given.starts, started), "s")]
+    return [
+        _compared("exporter: CPU from start to first poll", _in_turns(progress, sides, given.starts, started), "s"),
+        _compared("exporter after its start: RSS", list(resident.values()), "MiB"),
+    ]
 
 
 def imports(given: argparse.Namespace, progress: Progress, place: Place, sides: Sequence[Side]) -> list[Row]:
@@ -139,12 +140,52 @@ def imports(given: argparse.Namespace, progress: Progress, place: Place, sides: 
     environment = compiling_once(place.environment(), place.folder)
 
     def imported(side: Side, _: int) -> float:
-        code = f"import time; s = time.thread_time(); import {side.client}; print(1e3 * (time.thread_time() - s))"
+        code = "import time; s = time.thread_time(); import gpumem_client; print(1e3 * (time.thread_time() - s))"
         command = [*side.launcher(place), sys.executable, "-c", code]
         return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
     times = _in_turns(progress, sides, 4 * given.starts, imported)
     return [_compared("client: CPU of the import", times, "ms")]
+
+
+def first_reports(given: argparse.Namespace, progress: Progress, place: Place, sides: Sequence[Side]) -> list[Row]:
+    """CPU of a process with torch, from the import of the client to the first report, on one device."""
+    progress.part("first reports")
+    exporters = {side: side.exporter(place, "first") for side in sides}
+
+    def first(side: Side, _: int) -> float:
+        process = side.torch(place, exporters[side].url, 1)
+        code = "import time; s = time.thread_time(); import gpumem_client; gpumem_client.start()\n"
+        main = process.exec(f"{code}result = time.thread_time() - s")
+        thread = process.exec("from benchmarks import inside; result = inside.reporter_thread()")
+        exporters[side].wait_for_processes(process.pid)
+        spent = main + thread_seconds(process.pid, thread)
+        process.close()
+        return 1e3 * float(spent)
+
+    times = _in_turns(progress, sides, given.starts, first)
+    return [_compared("client: CPU of the import, the start and the first report", times, "ms")]
+
+
+def reports(given: argparse.Namespace, progress: Progress, place: Place, sides: Sequence[Side]) -> list[Row]:
+    """Reports that wait for nothing, of one process on one device and of another one on all devices."""
+    exporters = [side.exporter(place, "reported") for side in sides]
+    uuids = [device["uuid"] for device in exporters[0].get("/api/v1/devices")["devices"]]
+    rows = []
+    for devices in (1, DEVICES):
+        progress.part(f"reports of devices: {devices}")
+        (pid,) = place.stack.enter_context(Stand(1)).pids
+        requests = {
+            side: Requests(exporter.pid, Http(exporter.url), REPORTS_PATH, report_bodies(pid, uuids[:devices]))
+            for side, exporter in zip(sides, exporters, strict=True)
+        }
+        for turn in progress.turns(given.scrapes + 1):
+            for side in sides if turn % 2 else sides[::-1]:
+                requests[side].batch(warm=turn > 0)
+        what = f"exporter: a report of {'one device' if devices == 1 else f'{devices} devices'}"
+        rows.append(_compared(what, [requests[side].wall for side in sides], "µs"))
+        rows.append(_compared(f"{what}, CPU", [requests[side].cpu for side in sides], "µs"))
+    return rows
 
 
 def scrapes(given: argparse.Namespace, progress: Progress, place: Place, sides: Sequence[Side]) -> list[Row]:
@@ -168,11 +209,11 @@ def scrapes(given: argparse.Namespace, progress: Progress, place: Place, sides: 
         time.sleep(PAUSE_SECONDS)
         return 1e3 * clients[side].timed("GET", "/metrics")[0]
 
-    rows = [_compared("scrape", _in_turns(progress, sides, given.scrapes, scraped), "ms", SCRAPE_RATIO)]
+    rows = [_compared("scrape", _in_turns(progress, sides, given.scrapes, scraped), "ms")]
     rows.append(_scrape_of_one(given, progress, place, sides, uuids[:1]))
     pids = [exporter.pid for exporter in exporters]
-    shares = cpu_shares(progress, pids, given.seconds)
-    rows.append(_compared(f"exporter: CPU of {REPORTERS} reports", [10 * share for share in shares], "ms"))
+    spent = [[10 * share for share in shares] for shares in _shares(given, progress, pids)]
+    rows.append(_compared(f"exporter: CPU of {REPORTERS} reports", spent, "ms"))
 
     def reported_and_scraped(side: Side, _: int) -> float:
         pid = pids[sides.index(side)]
@@ -183,10 +224,8 @@ def scrapes(given: argparse.Namespace, progress: Progress, place: Place, sides: 
 
     both = _in_turns(progress, sides, round(given.seconds / 2), reported_and_scraped)
     rows.append(_compared(f"exporter: CPU of {REPORTERS} reports and a scrape", both, "ms"))
-    rows.append(
-        _compared("exporter with them: RSS", [resident_bytes(exporter.pid) / 2**20 for exporter in exporters], "MiB")
-    )
-    return rows
+    resident = [[resident_bytes(pid) / 2**20] for pid in pids]
+    return [*rows, _compared(f"exporter with {REPORTERS} reporters: RSS", resident, "MiB")]
 
 
 def _scrape_of_one(
@@ -210,16 +249,22 @@ def _scrape_of_one(
     return _compared("scrape of one process", times, "ms", ONE_SCRAPE_RATIO)
 
 
-def actions_and_reports(
+def actions_and_samples(
     given: argparse.Namespace, progress: Progress, place: Place, sides: Sequence[Side]
 ) -> list[Row]:
     """Round trips of actions, and the CPU of the reporter's thread."""
-    progress.part("actions and reports")
+    progress.part("actions and samples")
     exporters = [side.exporter(place, "commanded") for side in sides]
-    processes = [side.torch(place, exporter.url) for side, exporter in zip(sides, exporters, strict=True)]
-    for exporter, process in zip(exporters, processes, strict=True):
-        exporter.wait_for_processes(process.pid)
-    targets = dict(zip(sides, zip((Http(one.url) for one in exporters), processes, strict=True), strict=True))
+    pairs = list(zip(sides, exporters, strict=True))
+    processes = {
+        devices: [side.torch(place, exporter.url, devices) for side, exporter in pairs] for devices in (1, DEVICES)
+    }
+    for devices in processes:
+        for exporter, process in zip(exporters, processes[devices], strict=True):
+            process.call("start_client")
+            exporter.wait_for_processes(process.pid)
+    clients = [Http(exporter.url) for exporter in exporters]
+    targets = dict(zip(sides, zip(clients, processes[DEVICES], strict=True), strict=True))
 
     def acted(side: Side, _: int) -> float:
         client, process = targets[side]
@@ -228,46 +273,58 @@ def actions_and_reports(
         time.sleep(random.uniform(0.03, 0.09))
         body = {"action": "empty_cache", "target": {"pid": process.pid}, "wait_seconds": 10}
         took, answer = client.timed("POST", "/api/v1/actions", json.dumps(body).encode())
-        results = json.loads(answer)["results"]  # 0.1 has one for each device
+        results = json.loads(answer)["results"]
         if not any(result["freed_bytes"] for result in results):
             raise RuntimeError(f"an action freed nothing: {answer!r}")
         return 1e3 * (took - max(result["duration_seconds"] for result in results))
 
     rows = [_compared("round trip of an action", _in_turns(progress, sides, given.actions, acted), "ms")]
     code = "from benchmarks import inside; result = inside.reporter_thread()"
-    threads = [(process.pid, process.exec(code)) for process in processes]
-
-    def usage() -> list[tuple[float, float]]:
-        return [
-            (thread_seconds(*thread), exporter.metrics().value("gpumem_reports_total", outcome="accepted"))
-            for thread, exporter in zip(threads, exporters, strict=True)
-        ]
-
-    before = usage()
-    progress.sleep(given.seconds)
-    costs = [
-        1e6 * (spent - was) / (reports - were) for (spent, reports), (was, were) in zip(usage(), before, strict=True)
-    ]
-    rows.append(_compared(f"reporter: CPU of a report of {DEVICES} devices", costs, "µs", REPORT_RATIO))
+    threads = {devices: [(process.pid, process.exec(code)) for process in processes[devices]] for devices in processes}
+    spent: dict[int, list[list[float]]] = {devices: [[], []] for devices in processes}
+    for _ in range(PARTS):
+        before = {devices: [thread_seconds(*thread) for thread in threads[devices]] for devices in processes}
+        progress.sleep(given.seconds / PARTS)
+        for devices in processes:
+            for side, thread in enumerate(threads[devices]):
+                spent[devices][side].append(
+                    1e6 * (thread_seconds(*thread) - before[devices][side]) / given.seconds * PARTS
+                )
+    rows.append(_compared("reporter of one device: CPU in a second", spent[1], "µs"))
+    rows.append(_compared(f"reporter of {DEVICES} devices: CPU in a second", spent[DEVICES], "µs"))
     return rows
+
+
+def _shares(given: argparse.Namespace, progress: Progress, pids: Sequence[int]) -> list[list[float]]:
+    """Return the percent of a core that each process uses, part by part."""
+    parts = [cpu_shares(progress, pids, given.seconds / PARTS) for _ in range(PARTS)]
+    return [list(shares) for shares in zip(*parts, strict=True)]
 
 
 def _in_turns(
     progress: Progress, sides: Sequence[Side], turns: int, measure: Callable[[Side, int], float]
-) -> list[float]:
-    """Return the typical value of each side, without the first turn, which writes bytecode. Their order alternates."""
-    times: Mapping[Side, list[float]] = {side: [] for side in sides}
+) -> list[list[float]]:
+    """Return the values of each side, without the first turn, which writes bytecode. Their order alternates."""
+    times: dict[Side, list[float]] = {side: [] for side in sides}
     for turn in progress.turns(turns + 1):
         for side in sides if turn % 2 else sides[::-1]:
             taken = measure(side, turn)
             if turn:
                 times[side].append(taken)
-    return [typical(times[side]) for side in sides]
+    return list(times.values())
 
 
-def _compared(what: str, measured: Sequence[float], unit: str, at_most: float = RATIO) -> Row:
+def _compared(what: str, measured: Sequence[Sequence[float]], unit: str, at_most: float = RATIO) -> Row:
+    """Return the row of two sides whose values were measured in turns or at the same time."""
     this, other = measured
-    return compared(what, this, unit, OTHER, other, at_most)
+    parts = min(PARTS, len(this))
+    of_parts = [
+        [typical(values[len(values) * n // parts : len(values) * (n + 1) // parts]) for n in range(parts)]
+        for values in measured
+    ]
+    ratios = sorted(one / beside for one, beside in zip(*of_parts, strict=True))
+    row = compared(what, typical(this), unit, OTHER, typical(other), at_most)
+    return dataclasses.replace(row, ratio=statistics.median(ratios), spread=(ratios[0], ratios[-1]))
 
 
 if __name__ == "__main__":
