@@ -133,9 +133,10 @@ class Store:
             self._expire(now_seconds)
             report = self._without_unknown_devices(report)
             entry = self._entries.get(key)
-            stepped_seconds, active_seconds = _last_activity(
-                report, now_seconds - report.sample_age_seconds, entry.process if entry is not None else None
-            )
+            before = entry.process if entry is not None else None
+            if before is not None and before.report.process.session != identity.session:
+                before = None
+            stepped_seconds, active_seconds = _last_activity(report, now_seconds - report.sample_age_seconds, before)
             process = ReportingProcess(
                 key,
                 host_pid,
@@ -144,17 +145,15 @@ class Store:
                 now_unix_seconds,
                 stepped_seconds=stepped_seconds,
                 active_seconds=active_seconds,
-                last_active_seconds=_last_active_seconds(
-                    report, now_seconds, entry.process if entry is not None else None
-                ),
+                last_active_seconds=_last_active_seconds(report, now_seconds, before),
             )
             # No reporter started in the future, whatever it claims.
             started_seconds = min(identity.session_started_seconds, now_seconds)
             seniority = (process.seen, identity.start_time_ticks, started_seconds)
             starting_since_seconds = now_seconds if report.engine_starting else None
-            if entry is not None and entry.process.report.process.session == identity.session:
-                if report.sequence <= entry.process.report.sequence:
-                    return entry.process
+            if entry is not None and before is not None:
+                if report.sequence <= before.report.sequence:
+                    return before
                 # A start that is claimed for the future was cut to the first report's time. It must not grow with time.
                 seniority = (process.seen, *entry.seniority[1:])
                 if report.engine_starting and entry.starting_since_seconds is not None:
@@ -348,9 +347,12 @@ class Store:
 
 
 def _last_activity(report: Report, sampled_seconds: float, before: ReportingProcess | None) -> tuple[float, float]:
-    """Return the times at which the last step and the last use of the allocator were first seen."""
+    """Return the times at which the last step and the last use of the allocator were first seen.
+
+    `before` is the process with the report before, of the same session.
+    """
     stepped_seconds = active_seconds = sampled_seconds
-    if before is not None and before.report.process.session == report.process.session:
+    if before is not None:
         if before.report.step == report.step:
             stepped_seconds = before.stepped_seconds
         if _use(before.report) == _use(report):
@@ -363,14 +365,8 @@ def _last_active_seconds(report: Report, now_seconds: float, before: ReportingPr
         return None
     seconds = now_seconds - report.inactive_seconds
     # A report takes a moment to arrive. Without that moment, the time is the same in each report.
-    if (
-        before is not None
-        and before.last_active_seconds is not None
-        and before.report.process.session == report.process.session
-    ):
-        known = before.last_active_seconds
-        return known if abs(seconds - known) < _ARRIVAL_SECONDS else seconds
-    return seconds
+    known = before.last_active_seconds if before is not None else None
+    return known if known is not None and abs(seconds - known) < _ARRIVAL_SECONDS else seconds
 
 
 def _use(report: Report) -> tuple[object, ...]:
