@@ -230,9 +230,11 @@ def _ooms(snapshot: Snapshot, jobs_of_errors: _JobsOfErrors) -> Iterator[Finding
         name = called(job) if job is not None else oom.workload or f"pid {oom.pid}"
         rank = f" rank {oom.rank}" if oom.rank else ""
         continues = jobs_of_errors.has_process_of(oom)
-        fate = "; the process ended" if oom.ended_process else "; the process continues" if continues else ""
+        fate = ", and the process ended" if oom.ended_process else ", and the process continues" if continues else ""
         severity = SEVERITY["oom_ended_process" if oom.ended_process else "oom_caught"]
-        sentence = f"{name}{rank} {_request(oom)}{fate}."
+        request, *had = _request(oom)
+        # First what became of the job: a narrow page cuts the end off.
+        sentence = f"{name}{rank} {'; '.join((request + fate, *had))}."
         if len(ooms) > 1:
             sentence += f" {len(ooms)} of its processes failed there."
         yield finding(
@@ -270,12 +272,13 @@ class _JobsOfErrors:
         return (oom.session, oom.owner) in self._by_session
 
 
-def _request(oom: LastOom) -> str:
+def _request(oom: LastOom) -> tuple[str, ...]:
+    """Return what an error requested, and if that is known, what there was."""
     requested = "more than was available" if oom.requested_bytes is None else human_bytes(oom.requested_bytes)
     place = f" on GPU {oom.gpu}" if oom.gpu else ""
     free, limit, reserved = oom.device_free_bytes, oom.limit_bytes, oom.reserved_bytes
     if free is None:
-        return f"requested {requested}{place}"
+        return (f"requested {requested}{place}",)
     within_limit = oom.requested_bytes is not None and free >= oom.requested_bytes
     if within_limit and limit is not None and reserved is not None:
         had = f"{human_bytes(reserved)} of its limit of {human_bytes(limit)} was reserved"
@@ -285,7 +288,7 @@ def _request(oom: LastOom) -> str:
     fragmented = ""
     if oom.fragmented_bytes and reserved is not None and oom.fragmented_bytes >= _FRAGMENTED * reserved:
         fragmented = f", {human_bytes(oom.fragmented_bytes)} fragmented"
-    return f"requested {requested}{place}; {had}{fragmented}"
+    return f"requested {requested}{place}", f"{had}{fragmented}"
 
 
 def _growing(jobs: Sequence[Job], growing: Mapping[str, Sequence[GrowingPart]]) -> Iterator[Finding]:

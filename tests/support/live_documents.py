@@ -254,7 +254,7 @@ def full_node() -> dict[str, Any]:
         ),
         finding(
             *("oom", "warning", "Out of memory"),
-            "moe-finetune (alice) rank 1 requested 2.0 GiB on GPU 7; 512 MiB was free; the process continues.",
+            "moe-finetune (alice) rank 1 requested 2.0 GiB on GPU 7, and the process continues; 512 MiB was free.",
             job=moe["id"],
             owner="alice",
             gpu="7",

@@ -99,17 +99,18 @@ class Detail {
     setHidden(this.clear, !job?.clear);
     setHidden(this.engine, !job?.engine_memory);
     if (job?.engine_memory) setText(this.engine, `${engineVerb(job.engine_memory)}…`);
-    setText(this.keeps, job?.clear?.sentence ?? "");
+    // At a step the rest of the cache is another size each second.
+    const atStep = job?.clear?.mode === "step" && !job.clear.at_least;
+    setText(this.keeps, atStep ? `Stays free ${bytes(job.clear.stays_free_bytes)}; the next step reserves the rest of the cache again.` : (job?.clear?.sentence ?? ""));
     setHidden(this.keeps, !job?.clear);
     for (const element of [this.facts, this.memory, this.processes.element]) setHidden(element, !known);
     setHidden(this.users, true);
     if (!known) return;
     const unknown = OF_JOB.every((name) => job[`${name}_bytes`] === null);
     setHidden(this.memory, unknown);
-    const { engine } = job;
     facts(this.facts, [
-      [words.state, engine?.idle_seconds >= 60 ? `${job.state} for ${duration(engine.idle_seconds)}` : job.state],
-      [words.engine, safe(engine?.label) || UNKNOWN],
+      [words.state, stateOf(job, now)],
+      [words.engine, safe(job.engine?.label) || UNKNOWN],
       [words.devices, gpuList(job.gpus)],
       [words.used, sumOf(job, "used")],
       [words.idle_cache, sumOf(job, "idle_cache")],
@@ -184,6 +185,12 @@ class Detail {
     const there = device.jobs.map((part) => ({ ...part, of: byId.get(part.job) })).filter(({ of }) => of);
     arrange(this.jobs, this.jobViews.update(there, ({ job }) => job).map(({ element }) => element));
   }
+}
+
+/** Return what a job does, and for how long it has done nothing. */
+function stateOf({ state, engine, inactive_since_unix_seconds: inactiveSince }, now) {
+  if (inactiveSince !== null) return `inactive ${duration(now - inactiveSince)}`;
+  return engine?.idle_seconds >= 60 ? `${state} for ${duration(engine.idle_seconds)}` : state;
 }
 
 /** A bar of sizes by name, and their amounts; hidden without sizes. */

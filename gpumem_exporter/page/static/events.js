@@ -48,7 +48,8 @@ class Happened {
     try {
       const { document: page } = await request(`api/v1/events?fold=true&limit=100${subject}`);
       if (subject === this.subject) {
-        this.events = page.events.reverse();
+        // By time: a process may have started long before its first report, which adds its event.
+        this.events = page.events.reverse().sort((a, b) => b.unix_seconds - a.unix_seconds);
         this.known = true;
       }
       this.refusal = "";

@@ -87,6 +87,7 @@ $("findings-more").addEventListener("click", () => {
 addEventListener("resize", showMore);
 
 function hrefOf({ job, kind, gpu, uuid }) {
+  if (kind === "unreported") return `?q=${encodeURIComponent("not reporting")}`;
   const place = job !== null ? jobHref(job) : uuid === null ? "?" : deviceHref({ gpu, uuid });
   return kind === "oom" && place !== "?" ? `${place}&event=${LAST_OOM}${encodeURIComponent(uuid ?? "")}` : place;
 }

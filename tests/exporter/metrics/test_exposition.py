@@ -84,7 +84,8 @@ def test_the_page_has_what_the_library_shows_of_a_registry(openmetrics: bool) ->
     page = whole_text_of(exposition(registry), EMPTY, openmetrics=openmetrics)
     encode, parse = (generate_openmetrics, parse_openmetrics) if openmetrics else (generate_latest, parse_text)
     shown, expected = of_families(parse(page)), of_families(parse(encode(registry).decode()))
-    assert all(mine.items() <= its.items() for mine, its in zip(expected, shown, strict=True))
+    assert expected[0].items() <= shown[0].items()
+    assert expected[1].items() <= shown[1].items()
 
 
 def of_families(families: Iterable[Family]) -> tuple[dict[str, tuple[str, str]], Read]:

@@ -153,6 +153,8 @@
       const rows = lines.map((group) => [line(group), ...numbers(group), group.called_from ?? UNKNOWN, group.kind ? owner(group) : UNKNOWN]);
       const heading = view in CHANGES ? "Lines that changed the most" : "Lines that allocated the most";
       parts.push(table(heading, ["Line", ...sizes, "Called from", "Mostly for"], rows, moreLines));
+      const without = all - sum(lines, "bytes") - moreLines.bytes;
+      if (!differs && without > 0) parts.at(-1).append(make("p", { class: "faint" }, `${bytes(without)} were allocated while no lines were recorded.`));
     }
     $("tables").replaceChildren(...(owners.length > 0 ? parts : [make("section", {}, "Nothing.")]));
   }
