@@ -96,12 +96,13 @@ function contentOf({ refusal, event, explanation, clears, running }) {
   const text = h("p", {}, `${safe(event.text)}.`);
   if (!explanation) return [text];
   const { verdict, advice, parts } = explanation;
+  const isWhole = parts.some(({ key }) => key === "rest"); // otherwise a full bar would look as if nothing else was there
   return [
     text,
     h("p", { class: "verdict" }, safe(verdict)),
     h("p", { class: "advice" }, safe(advice), ...clears.map((job) => clearButton(() => job, `Clear ${safe(job.name)}: ${bytes(job.clear.stays_free_bytes)}…`))),
     ...(event.detail.profile ? [h("p", {}, profileLink(event.detail.profile, "Memory profile of this moment"))] : []),
-    ...(parts.length > 0 ? [h("h4", {}, `Memory of ${gpuName(event)} at that moment`), barOf(parts), h("dl", { class: "parts" }, ...parts.map((part) => amountOf(part, running)))] : []),
+    ...(parts.length > 0 ? [h("h4", {}, `${isWhole ? "Memory" : "What is known of the memory"} of ${gpuName(event)} at that moment`), ...(isWhole ? [barOf(parts)] : []), h("dl", { class: "parts" }, ...parts.map((part) => amountOf(part, running)))] : []),
     h("dl", { class: "facts" }, ...factsOf(event).map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
   ];
 }
