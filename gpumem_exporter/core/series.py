@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 from gpumem_exporter.core.samples import PartKey
 
 StoredRow: TypeAlias = tuple[Any, ...]
-"""The step in seconds, its start in Unix seconds, `used`, `allocated`, `idle_cache` and `in_use_peak` as the highest
-values of the step, and the lowest of the first three. Values are whole KiB, and None is unknown. A lowest value is None
-if it is equal to the highest."""
+"""The step in seconds, its start in Unix seconds, `used`, `allocated`, `idle_cache`, `other_cache` and `in_use_peak` as
+the highest values of the step, and the lowest of the first four. Values are whole KiB, and None is unknown. A lowest
+value is None if it is equal to the highest."""
 
 
 class Subject(NamedTuple):

@@ -26,6 +26,7 @@ class _Values(NamedTuple):
     used: _Sizes
     allocated: _Sizes
     idle_cache: _Sizes
+    other_cache: _Sizes
 
 
 def past_of(instances: Iterable[Instance], end: int) -> Iterator[tuple[Subject, Iterable[StoredRow]]]:
@@ -65,15 +66,22 @@ def _values(instance: Instance, process: SimulatedProcess, index: int) -> _Value
     states: list[tuple[Any, ...]] = []
     for (tick, slots), (later, _) in pairwise([*instance.states, (0, ())]):
         first, last = (math.ceil(each * TICK_SECONDS) for each in (tick, later))
-        states += [slots[index] if slots else (None, None, None)] * (last - max(-seconds, first))
-    used, allocated, reclaimable = zip(*states, strict=True)
+        states += [slots[index] if slots else (None,) * 4] * (last - max(-seconds, first))
+    used, allocated, reclaimable, cached = zip(*states, strict=True)
     if not process.reports:
-        return _Values(used * (SECONDS // 60), (None,) * SECONDS, (None,) * SECONDS)
+        return _Values(used * (SECONDS // 60), *[(None,) * SECONDS] * 3)
     if not instance.workload.repeats:
-        return _Values(used, allocated, [min(reclaimable[max(0, i - 59) : i + 1]) for i in range(SECONDS)])
+        idle = [min(reclaimable[max(0, i - 59) : i + 1]) for i in range(SECONDS)]
+        return _Values(used, allocated, idle, _differences(cached, idle))
     growth = (allocated[-1] - allocated[0]) * 60 // 59 if instance.workload.leaks else 0
     idle_bytes = process.loop.sampler.current(0.0).devices[index].idle_cache_bytes
-    return _Values(_repeated(used, growth), _repeated(allocated, growth), (idle_bytes,) * SECONDS)
+    idle = (idle_bytes,) * SECONDS
+    other = _differences(_repeated(cached, 0), idle)
+    return _Values(_repeated(used, growth), _repeated(allocated, growth), idle, other)
+
+
+def _differences(cached: _Sizes, idle: _Sizes) -> _Sizes:
+    return [None if size is None else max(0, size - (part or 0)) for size, part in zip(cached, idle, strict=True)]
 
 
 def _repeated(minute: _Sizes, growth: int) -> _Sizes:
@@ -85,15 +93,15 @@ def _minima(allocated: _Sizes, start: int) -> Iterator[StoredRow]:
     for at in range(-start % 60, SECONDS - 59, 60):
         known = [size for size in allocated[at : at + 60] if size is not None]
         if len(known) == 60:
-            yield (60, start + at, None, min(known) >> 10, *(None,) * 5)
+            yield (60, start + at, None, min(known) >> 10, *(None,) * 7)
 
 
 def _rows(values: _Values, start: int) -> Iterator[StoredRow]:
     """Yield a row for each second of eleven minutes, and for each ten seconds. Values are whole KiB."""
     for at in range(SECONDS - 660, SECONDS):
-        used, allocated, idle = (size and size >> 10 for size in (lists[at] for lists in values))
+        used, allocated, idle, other = (size and size >> 10 for size in (lists[at] for lists in values))
         if used is not None:
-            yield (1, start + at, used, allocated, idle, allocated, None, None, None)
+            yield (1, start + at, used, allocated, idle, other, allocated, None, None, None, None)
     for at in range(-start % 10, SECONDS - 9, 10):
         known = [[size >> 10 for size in lists[at : at + 10] if size is not None] for lists in values]
         highs, lows = ([edge(sizes, default=None) for sizes in known] for edge in (max, min))

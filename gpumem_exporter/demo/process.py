@@ -119,10 +119,11 @@ class DeviceSlot:
         return self.non_torch_bytes + self.allocator.statistics.reserved_bytes - self.unmapped.reserved_bytes
 
     @property
-    def state(self) -> tuple[int, int, int]:
-        """The used, the allocated and the reclaimable bytes."""
+    def state(self) -> tuple[int, int, int, int]:
+        """The used, the allocated, the reclaimable and all cached bytes."""
         allocated_bytes = self.allocator.statistics.allocated_bytes - self.unmapped.allocated_bytes
-        return self.used_bytes, allocated_bytes, self.allocator.reclaimable_bytes
+        cached_bytes = self.used_bytes - self.non_torch_bytes - allocated_bytes
+        return self.used_bytes, allocated_bytes, self.allocator.reclaimable_bytes, cached_bytes
 
     def allocate(self, size_bytes: int, component: str, stack: _Stack = ()) -> Tensor:
         """Create a tensor, or raise SimulatedOutOfMemoryError; `component` is empty if the program names none."""

@@ -40,7 +40,7 @@ class Instance:
     """When its program continues, or its next process starts."""
     launches: int = 0
     running: SimulatedProcess | None = None
-    states: list[tuple[int, Sequence[tuple[int, int, int]]]] = field(default_factory=list)
+    states: list[tuple[int, Sequence[tuple[int, int, int, int]]]] = field(default_factory=list)
     """Until the demo starts: each tick in which its program ran, and the state of each slot; empty at its end."""
 
 

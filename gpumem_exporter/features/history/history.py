@@ -18,7 +18,7 @@ _CLOCK_STEP_SECONDS = 1.0
 # A second without a row is a gap only if the next row is this late.
 _LATE_SECONDS = 3.0
 _FOLD_SECONDS = 10
-_NO_LOWS = (None, None, None)
+_NO_LOWS = (None, None, None, None)
 
 _log = logging.getLogger(__name__)
 

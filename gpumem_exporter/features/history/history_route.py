@@ -71,6 +71,7 @@ class SeriesDocument(TypedDict):
     used: RangeDocument
     allocated: RangeDocument
     idle_cache: RangeDocument
+    other_cache: RangeDocument
     in_use_peak: PeakDocument
 
 
@@ -100,7 +101,7 @@ def history_router(
 
     @router.get(HISTORY_PATH, responses={200: json_reply(HistoryDocument), **problems(403, 422)})
     async def of(request: Request, parameters: Annotated[HistoryParameters, QueryParameters()]) -> Response:
-        """What devices and jobs used: used and allocated memory, idle cache, and the peak of the allocated memory.
+        """What devices and jobs used: used and allocated memory, idle and other cache, and the peak of the allocated.
 
         Steps have one second in the last ten minutes, ten seconds in the last two hours, then a minute. They have
         several minutes if more than `points` minutes are requested. Longer steps have minimum and maximum. Devices and

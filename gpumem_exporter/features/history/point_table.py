@@ -25,14 +25,15 @@ _KEPT_SHARE = 0.75
 # The maximum number of subjects whose ids are remembered.
 _MAX_IDS = 4096
 
-_VERSION = 1
+_VERSION = 2
 # The columns of `points` after the subject are a `StoredRow`.
 _SCHEMA = """
 CREATE TABLE subjects (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE,
     uuid TEXT, job TEXT, name TEXT, command TEXT, gpu TEXT, owner TEXT, start_time_ticks INTEGER, part TEXT);
 CREATE TABLE points (subject INTEGER, step INTEGER, time INTEGER,
-    used INTEGER, allocated INTEGER, idle_cache INTEGER, in_use_peak INTEGER,
-    used_low INTEGER, allocated_low INTEGER, idle_cache_low INTEGER, PRIMARY KEY ({})) WITHOUT ROWID;
+    used INTEGER, allocated INTEGER, idle_cache INTEGER, other_cache INTEGER, in_use_peak INTEGER,
+    used_low INTEGER, allocated_low INTEGER, idle_cache_low INTEGER, other_cache_low INTEGER,
+    PRIMARY KEY ({})) WITHOUT ROWID;
 PRAGMA user_version = {};
 """
 _INSERT_SUBJECT = "INSERT INTO subjects VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -43,16 +44,17 @@ _PUT_MINIMUM = """INSERT INTO points (subject, step, time, allocated) VALUES (?,
     WHERE excluded.allocated < allocated"""
 # Folds the points of each longer step into one.
 _FOLD = """INSERT OR IGNORE INTO points SELECT subject, :step, time / :step * :step,
-    max(used), max(allocated), max(idle_cache), max(in_use_peak),
+    max(used), max(allocated), max(idle_cache), max(other_cache), max(in_use_peak),
     nullif(min(coalesce(used_low, used)), max(used)),
     nullif(min(coalesce(allocated_low, allocated)), max(allocated)),
-    nullif(min(coalesce(idle_cache_low, idle_cache)), max(idle_cache))
+    nullif(min(coalesce(idle_cache_low, idle_cache)), max(idle_cache)),
+    nullif(min(coalesce(other_cache_low, other_cache)), max(other_cache))
     FROM subjects CROSS JOIN points ON subject = id AND step = :fine AND time >= :start AND time < :end
     GROUP BY subject, time / :step"""
 _VALUES = """SELECT (time - :start) / :width,
-    max(used) << 10, max(allocated) << 10, max(idle_cache) << 10, max(in_use_peak) << 10,
+    max(used) << 10, max(allocated) << 10, max(idle_cache) << 10, max(other_cache) << 10, max(in_use_peak) << 10,
     min(coalesce(used_low, used)) << 10, min(coalesce(allocated_low, allocated)) << 10,
-    min(coalesce(idle_cache_low, idle_cache)) << 10
+    min(coalesce(idle_cache_low, idle_cache)) << 10, min(coalesce(other_cache_low, other_cache)) << 10
     FROM points WHERE subject = :id AND step = :step AND time >= :start AND time < :end GROUP BY 1"""
 _MINIMA = """SELECT time + 60, allocated << 10 FROM subjects CROSS JOIN points ON subject = id
     WHERE key = ? AND step = 60 AND time >= ? AND time <= ? ORDER BY time"""
@@ -63,8 +65,8 @@ _SINCE = "SELECT * FROM points WHERE subject = ? AND step IN (1, 10, 60) AND tim
 _EXPIRED = """DELETE FROM points WHERE step = :step AND time < :oldest AND subject IN (
     SELECT id FROM subjects WHERE owner = coalesce(:owner, owner) AND (NOT :minima OR uuid || job = ''))"""
 _UNUSED = "DELETE FROM subjects WHERE id NOT IN (SELECT DISTINCT subject FROM points)"
-# The memory of each owner. A point has about 60 bytes, with the space that is free in its page.
-_SIZES = """SELECT owner, sum(60 * points + 200 + length(CAST(key || key || name || command AS BLOB)))
+# The memory of each owner. A point has about 65 bytes, with the space that is free in its page.
+_SIZES = """SELECT owner, sum(65 * points + 200 + length(CAST(key || key || name || command AS BLOB)))
     FROM subjects JOIN (SELECT subject, count(*) AS points FROM points GROUP BY 1) ON subject = id GROUP BY 1"""
 
 
@@ -128,7 +130,8 @@ class PointTable:
         id_ = self._known_id_of(subject)
         verb = "REPLACE" if replace else "IGNORE"
         values = ((id_, *row) for row in rows)
-        self._database.executemany(f"INSERT OR {verb} INTO points VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)  # noqa: S608
+        places = ", ".join("?" * 12)
+        self._database.executemany(f"INSERT OR {verb} INTO points VALUES ({places})", values)  # noqa: S608
 
     def put_minimum(self, subject: Subject, second: int, value: int) -> None:
         """Put the value of a second into its minute, unless a smaller one is there."""
@@ -185,7 +188,7 @@ class PointTable:
     def values(self, id_: int, step: int, start: int, end: int, width: int) -> list[tuple[int, ...]]:
         """Return the points of a series from `start` to before `end` in steps of `width` seconds, in bytes.
 
-        A row has the number of its step, four values and three lows.
+        A row has the number of its step, five values and four lows.
         """
         values = {"id": id_, "step": step, "start": start, "end": end, "width": width}
         return self._database.execute(_VALUES, values).fetchall()

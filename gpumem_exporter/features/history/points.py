@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from gpumem_exporter.core.ledger import idle_cache_bytes, node_ledgers, node_shares
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, giving_way, kv_cache_size_bytes
+from gpumem_exporter.core.samples import (
+    DeviceSample,
+    ProcessKey,
+    ReportingProcess,
+    Snapshot,
+    giving_way,
+    kv_cache_size_bytes,
+)
 from gpumem_exporter.core.series import Subject
 from gpumem_exporter.node.job_ids import job_of_process
 from gpumem_exporter.page.documents import SeenProcess
@@ -14,7 +21,7 @@ from gpumem_exporter.page.jobs import Job, jobs_of
 # The maximum number of peaks that are kept, about 1 MiB. The in-use peaks of further parts come from samples alone.
 _MAX_PEAKS = 4096
 
-VALUES = ("used", "allocated", "idle_cache", "in_use_peak")
+VALUES = ("used", "allocated", "idle_cache", "other_cache", "in_use_peak")
 """The values of a row."""
 Row = list[int | None]
 """The values of a second in whole KiB; None is unknown."""
@@ -78,10 +85,13 @@ def _devices(snapshot: Snapshot, in_use: dict[_Part, int]) -> Iterator[Point]:
             for share in shares[device.uuid]
             if share.process is not None and (part := _part(share.process, device.uuid)) in in_use
         ]
+        idle_bytes = idle_cache_bytes(shares[device.uuid])
+        cache_bytes = ledger.categories.get("torch_reclaimable", 0) + ledger.categories["torch_fragmented"]
         values = (
             device.memory.used_bytes,
             ledger.categories["torch_allocated"],
-            idle_cache_bytes(shares[device.uuid]),
+            idle_bytes,
+            cache_bytes - (idle_bytes or 0),
             # A pluggable allocator counts no tensors: all that it reserved is in the ledger's allocated bytes.
             max(sum(peaks), ledger.categories["torch_allocated"]),
         )
@@ -98,6 +108,7 @@ def _jobs(snapshot: Snapshot, in_use: dict[_Part, int]) -> Iterator[Point]:
             [part.share.used_bytes if part.share is not None else None for part in job.parts],
             [sample.allocated_bytes for _, _, sample in sampled],
             [sample.idle_cache_bytes for _, _, sample in sampled],
+            [_other_cache(sample) for _, _, sample in sampled],
             [in_use.get(_part(each.reporter, uuid)) for each, uuid, _ in sampled if each.reporter is not None],
         )
         if (row := row_of(map(_sum, values))) is not None:
@@ -109,13 +120,22 @@ def _caches(snapshot: Snapshot) -> Iterator[Point]:
     for name, process in snapshot.names.reporting:
         for sample in process.report.devices:
             cache = sample.kv_cache_bytes
-            if "used" in cache and (row := row_of((cache["used"], kv_cache_size_bytes(sample), None, cache["used"]))):
+            if "used" not in cache:
+                continue
+            if row := row_of((cache["used"], kv_cache_size_bytes(sample), None, None, cache["used"])):
                 yield _subject_of_cache(process, f"{name} {sample.uuid}"), row
 
 
 def _subject_of_cache(process: ReportingProcess, cache: str) -> Subject:
     workload, job, ticks = process.report.process.workload, job_of_process(process), process.start_time_ticks
     return Subject("", job, workload, owner=process.key.share, start_time_ticks=ticks, part=cache)
+
+
+def _other_cache(sample: DeviceSample) -> int | None:
+    """Return the cache that is not idle, also while it is not known which is; None if the cache is unknown."""
+    if sample.reserved_bytes is None or sample.allocated_bytes is None:
+        return None
+    return sample.reserved_bytes - sample.allocated_bytes - (sample.idle_cache_bytes or 0)
 
 
 def _sum(parts: list[int | None]) -> int | None:

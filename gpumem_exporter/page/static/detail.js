@@ -128,8 +128,8 @@ class Detail {
 
   /** Show where the memory is in the few words of the page. `known`: bytes by category; null where unknown. */
   showMemory({ allocated, reclaimable, fragmented, non_torch: outside, free }, idle, least, words) {
-    const other = sum([reclaimable, fragmented]) - (idle ?? 0);
-    const all = Object.entries({ allocated, idle_cache: idle, other_cache: reclaimable === null ? null : other, not_torch: outside, ...(free !== undefined && { free }) });
+    const cache = sum([reclaimable, fragmented]);
+    const all = Object.entries({ allocated, idle_cache: idle, other_cache: cache === null ? null : cache - (idle ?? 0), not_torch: outside, ...(free !== undefined && { free }) });
     this.bar.update(all.map(([name, size]) => ({ key: name, bytes: size ?? 0, className: name, title: `${words[name].label}: ${bytes(size)}` })));
     amounts(this.parts, all.map(([name, size]) => [words[name], name, `${least && size !== null ? "≥ " : ""}${bytes(size)}`]));
   }

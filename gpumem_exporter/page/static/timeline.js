@@ -12,14 +12,15 @@ const MARK_PIXELS = 7; // from the pointer
 const MIN_SECONDS = 10;
 const BEFORE_SECONDS = 300; // around an event
 const AFTER_SECONDS = 60;
-// The line of the used memory has all others below it: tensors, on them the idle cache, on it all that is neither.
+// The line of the used memory has all others below it: tensors, on them the idle cache and the other cache. The rest is not torch's.
 const SERIES = [
   ["used", "--chart-used"],
+  ["other_cache", "--chart-other"],
   ["idle_cache", "--chart-idle"],
   ["allocated", "--chart-allocated"],
   ["in_use_peak", "--chart-peak"],
 ];
-const [USED, IDLE, ALLOCATED] = [1, 2, 3]; // their places in the chart
+const [USED, OTHER, IDLE, ALLOCATED] = [1, 2, 3, 4]; // their places in the chart
 const PEAK_LABEL = "Peak allocated";
 
 export class Timeline {
@@ -117,7 +118,7 @@ export class Timeline {
     const minima = line?.used?.min ?? columns[0];
     const data = [times, ...stacked(columns), minima];
     const empty = columns.every((column) => column.every((value) => value === null));
-    setText(this.note, empty ? "No history of this time." : `${stepInWords(step)} Grey: other cache, and what is not torch's. Drag to zoom, double-click to reset. Marks: out of memory, actions.`);
+    setText(this.note, empty ? "No history of this time." : `${stepInWords(step)} Above the other cache: not torch's. Drag to zoom, double-click to reset. Marks: out of memory, actions.`);
     const scheme = matchMedia("(prefers-color-scheme: dark)").matches;
     if (!this.chart || this.scheme !== scheme || this.charted !== this.query) {
       this.chart?.destroy();
@@ -158,7 +159,8 @@ export class Timeline {
       series: [{}, ...SERIES.map(line), { stroke: "transparent", points: { show: false } }],
       bands: [
         { series: [USED, SERIES.length + 1], fill: `${color("--chart-used")}40` },
-        { series: [USED, IDLE], fill: `${color("--chart-rest")}50` },
+        { series: [USED, OTHER], fill: `${color("--chart-rest")}50` },
+        { series: [OTHER, IDLE], fill: `${color("--chart-other")}60` },
         { series: [IDLE, ALLOCATED], fill: `${color("--chart-idle")}60` },
       ],
       hooks: {
@@ -225,9 +227,11 @@ function stepInWords(seconds) {
   return seconds < 60 ? (seconds === 1 ? "A point is a second." : `A point is ${seconds} seconds.`) : `A point is ${seconds / 60} min, with minimum and maximum.`;
 }
 
-/** Return the columns with the idle cache on top of the allocated memory, both within what is used. */
-function stacked([used, idle, allocated, peak]) {
+/** Return the columns with the idle cache on top of the allocated memory, and the other cache on it, all within what is used. */
+function stacked([used, other, idle, allocated, peak]) {
   const within = (value, i) => (used[i] === null ? value : Math.min(value, used[i]));
-  const tensors = allocated.map((value, i) => (value === null ? null : within(value, i)));
-  return [used, tensors.map((value, i) => (value === null ? null : within(value + (idle[i] ?? 0), i))), tensors, peak];
+  const onTop = (below, sizes) => below.map((value, i) => (value === null ? null : within(value + (sizes?.[i] ?? 0), i)));
+  const tensors = onTop(allocated, null);
+  const cached = onTop(tensors, idle);
+  return [used, onTop(cached, other), cached, tensors, peak];
 }

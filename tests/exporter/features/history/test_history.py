@@ -162,6 +162,18 @@ def test_a_device_without_a_sample_adds_no_tensors() -> None:
         assert list(bench.values(name, seconds=1, uuids=(), jobs=[job_of(rank)]).values()) == [value]
 
 
+@pytest.mark.parametrize(("idle_mib", "other_mib"), [(2, 18), (None, 20)])
+def test_the_cache_that_is_not_idle_is_other_cache(idle_mib: int | None, other_mib: int) -> None:
+    bench = HistoryBench()
+    idle_bytes = None if idle_mib is None else idle_mib * MIB
+    memory = sample(UUIDS[0], 30 * MIB, reclaimable=15 * MIB, fragmented=5 * MIB)
+    process = reporting(7, owner_uid=1000, devices=(dataclasses.replace(memory, idle_cache_bytes=idle_bytes),))
+    bench.run(20, process, reading=node(used(100, p7=60)))
+    for of in ({}, {"uuids": (), "jobs": [job_of(process)]}):
+        (value,) = set(bench.values("other_cache", "min", seconds=20, points=2, **of).values())
+        assert value == other_mib
+
+
 def test_a_peak_counts_in_the_second_in_which_it_is_new() -> None:
     bench = HistoryBench()
     reading = node(used(100, p7=50))

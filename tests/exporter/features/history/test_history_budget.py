@@ -33,7 +33,7 @@ class Bench(HistoryBench):
                 last = int(end) // step * step
                 values = [80_000_000 + number for number in range(7 if step > 1 else 4)]
                 rows += [
-                    (step, last - step * age, *values, *[None] * (7 - len(values)))
+                    (step, last - step * age, *values, *[None] * (9 - len(values)))
                     for age in range(int(seconds) // step, 0, -1)
                 ]
             yield subject, rows
@@ -125,7 +125,7 @@ def test_processes_of_one_user_do_not_push_out_the_minima_of_others() -> None:
         for owner, number in (*(("uid:1", number) for number in range(800)), ("uid:2", 0)):
             session = number if owner == "uid:2" else 1000 * minute + number
             part = Subject("", "", "", owner=owner, part=f"{session:016} {UUIDS[0]}")
-            table.put(part, [(60, START + 60 * minute, None, number, *[None] * 5)])
+            table.put(part, [(60, START + 60 * minute, None, number, *[None] * 7)])
         table.make_room(START + 60 * minute + 60)
         assert table.size_bytes < MAX_BYTES
     assert len(table.minima(part.key, START + 3600)) == 60

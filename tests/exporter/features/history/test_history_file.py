@@ -140,7 +140,7 @@ def overwritten(path: Path) -> None:
 
 def of_later_version(path: Path) -> None:
     with sqlite3.connect(path) as database:
-        database.execute("PRAGMA user_version = 2")
+        database.execute("PRAGMA user_version = 3")
     database.close()
 
 
