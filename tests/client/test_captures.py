@@ -114,6 +114,27 @@ def test_a_pool_is_dead_when_its_last_graph_is_deleted(bench: Bench) -> None:
     assert set(bench.captures.dead_pools()) == {(1, 0)}
 
 
+def test_a_pool_whose_first_graph_is_deleted_during_a_second_capture_is_alive(bench: Bench) -> None:
+    first, second = bench.capture((1, 0)), bench.graph_class()
+    bench.begin(second, (1, 0))
+    del first
+    assert not bench.captures.dead_pools()
+    bench.end(second)
+    assert not bench.captures.dead_pools()
+    del second
+    assert set(bench.captures.dead_pools()) == {(1, 0)}
+
+
+def test_a_pool_is_alive_again_after_a_capture_into_the_id_of_a_dead_one(bench: Bench) -> None:
+    graph = bench.capture((1, 0))
+    del graph
+    assert set(bench.captures.dead_pools()) == {(1, 0)}
+    again = bench.capture((1, 0))
+    assert not bench.captures.dead_pools()
+    del again
+    assert set(bench.captures.dead_pools()) == {(1, 0)}
+
+
 def test_a_graph_that_was_reset_or_captured_again_no_longer_uses_its_old_pool(bench: Bench) -> None:
     reset, again = bench.capture((1, 0)), bench.capture((2, 0))
     reset.id = None

@@ -110,6 +110,8 @@ class GraphCaptures:
         for key, graph in list(self._incomplete.items()):
             if graph() is None:
                 self._incomplete.pop(key, None)
+        if self._incomplete:  # a graph that is captured into a pool is not among its users yet
+            return
         # Only graphs use a pool that PyTorch made for a graph: that graph, and those captured into the pool later.
         for pool, users in list(self._users.items()):
             if all(_pool(user()) != pool for user in users):
@@ -189,6 +191,8 @@ class GraphCaptures:
         # `MemPool` or `graph_pool_handle`.
         if pool is not None and pool[1] == 0:
             self._users.setdefault(pool, []).append(weakref.ref(graph))
+            # A capture into the id of a pool that is gone makes that pool again.
+            self._dead.discard(pool)
         if complete:
             self._incomplete.pop(id(graph), None)
 
