@@ -53,11 +53,10 @@ class FailureLog:
 
     def failed(self, subject: str, text: str, *, exc_info: bool = False) -> None:
         """Record a failure of the subject; logs it if it is new."""
-        ongoing = self._ongoing.get(subject)
-        if ongoing is not None and ongoing[0] == text:
+        if self._ongoing.get(subject) == (text, True):
             return
         now = self._clock()
-        # A failure that comes and goes is logged at most once a minute.
+        # A failure that comes and goes is logged at most once a minute; one that stays, after that minute.
         logged = now - self._logged_seconds.get(subject, float("-inf")) >= _QUIET_SECONDS
         if logged:
             self._logged_seconds[subject] = now
