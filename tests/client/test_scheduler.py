@@ -8,10 +8,12 @@ from typing import Any, cast
 import pytest
 
 from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.commands import scheduler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.scheduler import Scheduler
 from gpumem_client.wire.protocol import Command, CommandResult
 from tests.support.fake_allocator import FakeAllocator
+from tests.support.waiting import patient
 
 
 class Bench:
@@ -111,6 +113,36 @@ def test_a_step_does_not_wait_for_a_command_in_another_thread(bench: Bench) -> N
     assert bench.scheduler.ids == ("a",)
     bench.steps()
     assert bench.result().outcome == "done"
+
+
+def test_a_numbered_step_waits_until_the_deadline_at_most(bench: Bench) -> None:
+    bench.add(at_step=1, deadline_seconds=0.15)
+    training = threading.Thread(target=bench.steps, daemon=True)
+    with bench.sampler.exclusively():  # a command of the reporter's thread that hangs
+        training.start()
+        training.join(patient(30))
+        assert not training.is_alive()
+    assert (bench.result().outcome, bench.allocator.cleared) == ("expired", 0)
+
+
+def test_a_signal_handler_may_end_a_step_at_any_moment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_run, interrupted = scheduler._may_run_at_step, threading.Event()
+
+    def interrupts(command: Command) -> bool:
+        if not interrupted.is_set():
+            interrupted.set()
+            bench.steps()
+        return may_run(command)
+
+    bench.add(command_id="a")
+    bench.add(command_id="b")
+    monkeypatch.setattr(scheduler, "_may_run_at_step", interrupts)
+    training = threading.Thread(target=bench.scheduler.cancel, args=[["a"]], daemon=True)
+    training.start()
+    training.join(patient(30))
+    assert not training.is_alive()
+    assert interrupted.is_set()
+    assert {result.id for result in bench.executor.results(64)} == {"a", "b"}
 
 
 @pytest.mark.parametrize(

@@ -141,9 +141,10 @@ class Executor:
         is also None if another command or a sample is running. A command that has not started by `expires_seconds`, on
         the executor's clock, does not run.
         """
-        lock = self._sampler.exclusively()
-        if not lock.acquire(blocking=wait):
-            return None
+        lock, left_seconds = self._sampler.exclusively(), expires_seconds - self._clock()
+        # Until the deadline at most: if the reporter's thread hangs, for example in a file system, training goes on.
+        if not lock.acquire(timeout=min(max(0.0, left_seconds), threading.TIMEOUT_MAX) if wait else 0.0):
+            return self.record(self.known(command.id) or _late(command)) if wait else None
         try:
             return self._run_once(command, expires_seconds)
         finally:
@@ -177,8 +178,7 @@ class Executor:
         if known is not None:
             return self.record(known)
         if self._clock() >= expires_seconds:
-            late = "the deadline passed before the command started"
-            return self.record(CommandResult(command.id, "expired", late, ReasonCode.DEADLINE_PASSED))
+            return self.record(_late(command))
         result = self._run(command)
         if result is None:
             return None
@@ -306,6 +306,11 @@ class Executor:
 def refused_during_capture(command: Command) -> CommandResult:
     """Return the result of a command that cannot run because a CUDA graph is being captured."""
     return CommandResult(command.id, "refused", "a CUDA graph is being captured", ReasonCode.CUDA_GRAPH_CAPTURE)
+
+
+def _late(command: Command) -> CommandResult:
+    late = "the deadline passed before the command started"
+    return CommandResult(command.id, "expired", late, ReasonCode.DEADLINE_PASSED)
 
 
 def _require_running() -> None:

@@ -49,7 +49,8 @@ class Scheduler:
         self._sampler = sampler
         self._wake = wake
         self._clock = clock
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler may end a step while its thread holds the lock.
+        self._lock = threading.RLock()
         self._waiting: dict[str, _Waiting] = {}
         # Whether a command waits for a step. Most steps check this alone, so they take no lock.
         self._for_steps = False
