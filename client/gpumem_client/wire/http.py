@@ -74,6 +74,7 @@ class Connection:
         self._timeouts: dict[int, float] = {}
         self._deadline = 0.0
         self._receives = 0
+        self._received_bytes = 0
         self._received = b""
         self._interrupted = False
         self._while_waiting: Callable[[], float] | None = None
@@ -179,7 +180,7 @@ class Connection:
             raise ConnectionAbortedError("interrupted")
         if private and self._objection:
             raise ExporterUntrustedError(f"the server at {shown_url(self.url)} is not trusted: {self._objection}")
-        self._deadline, self._receives = time.monotonic() + wait_seconds, 0
+        self._deadline, self._receives, self._received_bytes = time.monotonic() + wait_seconds, 0, 0
         self._set_timeout(sock, socket.SO_SNDTIMEO, wait_seconds)
         try:
             sock.sendall(request)
@@ -281,6 +282,9 @@ class Connection:
             if started:
                 raise ValueError("the response is incomplete")
             raise ConnectionResetError("closed without a response")
+        # Bounds informational responses, trailers and the sizes of chunks, too: reading them takes the GIL.
+        self._received_bytes += len(part)
+        self._require_bounded(max(0, self._received_bytes - _MAX_HEAD_BYTES))
         self._received += part
 
     def _receive_part(self, sock: socket.socket) -> bytes:

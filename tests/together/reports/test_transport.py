@@ -121,6 +121,16 @@ def test_a_response_longer_than_the_limit_is_an_error(head: bytes) -> None:
             connection.request("GET", "/")
 
 
+@pytest.mark.parametrize("part", [b"HTTP/1.1 103 Early Hints\r\n\r\n", b"X: y\r\n", b"1\r\nx\r\n"])
+def test_what_surrounds_a_body_is_limited_too(part: bytes) -> None:
+    start = b"" if part.startswith(b"HTTP") else b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    start += b"0\r\n" if part.startswith(b"X") else b""
+    with peer(answering(start + part * (400_000 // len(part)))) as url:
+        connection = Connection(url, timeout_seconds=patient(10), max_answer_bytes=200_000)
+        with contextlib.closing(connection), pytest.raises(ExporterUnreachableError, match="longer than 200000"):
+            connection.request("GET", "/", timeout_seconds=patient(1))
+
+
 def test_an_unreachable_address_is_named(tmp_path: Path) -> None:
     nowhere = f"unix://{tmp_path}/nowhere.sock"
     with connected(nowhere) as connection, pytest.raises(ExporterUnreachableError, match=nowhere):
