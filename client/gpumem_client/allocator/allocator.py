@@ -76,7 +76,7 @@ class Allocator:
         self._large_pages = {_large_page(in_force(os.environ)[1]) or LARGE_PAGE_BYTES}
         self._noticed_settings = ""
         self._notice_page_size()
-        self._reclaimable = Reclaimable(self._walk, self._captures.version)
+        self._reclaimable = Reclaimable(self._walk, self._captures.dead_pools)
 
     @classmethod
     def attach(cls) -> Allocator | None:

@@ -43,11 +43,9 @@ class GraphCaptures:
         # Graphs whose capture is running or has failed.
         self._incomplete: dict[int, weakref.ref[Any]] = {}
         # PyTorch does not report that a pool is dead. Its memory stays reserved until the cache is emptied, and looks
-        # like the memory of a pool in use. So the users of each pool are counted here.
-        self._users: dict[tuple[int, int], list[weakref.ref[Any]]] = {}
-        self._dead: set[tuple[int, int]] = set()
+        # like the memory of a pool in use. So the graphs of each pool are kept here, by their id.
+        self._users: dict[tuple[int, int], dict[int, weakref.ref[Any]]] = {}
         self._pools: set[tuple[int, int]] = set()
-        self._deaths = 0
 
     def renew_locks(self) -> None:
         """Replace the locks in a forked child, because another thread may have held them at the fork."""
@@ -85,39 +83,29 @@ class GraphCaptures:
         """Return the graphs that are being captured in any thread."""
         return [graph for reference in list(self._running.values()) if (graph := reference()) is not None]
 
-    def dead_pools(self) -> Collection[tuple[int, int]]:
+    def dead_pools(self) -> frozenset[tuple[int, int]]:
         """Return the private pools that no graph uses; none of the pools that the user's code made."""
-        self._update()
+        for key, graph in list(self._incomplete.items()):
+            if graph() is None:
+                self._incomplete.pop(key, None)
         # A graph whose capture is running or has failed does not show its pool: it may use any of them.
-        return () if self._incomplete else self._dead
+        if self._incomplete:
+            return frozenset()
+        # Only graphs use a pool that PyTorch made for a graph: that graph, and those captured into the pool later, even
+        # after it was dead.
+        pools = list(self._users.items())
+        return frozenset([pool for pool, users in pools if all(_pool(user()) != pool for user in list(users.values()))])
 
     def pools(self) -> Collection[tuple[int, int]]:
         """Return the private pools into which graphs were captured."""
         return self._pools
 
-    def version(self) -> tuple[int, bool]:
-        """Return a value that changes whenever `dead_pools` changes."""
-        self._update()
-        return self._deaths, bool(self._incomplete)
-
     def keep_only(self, present: Collection[tuple[int, int]]) -> None:
         """Forget the pools that are not among these, which still have memory."""
-        self._dead.intersection_update(present)
+        for pool in self.dead_pools().difference(present):
+            self._users.pop(pool, None)
         if not self._incomplete:
             self._pools.intersection_update(present)
-
-    def _update(self) -> None:
-        for key, graph in list(self._incomplete.items()):
-            if graph() is None:
-                self._incomplete.pop(key, None)
-        if self._incomplete:  # a graph that is captured into a pool is not among its users yet
-            return
-        # Only graphs use a pool that PyTorch made for a graph: that graph, and those captured into the pool later.
-        for pool, users in list(self._users.items()):
-            if all(_pool(user()) != pool for user in users):
-                self._users.pop(pool, None)
-                self._dead.add(pool)
-                self._deaths += 1
 
     def _end_watch(self, watch: object) -> None:
         with self._lock:
@@ -190,9 +178,7 @@ class GraphCaptures:
         # The id (n, 0) was made for a graph. The users of (0, n) are unknown: the user's code made that pool, with
         # `MemPool` or `graph_pool_handle`.
         if pool is not None and pool[1] == 0:
-            self._users.setdefault(pool, []).append(weakref.ref(graph))
-            # A capture into the id of a pool that is gone makes that pool again.
-            self._dead.discard(pool)
+            self._users.setdefault(pool, {})[id(graph)] = weakref.ref(graph)
         if complete:
             self._incomplete.pop(id(graph), None)
 
