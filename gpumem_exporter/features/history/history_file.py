@@ -61,8 +61,9 @@ class HistoryFile:
     def load(self, *, wait_for_clock: bool = True) -> bool:
         """Restore the history of an earlier run. A file that cannot be read is logged, and moved if it is damaged.
 
-        Returns False, and restores nothing, if the file has rows that the wall clock has not reached: the clock may be
-        behind until the machine has synchronized it. Do not save then. Without `wait_for_clock`, drops these rows.
+        Returns False if a save would lose the file's rows: the file could not be read this time, or it has rows that
+        the wall clock has not reached. The clock may be behind until the machine has synchronized it. Without
+        `wait_for_clock`, drops these rows.
         """
         try:
             self._path.with_name(_FILE_OF_0_3).unlink(missing_ok=True)
@@ -83,12 +84,14 @@ class HistoryFile:
         except (sqlite3.Error, OSError) as error:
             fields = {"file": str(self._path), "error": str(error)}
             # Python raises the base class only for a damaged file, and a subclass for other errors.
-            if type(error) is sqlite3.DatabaseError:
+            is_damaged = type(error) is sqlite3.DatabaseError
+            if is_damaged:
                 moved = self._path.with_name(self._path.name + ".unreadable")
                 fields["moved_to"] = str(moved)
                 with contextlib.suppress(OSError):
                     self._path.replace(moved)
             _log.warning("the history of earlier runs cannot be read", extra={"fields": fields})
+            return is_damaged
         except Exception:  # noqa: BLE001 - the history works without earlier runs
             _log.exception("the history of earlier runs cannot be restored")
         return True

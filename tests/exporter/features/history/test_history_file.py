@@ -201,3 +201,17 @@ def test_a_failed_save_keeps_the_previous_file(
         HistoryFile(bench.history, blocked).save()
     HistoryFile(bench.history, blocked).load()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_a_file_that_is_in_use_keeps_the_history_of_earlier_runs(bench: HistoryBench, tmp_path: Path) -> None:
+    """An exporter that stops may still save when the next one starts."""
+    before = bench.values("used", seconds=600)
+    bench.again()
+    file = HistoryFile(bench.history, tmp_path / "new")
+    with sqlite3.connect(tmp_path / "new" / FILE_NAME, isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        assert not file.load()
+    other.close()
+    assert file.load()
+    file.save()
+    assert restarted(bench, tmp_path).values("used", seconds=600) == before
