@@ -262,6 +262,9 @@ class Recorder(ProcessRecorder):
     def _started_event(self, process: ReportingProcess) -> Event:
         identity = process.report.process
         started = self._reading.started_unix_seconds(process) if self._reading is not None else None
+        # After an exec, or after a silence that counted as the end, the start of the process lies before that end.
+        if any((each.key, each.start_time_ticks) == (process.key, process.start_time_ticks) for each in self._ended):
+            started = None
         return Event(
             "process_started",
             process.received_unix_seconds if started is None else started,

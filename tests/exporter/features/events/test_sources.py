@@ -308,3 +308,20 @@ def test_a_mean_counts_time_without_long_gaps_and_a_peak_outlives_a_reset() -> N
     for peak, idle in ((500, None), (100, 40), (None, 20)):
         usage.take_sample(DeviceSample(UUIDS[0], reserved_peak_bytes=peak, idle_cache_bytes=idle), 1.0)
     assert (usage.row()["reserved_highest_bytes"], usage.row()["idle_cache_mean_bytes"]) == (500, 20)
+
+
+def test_a_process_that_reports_again_has_started_when_it_reports_again() -> None:
+    bench = Bench()
+    facts = ProcessFacts(4711, 1000, started_seconds=bench.now - 3600)
+    listed = device(UUIDS[0], gpu="0", processes={4711: 9})
+    bench.reading(listed, facts={4711: facts}, taken_unix_seconds=bench.unix)
+    bench.report(7, host_pid=4711)
+    bench.forget(bench.process(), "no report for 15 s")
+    bench.wait(60.0)
+    bench.reading(listed, facts={4711: facts}, taken_unix_seconds=bench.unix)
+    bench.report(7, host_pid=4711, sequence=2)
+    bench.wait(60.0)
+    bench.report(7, host_pid=4711, sequence=1, session="exec", session_started_seconds=2.0)
+    events = bench.log.of("process_started", "process_ended")
+    seen = [(event.type.removeprefix("process_"), bench.unix - event.time_unix_seconds) for event in events]
+    assert seen == [("started", 3720.0), ("ended", 120.0), ("started", 60.0), ("ended", 0.0), ("started", 0.0)]
