@@ -14,7 +14,7 @@ rank does not have its command in time, the dispatcher recalls the commands of a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -141,13 +141,22 @@ class Dispatcher:
         selection = select(request, requested_by, snapshot, hide_identities=self._hide_identities)
         planned = plan(request, selection.commanded, snapshot, now)
         selection = replace(selection, commanded=tuple(one for one, _ in planned))
+        facts = selection.facts(request, snapshot)
+        deadline_seconds = max((turn.deadline_seconds for _, turn in planned), default=request.deadline_seconds)
+        steps = {turn.group: turn.at_step for _, turn in planned if turn.group is not None}
+        at_step = next(iter(steps.values())) if len(steps) == 1 else None
+        action = replace(action, deadline_seconds=deadline_seconds, group=bool(steps), at_step=at_step)
+        running = RunningAction(action, now, request, requested_by, facts)
+        refusals: Mapping[int | str, CommandResult | None] = {}
+        if request.action in ENGINE_ACTIONS:
+            refusals = self.engines.refusals(running, selection)
+            selection = replace(selection, outside=tuple(each for each in selection.outside if each.pid in refusals))
         targets: list[tuple[SelectedProcess | OutsideTarget, JobKey | None]] = [
             *((one, turn.group) for one, turn in planned),
             *((target, None) for target in selection.outside),
         ]
         # A dry run reaches no process, so it counts for its caller only.
         limited = [] if request.dry_run else selection.limit_keys()
-        facts, identities = selection.facts(request, snapshot), tuple(selection.identities())
         waits = self._waits(request, requested_by, targets, snapshot) if snapshot.starting else {}
         if request.force and any(waits.values()):
             raise ActionForbiddenError(
@@ -160,25 +169,15 @@ class Dispatcher:
         # After all checks: an action that is refused does not count.
         self._limits.take(share, limited, per_process=KINDS[request.action].per_minute)
 
-        deadline_seconds = max((turn.deadline_seconds for _, turn in planned), default=request.deadline_seconds)
-        steps = {turn.group: turn.at_step for _, turn in planned if turn.group is not None}
-        at_step = next(iter(steps.values())) if len(steps) == 1 else None
-        action = replace(action, deadline_seconds=deadline_seconds, group=bool(steps), at_step=at_step)
-        running = RunningAction(action, now, request, requested_by, facts)
         if not request.dry_run:
             profile_seconds = request.duration_seconds + request.search_seconds
             self._call_later(deadline_seconds + profile_seconds + SILENT_GRACE_SECONDS, self.expire)
-        refusals = self.engines.refusals(running, selection) if request.action in ENGINE_ACTIONS else {}
         for selected, turn in planned:
             self._add_command(running, selected, turn, refusals.get(selected.pid), waits.get(selected.pid, ()))
         running.show_parts()
         for target in selection.outside:
-            if request.action == "terminate":
-                refusal = self._terminator.refusal(action.id, target)
-            elif target.pid in refusals:
-                refusal = refusals[target.pid]
-            else:
-                continue  # it is not an engine
+            is_end = request.action == "terminate"
+            refusal = self._terminator.refusal(action.id, target) if is_end else refusals[target.pid]
             self._add_outside(running, target, refusal, waits.get(target.pid, ()))
         if waits:
             starting = {each.pid for each in running.action.results if each.reason_code == ReasonCode.ENGINE_STARTING}
@@ -191,7 +190,7 @@ class Dispatcher:
         if self._record is None or request.dry_run or unlisted:
             running.offer(self.wake, now)
         else:
-            submitted = SubmittedAction(running.action, request, idempotency_key, identities)
+            submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
             self.spawn(self._offer_once(running, self._record(submitted)))
         return running.action
 

@@ -374,3 +374,15 @@ async def test_a_process_without_an_engine_takes_no_part_whatever_it_denies(benc
     bench.put(2, rank="1", devices=(sample(UUIDS[1], 0, 16 * MIB),), denied_actions=COMMAND_ACTIONS)
     action = await ended(target=Target(all=True))
     assert {(row.pid, row.outcome) for row in action.results} == {(1, "done"), (TITLED, "done")}
+
+
+async def test_a_release_waits_for_the_start_of_a_selected_engine_that_takes_no_part(bench: EngineBench) -> None:
+    facts = {
+        TITLED: ProcessFacts(TITLED, 1000, "VLLM::EngineCore", uid=1001, started_seconds=-1e4),
+        STARTING: ProcessFacts(STARTING, 1000, "sglang::scheduler", uid=1001, started_seconds=bench.now),
+    }
+    listed = device(UUIDS[0], gpu="0", processes={TITLED: 100 * MIB, STARTING: 512 * MIB})
+    bench.store.put_reading(replace(node(listed, taken=bench.now), facts=facts))
+    action = bench.request(target=Target(gpu="0"), caller=ADA)
+    assert [wait.pid for wait in action.waits_for] == [STARTING]
+    assert not bench.engine.asked
