@@ -171,15 +171,19 @@ class ProfileIntake:
     def expire(self) -> None:
         """Delete the profiles of errors that no report has named in time; called once a second."""
         now = self._clock()
+        late = []
         for profile_id, waiting in list(self._unconfirmed.items()):
-            known = self._errors().has_error(waiting.process, waiting.number)
-            if known or now >= waiting.until_seconds:
+            if self._errors().has_error(waiting.process, waiting.number):
                 del self._unconfirmed[profile_id]
-            if not known and now >= waiting.until_seconds:
-                _log.warning("a profile of an unknown out-of-memory error is deleted: %s", profile_id)
-                task = asyncio.ensure_future(self._writing.run("", partial(self._profiles.forget, profile_id)))
-                self._deletions.add(task)
-                task.add_done_callback(self._deletions.discard)
+            # One deletion of all: many would be more than may wait for a turn, and the disk may hang.
+            elif now >= waiting.until_seconds and not self._deletions:
+                del self._unconfirmed[profile_id]
+                late.append(profile_id)
+        if late:
+            _log.warning("profiles of unknown out-of-memory errors are deleted: %s", ", ".join(late))
+            task = asyncio.ensure_future(self._writing.run("", partial(self._profiles.forget, *late)))
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
 
     async def _keep(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
         self._kept.take(process.key.share, [(process.key, f"pid {process.name}")])

@@ -104,11 +104,11 @@ class Profiles:
                     self._removed(profile_id)
             return None
 
-    def forget(self, profile_id: str) -> None:
-        """Delete a profile; an unknown id is ignored."""
+    def forget(self, *profile_ids: str) -> None:
+        """Delete profiles; unknown ids are ignored."""
         with self._disk:
             with self._lock:
-                lost = self._removed(profile_id)
+                lost = [entry for each in profile_ids for entry in self._removed(each)]
             self._unlink(lost)
 
     def facts(self, profile_id: str) -> ProfileFacts | None:

@@ -1,0 +1,72 @@
+"""Profiles of out-of-memory errors that no report names."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gzip
+import json
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock, Mock
+
+from gpumem_client.profile.profile_types import FORMAT
+from gpumem_exporter.core.container import HERE
+from gpumem_exporter.features.profiles.profile_intake import ProfileIntake
+from gpumem_exporter.features.profiles.profile_store import Profiles
+from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY
+from tests.support.builders import UUIDS, reporting
+
+USERS = range(1000, 1008)
+SENT = 100
+"""More than may wait for a turn of one owner."""
+
+
+async def test_all_profiles_of_unknown_errors_are_deleted_although_many_are_late_at_once(tmp_path: Any) -> None:
+    clock = [0.0]
+    profiles = Profiles(tmp_path, max_bytes=1 << 30)
+    errors = Mock(has_error=Mock(return_value=False), knows_error=AsyncMock(return_value=False))
+    senders, store = Mock(), Mock()
+    intake = ProfileIntake(
+        profiles,
+        {},
+        store,
+        senders,
+        Mock(),
+        lambda: errors,
+        snapshot=lambda: Mock(gpus={}, node=None),
+        clock=lambda: clock[0],
+        wall_clock=lambda: 1.7e9,
+        late_process=Mock(),
+        requests_per_minute=600,
+    )
+    for number in range(1, SENT + 1):
+        process = reporting(number, owner_uid=USERS[number % len(USERS)], session=f"of-{number}")
+        store.find.return_value = process
+        senders.identify = AsyncMock(return_value=Mock(owner_uid=process.owner_uid, place=HERE))
+        await intake.receive(request(process.report.process))
+    assert len(profiles.newest_first()) == SENT
+    clock[0] = 61.0
+    for _ in range(200):
+        intake.expire()
+        await asyncio.sleep(0.01)
+        if not profiles.newest_first():
+            break
+    assert profiles.newest_first() == []
+
+
+def request(identity: Any) -> Any:
+    """Return a request with the profile of an out-of-memory error."""
+    document = {
+        "format": FORMAT,
+        "process": dataclasses.asdict(identity),
+        "id": "error-1",
+        "cause": OUT_OF_MEMORY,
+        "oom_number": 1,
+        "devices": [{"uuid": UUIDS[0], "allocated_bytes": 3}],
+        "rows": [[0, "default", None, None, 3, 1, None, None]],
+    }
+    sent = MagicMock(body=AsyncMock(return_value=gzip.compress(json.dumps(document).encode())))
+    sent.scope = {"state": {"exchange": SimpleNamespace(owner="uid:1000", peer=None)}}
+    sent.__getitem__.side_effect = sent.scope.__getitem__
+    return sent
