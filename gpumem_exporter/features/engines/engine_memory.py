@@ -215,11 +215,13 @@ class EngineMemory(Engines):
 
     def _denying(self, target: OutsideTarget, action: str) -> list[OutsideTarget]:
         """Return the engine processes of the target's owner that report that their owner does not allow an action."""
-        snapshot = self._store.snapshot(self._clock())
+        snapshot, is_listed = self._store.snapshot(self._clock()), target.reporter is None
         found = (
             OutsideTarget.of(SelectedProcess(json_pid(name), process, ()), snapshot)
             for name, process in snapshot.names.reporting
-            if action in process.report.denied_actions and process.key.share == target.share
+            if action in process.report.denied_actions
+            # A process that only the driver lists may be in any container, of which its share does not know.
+            and (process.key.share == target.share or (is_listed and process.owner_uid == target.owner_uid))
         )
         return [each for each in found if self._is_engine(each)]
 

@@ -18,7 +18,7 @@ from gpumem_exporter.actions.action_options import ACTIONS, ENGINE_ANSWER_SECOND
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
-from gpumem_exporter.core.container import Place
+from gpumem_exporter.core.container import HERE, Place
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import ActionForbiddenError
 from gpumem_exporter.features.engines import engine_memory
@@ -350,13 +350,13 @@ def test_a_dry_run_shows_what_a_reporting_engine_would_release(bench: EngineBenc
     assert bench.request(dry_run=True, keep="weights").freed_bytes == 5
 
 
+@pytest.mark.parametrize("place", [HERE, Place(known=True, container="pod")])
 async def test_the_exporter_speaks_with_no_engine_of_a_process_that_denies_it(
-    bench: EngineBench, ended: Any, monkeypatch: pytest.MonkeyPatch
+    bench: EngineBench, ended: Any, monkeypatch: pytest.MonkeyPatch, place: Place
 ) -> None:
     """Also on behalf of another process of the same engine, which does not report."""
-    bench.put(
-        UNTITLED, owner_uid=1001, devices=(sample(UUIDS[0], 8 * MIB, 4 * MIB),), denied_actions=("release_memory",)
-    )
+    devices = (sample(UUIDS[0], 8 * MIB, 4 * MIB),)
+    bench.put(UNTITLED, owner_uid=1001, place=place, devices=devices, denied_actions=("release_memory",))
     monkeypatch.setattr(bench.engine, "is_engine", lambda target: target.pid in (UNTITLED, TITLED))
     for pid in (UNTITLED, TITLED):
         (row,) = (await ended(target=Target(pid=pid))).results
