@@ -70,6 +70,7 @@ def _values(instance: Instance, process: SimulatedProcess, index: int) -> _Value
     used, allocated, reclaimable, cached = zip(*states, strict=True)
     if not process.reports:
         return _Values(used * (SECONDS // 60), *[(None,) * SECONDS] * 3)
+    idle: _Sizes
     if not instance.workload.repeats:
         idle = [min(reclaimable[max(0, i - 59) : i + 1]) for i in range(SECONDS)]
         return _Values(used, allocated, idle, _differences(cached, idle))

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.ledger import idle_cache_bytes, node_ledgers, node_shares
-from gpumem_exporter.core.samples import (
-    DeviceSample,
-    ProcessKey,
-    ReportingProcess,
-    Snapshot,
-    giving_way,
-    kv_cache_size_bytes,
-)
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, giving_way, kv_cache_size_bytes
 from gpumem_exporter.core.series import Subject
 from gpumem_exporter.node.job_ids import job_of_process
 from gpumem_exporter.page.documents import SeenProcess
