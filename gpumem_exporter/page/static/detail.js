@@ -84,7 +84,7 @@ class Detail {
       query: subject,
       label: this.title.textContent,
       top: target.device?.memory?.total_bytes ?? null,
-      marks: happened.events.map(markOf).filter(Boolean),
+      marks: happened.events.flatMap(marksOf),
       around: this.oom.unixSeconds,
       words: view.words,
       now: view.now,
@@ -93,7 +93,7 @@ class Detail {
 
   showJob(id, job, { words, now, devices }) {
     const known = job !== null;
-    setText(this.title, known ? safe(job.name) : id);
+    setText(this.title, known ? safe(job.name) : nameIn(id));
     setAttribute(this.title, "data-hue", hueOf(id));
     setText(this.owner, known ? safe(job.owner) : "This job does not run. Its history and its events remain.");
     setHidden(this.clear, !job?.clear);
@@ -234,9 +234,17 @@ class JobOfDevice {
   }
 }
 
-function markOf({ type, unix_seconds: time, title, text }) {
+/** Return the mark of an event; of several that are shown as one, a mark of the first and of the last. */
+function marksOf({ type, unix_seconds: time, title, text, folded }) {
   const kind = { oom: "oom", action: "action", device_lost: "oom" }[type];
-  return kind ? { unix_seconds: time, kind, text: `${title}: ${text}` } : null;
+  const times = [...new Set([folded?.first_unix_seconds ?? time, time])];
+  return kind ? times.map((each) => ({ unix_seconds: each, kind, text: `${title}: ${text}` })) : [];
+}
+
+/** Return the name in the id of a job that has ended: `train` of `train~0a1b2c3d`, `pid 7` of `pid~7`. */
+function nameIn(id) {
+  const [, name, rest] = /^(.+)~(.*)$/s.exec(id) ?? [null, id, ""];
+  return safe(name === "pid" ? `pid ${rest}` : name);
 }
 
 /** Show the known values. */
