@@ -73,15 +73,15 @@ def _values(instance: Instance, process: SimulatedProcess, index: int) -> _Value
     idle: _Sizes
     if not instance.workload.repeats:
         idle = [min(reclaimable[max(0, i - 59) : i + 1]) for i in range(SECONDS)]
-        return _Values(used, allocated, idle, _differences(cached, idle))
+        return _Values(used, allocated, idle, _not_idle(cached, idle))
     growth = (allocated[-1] - allocated[0]) * 60 // 59 if instance.workload.leaks else 0
     idle_bytes = process.loop.sampler.current(0.0).devices[index].idle_cache_bytes
     idle = (idle_bytes,) * SECONDS
-    other = _differences(_repeated(cached, 0), idle)
+    other = _not_idle(_repeated(cached, 0), idle)
     return _Values(_repeated(used, growth), _repeated(allocated, growth), idle, other)
 
 
-def _differences(cached: _Sizes, idle: _Sizes) -> _Sizes:
+def _not_idle(cached: _Sizes, idle: _Sizes) -> _Sizes:
     return [None if size is None else max(0, size - (part or 0)) for size, part in zip(cached, idle, strict=True)]
 
 

@@ -110,7 +110,7 @@ _OF_JOB_ID = """id IN (
     UNION SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.ray_job_id') = :job_id
     UNION SELECT id FROM events WHERE type = 'process_ended' AND (job = :job_id OR workload = :job_id)
         AND :job_id GLOB '*[^0-9]*')"""
-# The ids of events: first those of one owner, then one of each other owner in turn.
+# The ids of events: first all events of one owner, then one event of each other owner in turn.
 _IN_TURN = """SELECT id FROM (SELECT id, owner IS NOT :first_owner AS other,
         row_number() OVER (PARTITION BY owner ORDER BY id) AS turn FROM events WHERE {where})
     ORDER BY other, other * turn, id LIMIT :limit OFFSET :skip"""

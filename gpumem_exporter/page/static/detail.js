@@ -6,7 +6,7 @@ import { $, arrange, h, refill, setAttribute, setHidden, setText, Views } from "
 import { EventList, happened, jobFinder, typeFilter } from "./events.js";
 import { bytes, dayAndTime, duration, failsIn, gpuList, gpuName, integer, percent, safe, UNKNOWN } from "./format.js";
 import { hueOf } from "./hues.js";
-import { sumOf } from "./jobs.js";
+import { inactivity, sumOf } from "./jobs.js";
 import { OomView } from "./oom.js";
 import { Processes } from "./processes.js";
 import { ProfileList } from "./profiles.js";
@@ -99,18 +99,20 @@ class Detail {
     setHidden(this.clear, !job?.clear);
     setHidden(this.engine, !job?.engine_memory);
     if (job?.engine_memory) setText(this.engine, `${engineVerb(job.engine_memory)}…`);
-    // At a step the rest of the cache is another size each second.
+    // The rest of the cache of a job that clears at a step has another size each second.
     const atStep = job?.clear?.mode === "step" && !job.clear.at_least;
     setText(this.keeps, atStep ? `Stays free ${bytes(job.clear.stays_free_bytes)}; the next step reserves the rest of the cache again.` : (job?.clear?.sentence ?? ""));
     setHidden(this.keeps, !job?.clear);
     for (const element of [this.facts, this.memory, this.processes.element]) setHidden(element, !known);
     setHidden(this.users, true);
     if (!known) return;
-    const unknown = OF_JOB.every((name) => job[`${name}_bytes`] === null);
-    setHidden(this.memory, unknown);
+    const { engine } = job;
+    const sizes = Object.fromEntries(OF_JOB.map((name) => [name, job[`${name}_bytes`]]));
+    const memoryIsKnown = Object.values(sizes).some((size) => size !== null);
+    setHidden(this.memory, !memoryIsKnown);
     facts(this.facts, [
-      [words.state, stateOf(job, now)],
-      [words.engine, safe(job.engine?.label) || UNKNOWN],
+      [words.state, inactivity(job, now) ?? (engine?.idle_seconds >= 60 ? `${job.state} for ${duration(engine.idle_seconds)}` : job.state)],
+      [words.engine, safe(engine?.label) || UNKNOWN],
       [words.devices, gpuList(job.gpus)],
       [words.used, sumOf(job, "used")],
       [words.idle_cache, sumOf(job, "idle_cache")],
@@ -118,15 +120,14 @@ class Detail {
       [words.step, job.step === null ? UNKNOWN : `${integer(job.step)}${job.step_seconds === null ? "" : `, ${job.step_seconds.toFixed(1)} s each`}`],
       [words.since, job.since_unix_seconds === null ? UNKNOWN : `${dayAndTime(job.since_unix_seconds)}, ${duration(now - job.since_unix_seconds)}`],
     ]);
-    const shown = [...OF_JOB, ...(job.unmapped_bytes ? ["unmapped"] : [])];
     const least = OF_JOB.some((name) => job.incomplete?.includes(`${name}_bytes`));
-    if (!unknown) this.showMemory(Object.fromEntries(OF_JOB.map((name) => [name, job[`${name}_bytes`]])), job.idle_cache_bytes, least, words);
-    exactly(this.exact, shown.map((name) => [words[name], job[`${name}_bytes`]]));
+    if (memoryIsKnown) this.showMemory(sizes, job.idle_cache_bytes, least, words);
+    exactly(this.exact, [...Object.entries(sizes), ["unmapped", job.unmapped_bytes || null]].map(([name, size]) => [words[name], size]));
     this.showNamed(job, words);
     this.processes.update(job, words, now, devices);
   }
 
-  /** Show where the memory is in the few words of the page. `known`: bytes by category; null where unknown. */
+  /** Show where the memory is in five words, from the bytes of each category; null is unknown. `least`: a process is missing in the sums. */
   showMemory({ allocated, reclaimable, fragmented, non_torch: outside, free }, idle, least, words) {
     const cache = sum([reclaimable, fragmented]);
     const all = Object.entries({ allocated, idle_cache: idle, other_cache: cache === null ? null : cache - (idle ?? 0), not_torch: outside, ...(free !== undefined && { free }) });
@@ -185,12 +186,6 @@ class Detail {
     const there = device.jobs.map((part) => ({ ...part, of: byId.get(part.job) })).filter(({ of }) => of);
     arrange(this.jobs, this.jobViews.update(there, ({ job }) => job).map(({ element }) => element));
   }
-}
-
-/** Return what a job does, and for how long it has done nothing. */
-function stateOf({ state, engine, inactive_since_unix_seconds: inactiveSince }, now) {
-  if (inactiveSince !== null) return `inactive ${duration(now - inactiveSince)}`;
-  return engine?.idle_seconds >= 60 ? `${state} for ${duration(engine.idle_seconds)}` : state;
 }
 
 /** A bar of sizes by name, and their amounts; hidden without sizes. */

@@ -23,6 +23,11 @@ const RIGHT = new Set([...SIZES, "growth", "since"]);
 const RANK_LIMIT = 64;
 const COLLATOR = new Intl.Collator("en", { numeric: true });
 
+/** Return for how long a job has done nothing; null if it is not inactive. */
+export function inactivity({ inactive_since_unix_seconds: since }, now) {
+  return since === null ? null : `inactive ${duration(now - since)}`;
+}
+
 /** `≥ 1.5 GiB` if a sum lacks the part of a process. */
 export function sumOf(job, key) {
   const name = `${key}_bytes`;
@@ -72,8 +77,7 @@ class JobRow {
     const { devices, state, growth, since } = this.cells;
     setText(devices, gpuList(job.gpus));
     const more = job.step ? `, step ${integer(job.step)}` : job.state === "sleeping" && job.unmapped_bytes ? ` (${bytes(job.unmapped_bytes)})` : "";
-    const { inactive_since_unix_seconds: inactiveSince } = job;
-    setText(state, inactiveSince === null ? job.state + more : `inactive ${duration(now - inactiveSince)}`);
+    setText(state, inactivity(job, now) ?? job.state + more);
     setAttribute(state, "title", job.state === "sleeping" ? latest.words.unmapped?.help : null);
     setAttribute(state, "data-state", job.state);
     for (const key of SIZES) setText(this.cells[key], sumOf(job, key));
