@@ -122,7 +122,7 @@ class Detail {
     ]);
     const least = OF_JOB.some((name) => job.incomplete?.includes(`${name}_bytes`));
     if (memoryIsKnown) this.showMemory(sizes, job.idle_cache_bytes, least, words);
-    exactly(this.exact, [...Object.entries(sizes), ["unmapped", job.unmapped_bytes || null]].map(([name, size]) => [words[name], size]));
+    exactly(this.exact, [...Object.entries(sizes), ["unmapped", job.unmapped_bytes || null]].map(([name, size]) => [words[name], size]), least);
     this.showNamed(job, words);
     this.processes.update(job, words, now, devices);
   }
@@ -253,9 +253,10 @@ function sum(sizes) {
   return known.length === 0 ? null : known.reduce((total, size) => total + size, 0);
 }
 
-/** Show the known categories of the ledger, in bytes. */
-function exactly(element, entries) {
-  refill(element, entries.filter(([, size]) => size !== null), (all) => all.map(([word, size]) => h("div", {}, h("dt", {}, word.label), h("dd", {}, integer(size)), h("dd", { class: "faint" }, word.help))));
+/** Show the known categories of the ledger, in bytes. `least`: a process is missing in the sums. */
+function exactly(element, entries, least = false) {
+  const known = entries.filter(([, size]) => size !== null).map(([word, size]) => [word, `${least ? "≥ " : ""}${integer(size)}`]);
+  refill(element, known, (all) => all.map(([word, text]) => h("div", {}, h("dt", {}, word.label), h("dd", {}, text), h("dd", { class: "faint" }, word.help))));
 }
 
 function amounts(element, entries) {
