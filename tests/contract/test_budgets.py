@@ -36,7 +36,7 @@ BUDGETS = {
     "gpumem_exporter/features/webhook": 590,
     "client/gpumem_client": 13_072,
     "toolkit/gpumem_toolkit": 8_300,
-    "tests": 57_963,
+    "tests": 57_975,
 }
 """Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only."""
 
