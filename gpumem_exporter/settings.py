@@ -117,6 +117,7 @@ COLLECTORS = {
     "reporters": "reporters",
     "torch": "PyTorch's allocator",
     "ooms": "the last out-of-memory errors",
+    "orphans": "orphans",
     "engines": "inference engines",
     "exporter": "the exporter itself",
 }

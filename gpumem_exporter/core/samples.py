@@ -441,7 +441,7 @@ class Snapshot:
     kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = field(default_factory=dict)
     """By window, for the name of each process and the uuid of each device with a key-value cache."""
     orphans: Mapping[int, LostLauncher] = field(default_factory=dict)
-    """What each orphan has lost, by host pid; see `core.orphans`."""
+    """What each orphan has lost, by host pid; see `features.orphans`."""
     activity: Mapping[int, DriverActivity] = field(default_factory=dict)
     """By host pid; see `core.activity`."""
 

@@ -10,19 +10,20 @@ poller writes from its thread, everything else from the event loop. No method do
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 from gpumem_client.wire.protocol import Report
 from gpumem_exporter.core.activity import Activity
 from gpumem_exporter.core.container import UNKNOWN, Place
-from gpumem_exporter.core.orphans import Orphans
 from gpumem_exporter.core.pairing import Pairing
 from gpumem_exporter.core.samples import (
     KV_PEAK_WINDOWS,
     KvCachePeak,
     LastOom,
+    LostLauncher,
     NodeReading,
     ProcessKey,
     ReportingProcess,
@@ -48,6 +49,8 @@ _PROCESS_BYTES = 2000
 # Without a `beat` for this time, the exporter has been paused or cannot take reports: no report expires meanwhile.
 _PAUSE_SECONDS = 3.0
 _NO_PEAKS: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
+FindOrphans: TypeAlias = Callable[[NodeReading, Sequence[ReportingProcess]], Mapping[int, LostLauncher]]
+"""Returns what each orphan of a reading has lost, by host pid. Called with the lock: a pid is of that reading only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class Store:
         self.report_expiry_seconds = report_expiry_seconds
         self.reading_expiry_seconds = reading_expiry_seconds
         self.max_processes = max_processes
+        self.find_orphans: FindOrphans = lambda _, __: {}
+        """A feature replaces it, before the first reading."""
         self._lock = threading.Lock()
         self._node: NodeReading | None = None
         # The devices of the last reading.
@@ -93,7 +98,7 @@ class Store:
         self._displaced: list[ProcessKey] = []
         self._pairing = Pairing()
         self._starting = StartingEngines()
-        self._orphans = Orphans()
+        self._orphans: Mapping[int, LostLauncher] = {}
         self._activity = Activity()
 
     def put_reading(self, reading: NodeReading) -> None:
@@ -104,7 +109,7 @@ class Store:
             processes = [entry.process for entry in self._entries.values()]
             self._pairing.put_reading(reading, processes)
             self._starting.put_reading(reading)
-            self._orphans.put_reading(reading, processes)
+            self._orphans = self.find_orphans(reading, processes)
             self._activity.put_reading(reading)
 
     def put_report(
@@ -243,7 +248,7 @@ class Store:
                 ooms=ooms,
                 starting=starting,
                 kv_cache_peaks=kv_cache_peaks,
-                orphans=self._orphans.found if node is not None else {},
+                orphans=self._orphans if node is not None else {},
                 activity=self._activity.found if node is not None else {},
             )
 

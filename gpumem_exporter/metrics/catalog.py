@@ -146,12 +146,6 @@ PROCESS_USED = _gauge(
     " driver does not report it. pid is the host's.",
     (*_DEVICE, "pid"),
 )
-PROCESS_ORPHAN = _gauge(
-    "gpumem_process_orphan",
-    "1 for a process whose launcher, server or container has ended and left it behind, and which does not compute any"
-    " more; absent for any other. reason is launcher_ended or container_gone.",
-    (*_DEVICE, "pid", "reason"),
-)
 PROCESS_LAST_ACTIVITY = _gauge(
     "gpumem_process_last_activity_timestamp_seconds",
     "Time of the last sign of activity of the process, in seconds since the epoch: a training step, an allocation, a"

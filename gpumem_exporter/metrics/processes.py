@@ -8,7 +8,6 @@ from operator import attrgetter
 from gpumem_exporter.core.naming import command_of
 from gpumem_exporter.core.samples import (
     IDENTITY_FIELDS,
-    LostLauncher,
     NodeReading,
     ProcessFacts,
     ProcessMemory,
@@ -33,8 +32,6 @@ def _processes(view: View) -> Iterator[Subject]:
     for device in view.devices:
         key = (device.gpu, device.uuid)
         yield Subject(key, _used_samples, (key, device.processes or ()))
-        if view.snapshot.orphans:
-            yield Subject(("orphans", *key), _orphan_samples, (key, device.processes or (), view.snapshot.orphans))
     node = view.node or _NO_READING
     for pid, process in view.names.reporting:
         yield Subject(pid, _info_samples, (pid, process, node.facts_of(process) or _UNKNOWN, view.hide_identities))
@@ -65,13 +62,6 @@ def _activity(view: View) -> list[Sample]:
         for pid, process, host_pid in named
         if (seconds := view.snapshot.last_active_seconds(process, host_pid)) is not None
     ]
-
-
-def _orphan_samples(
-    device: tuple[str, str], processes: Iterable[ProcessMemory], orphans: Mapping[int, LostLauncher]
-) -> Samples:
-    found = sorted(orphans.keys() & {process.pid for process in processes})
-    return listed((catalog.PROCESS_ORPHAN, (*device, str(pid), orphans[pid].reason), 1) for pid in found)
 
 
 def _info_samples(
@@ -140,7 +130,7 @@ def _reporter_samples(labels: tuple[str, str, str], *values: float | None) -> Sa
 
 PROCESS = Collector(
     "processes",
-    (catalog.PROCESS_INFO, catalog.PROCESS_USED, catalog.PROCESS_ORPHAN, catalog.PROCESS_LAST_ACTIVITY),
+    (catalog.PROCESS_INFO, catalog.PROCESS_USED, catalog.PROCESS_LAST_ACTIVITY),
     _processes,
 )
 REPORTER = Collector("reporters", _REPORTER_FAMILIES, _reporters)

@@ -19,7 +19,6 @@ from gpumem_exporter.core.samples import DeviceReading, LastOom, Snapshot
 from gpumem_exporter.page.documents import Part
 from gpumem_exporter.page.growth import GrowingPart
 from gpumem_exporter.page.jobs import Job, jobs_by_device
-from gpumem_exporter.page.orphans import left_behind
 
 SEVERITIES = ("critical", "warning", "info")
 # Of one severity, these kinds come first: what failed, what will fail, and what a termination or a clear helps. By age
@@ -126,7 +125,6 @@ def find(
         *_growing(jobs, growing or {}),
         *_idle_caches(snapshot, devices, ledgers, there, jobs_of_errors),
         *_inactive(snapshot, jobs, jobs_of_errors),
-        *_orphans(jobs, snapshot.gpus, ledgers),
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
@@ -398,29 +396,6 @@ def gpus_in_words(gpus: Sequence[str]) -> str:
     if len(gpus) == 1:
         return f"GPU {gpus[0]}"
     return f"GPUs {', '.join(gpus[:-1])} and {gpus[-1]}"
-
-
-def _orphans(jobs: Sequence[Job], gpus: Mapping[str, str], ledgers: Mapping[str, DeviceLedger]) -> Iterator[Finding]:
-    for left in left_behind(jobs):
-        name = called(left.job)
-        if len(left.processes) > 1:
-            name = f"{len(left.processes)} processes of {name}"
-        elif left.job.workload and left.processes[0].command:
-            name = f"{left.processes[0].command} of {name}"
-        size = sum_of_known(list(left.sizes.values()) or [None])
-        amount = "memory" if size is None else human_bytes(size)
-        where = gpus_in_words([gpus.get(uuid) or uuid for uuid in left.sizes] or ["?"])
-        sentence = f"{name} {'holds' if len(left.processes) == 1 else 'hold'} {amount} on {where}; {left.fate}."
-        severity = SEVERITY["orphan" if left.may_be_needed(ledgers) else "orphan_small"]
-        # A job that was started again and again may have left processes behind each time.
-        subject = f"{left.job.id} {left.lost.pid or ''}".strip()
-        yield finding(
-            *("orphan", subject, "Orphan", sentence),
-            severity=severity,
-            job=left.job,
-            since_seconds=left.lost.ended_seconds,
-            next="See what can be ended: gpumem-exporter terminate --orphans --dry-run",
-        )
 
 
 def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:

@@ -71,7 +71,7 @@ def test_the_poller_and_the_event_loop_alone_write_to_the_store(traces: dict[str
 
 
 # A scrape also passes the features that have metrics.
-@pytest.mark.parametrize(("kind", "most"), [("report", 13), ("scrape", 17), ("submission", 16)])
+@pytest.mark.parametrize(("kind", "most"), [("report", 13), ("scrape", 18), ("submission", 16)])
 def test_a_request_runs_through_few_modules(kind: str, most: int, traces: dict[str, Trace]) -> None:
     assert len(traces[kind].modules) <= most
 

@@ -37,6 +37,7 @@ from gpumem_exporter.core.samples import (
 from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.oom.oom_metrics import OOM
+from gpumem_exporter.features.orphans.orphan_metrics import ORPHANS
 from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Instruments, Registry
@@ -94,7 +95,7 @@ def golden_page(*, openmetrics: bool) -> str:
     instruments.observe_action(
         Action("a1", "empty_cache", "failed", "alice", 1.7e9, Target(all=True), results=results, duration_seconds=0.003)
     )
-    exposition = Exposition(registry, (OOM, ENGINE), version="1.2.3", source="nvml", clock=lambda: 0.0)
+    exposition = Exposition(registry, (OOM, ORPHANS, ENGINE), version="1.2.3", source="nvml", clock=lambda: 0.0)
     page = whole_text_of(exposition, RICH, openmetrics=openmetrics)
     page = re.sub(r"^((?:process_|python_gc_)\S+) .*", r"\1 0", page, flags=re.MULTILINE)
     page = re.sub(r"^python_info\{.*", 'python_info{version="3.11.7"} 1.0', page, flags=re.MULTILINE)

@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parent.parent / "programs" / "adopter.py"
 
 
 _IDLE_SOON = """
-import gpumem_exporter.core.orphans as orphans
+import gpumem_exporter.features.orphans.orphan_search as orphans
 orphans.QUIET_SECONDS, orphans.ENDING_SECONDS = 1.0, 0.0
 """
 

@@ -11,6 +11,7 @@ from prometheus_client import Metric
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.oom.oom_metrics import OOM
+from gpumem_exporter.features.orphans.orphan_metrics import ORPHANS
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Registry
 
@@ -19,7 +20,9 @@ Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 def exposition(registry: Registry | None = None, *, off: Collection[str] = ()) -> Exposition:
     """Return an exposition with a constant clock."""
-    return Exposition(registry or Registry(), (OOM, ENGINE), version="1", source="nvml", off=off, clock=lambda: 0.0)
+    return Exposition(
+        registry or Registry(), (OOM, ORPHANS, ENGINE), version="1", source="nvml", off=off, clock=lambda: 0.0
+    )
 
 
 def whole_text_of(

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.samples import (
     DeviceReading,
     LastOom,
-    LostLauncher,
     NodeReading,
     ProcessFacts,
     ProcessKey,
@@ -51,7 +49,7 @@ def findings(*processes: ReportingProcess, free: int = 40 * GIB, **changes: Any)
 
 
 def _of_snapshot(changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: changes.pop(name) for name in ("ooms", "silent", "starting", "orphans") if name in changes}
+    return {name: changes.pop(name) for name in ("ooms", "silent", "starting") if name in changes}
 
 
 def oom(**changes: Any) -> LastOom:
@@ -248,47 +246,6 @@ def test_engines_of_two_jobs_that_start_on_one_device_are_a_warning() -> None:
     assert "embed" in found.sentence
 
 
-def orphan_findings(
-    pids: tuple[int, ...], lost: LostLauncher, *, viewer: Caller | None = None, held: int = 10, free: int = 40
-) -> list[Finding]:
-    """Return the findings about orphans, which only the driver lists, with `held` GiB each on a device of 80 GiB."""
-    used = (80 - free) * GIB
-    listed: dict[int, int | None] = {**dict.fromkeys(pids, held * GIB), 99: used - len(pids) * held * GIB}
-    facts = {pid: ProcessFacts(pid, 1000, "VLLM::Worker_TP0") for pid in pids}
-    known = dataclasses.replace(node(device(used=used, processes=listed)), facts=facts)
-    shown = Snapshot(1000.0, known, orphans=dict.fromkeys(pids, lost))
-    return [each for each in find(shown, jobs_of(shown, viewer), node_ledgers(shown)) if each.kind == "orphan"]
-
-
-def test_the_orphans_of_one_server_are_one_finding_since_its_end() -> None:
-    lost = LostLauncher("launcher_ended", "python vllm", 4711, ended_seconds=700.0)
-    (found,) = orphan_findings((7, 8), lost)
-    assert (found.severity, found.since_seconds) == ("warning", 700.0)
-    for part in ("2 processes", "20.0 GiB on GPU 0", "server (python vllm, pid 4711)"):
-        assert part in found.sentence
-    (found,) = orphan_findings((7,), lost, viewer=Caller(CallerKind.TCP, Rights.NONE))
-    assert "4711" in found.sentence
-    assert "vllm" not in found.sentence.lower(), "the name of a launcher is an identity"
-    assert len(orphan_findings((7, 8), LostLauncher("launcher_ended"))) == 2, "of unknown launchers"
-    assert "container" in orphan_findings((7,), dataclasses.replace(lost, reason="container_gone"))[0].sentence
-
-
-def test_what_two_launchers_of_one_workload_left_behind_are_two_findings() -> None:
-    processes = (of(7, "llm"), of(8, "llm"))
-    orphans = {pid: LostLauncher("launcher_ended", "torchrun", 4000 + pid, 700.0) for pid in (7, 8)}
-    facts = {pid: ProcessFacts(pid, processes[0].start_time_ticks) for pid in (7, 8)}
-    known = dataclasses.replace(reading(*processes), facts=facts)
-    shown = Snapshot(1000.0, known, processes, orphans=orphans)
-    found = [each.id for each in find(shown, jobs_of(shown), node_ledgers(shown)) if each.kind == "orphan"]
-    assert len(set(found)) == 2
-
-
-@pytest.mark.parametrize(("held", "free", "severity"), [(1, 40, "info"), (4, 40, "warning"), (1, 3, "warning")])
-def test_the_severity_of_an_orphan_depends_on_who_needs_its_memory(held: int, free: int, severity: str) -> None:
-    (found,) = orphan_findings((7,), LostLauncher("launcher_ended"), held=held, free=free)
-    assert found.severity == severity
-
-
 def test_lost_devices_failed_checks_silent_reporters_and_starting_engines() -> None:
     lost = node(DeviceReading(gpu="0", uuid=UUIDS[0], error="Xid 79"))
     assert findings(node=lost)["device_lost"].severity == "critical"
@@ -318,18 +275,15 @@ def test_fragmented_and_unattributed_memory() -> None:
 def test_the_next_commands_of_findings_exist(capfd: pytest.CaptureFixture[str]) -> None:
     process = of(1, "w", 40 * GIB, 30 * GIB)
     (job, *_) = jobs_of(Snapshot(1.0, reading(process), (process,)))
-    found = [
-        *findings(
-            *(process, of(2, "v")),
-            free=0,
-            ooms=(oom(ended_process=True),),
-            failed_checks=[{"part": "events", "status": "degraded", "detail": "disk full"}],
-            growing={job.id: [GrowingPart(job.parts[0], Growth(GIB, 500.0), None)]},
-        ).values(),
-        *orphan_findings((7,), LostLauncher("launcher_ended")),
-    ]
+    found = findings(
+        *(process, of(2, "v")),
+        free=0,
+        ooms=(oom(ended_process=True),),
+        failed_checks=[{"part": "events", "status": "degraded", "detail": "disk full"}],
+        growing={job.id: [GrowingPart(job.parts[0], Growth(GIB, 500.0), None)]},
+    ).values()
     commands = [shlex.split(each.next.partition(": gpumem-exporter ")[2]) for each in found]
-    assert {words[0] for words in commands if words} == {"clear", "doctor", "events", "profile", "terminate"}
+    assert {words[0] for words in commands if words} == {"clear", "doctor", "events", "profile"}
     for words in filter(None, commands):
         assert main([*words, "--url", "http://127.0.0.1:1"]) == 1, words  # 2 is wrong usage
         assert "127.0.0.1:1" in "".join(capfd.readouterr()), words

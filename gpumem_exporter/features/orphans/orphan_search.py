@@ -1,6 +1,6 @@
 """Decides which processes are orphans: their launcher has ended, and they do not compute any more.
 
-`host.launchers` finds the processes whose launcher has ended.
+`node.launchers` finds the processes whose launcher has ended.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ ENDING_SECONDS = 60.0
 """The processes of a server that stops end one after another. One that is left after this time is left behind."""
 
 
-class Orphans:
-    """The orphans of the last reading. Not thread-safe: the store's lock protects it."""
+class OrphanSearch:
+    """Finds the orphans of one reading after another. Not thread-safe: the store calls it with its lock."""
 
     def __init__(self) -> None:
-        self.found: Mapping[int, LostLauncher] = {}
-        """What each orphan has lost, by host pid. Replaced, never changed."""
         self._busy_seconds: dict[str, float] = {}  # when each device was last busy, by uuid
 
-    def put_reading(self, reading: NodeReading, processes: Iterable[ReportingProcess]) -> None:
-        """Find the orphans of a reading; `processes` are the reporting processes."""
+    def find(self, reading: NodeReading, processes: Iterable[ReportingProcess]) -> Mapping[int, LostLauncher]:
+        """Return what each orphan of a reading has lost, by host pid; `processes` are the reporting processes."""
         if not reading.up:
-            self.found = {}
-            return
+            return {}
         # A device whose utilization is unknown counts as busy, and so does one at its first sight: to call a process an
         # orphan that computes would be worse than to be late.
         now, known = reading.taken_seconds, self._busy_seconds
@@ -39,15 +36,14 @@ class Orphans:
         }
         lost = {pid: facts for pid, facts in reading.facts.items() if facts.lost is not None}
         if not lost:
-            self.found = {}
-            return
+            return {}
         reporters = {process.host_pid: process for process in processes if process.host_pid in lost}
         devices: dict[int, list[str]] = {}
         for device in reading.devices:
             for listed in device.processes or ():
                 if listed.pid in lost:
                     devices.setdefault(listed.pid, []).append(device.uuid)
-        self.found = {
+        return {
             pid: facts.lost
             for pid, facts in lost.items()
             if facts.lost is not None

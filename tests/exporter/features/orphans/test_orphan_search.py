@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import EngineState
-from gpumem_exporter.core.orphans import ENDING_SECONDS, QUIET_SECONDS
 from gpumem_exporter.core.samples import LostLauncher, NodeReading, ProcessFacts
 from gpumem_exporter.core.store import Store
+from gpumem_exporter.features.orphans.orphan_search import ENDING_SECONDS, QUIET_SECONDS, OrphanSearch
 from tests.support.builders import MIB, device, node, report, sample
 
 PID, TICKS = 7, 1000
@@ -23,6 +23,7 @@ class Bench:
 
     def __init__(self, command: str = "python train.py", **lost: Any) -> None:
         self.store = Store(report_expiry_seconds=1e9, reading_expiry_seconds=1e9, max_processes=10)
+        self.store.find_orphans = OrphanSearch().find
         self.facts = ProcessFacts(PID, TICKS, command, lost=dataclasses.replace(LOST, **lost))
         self.sequence = 0
 

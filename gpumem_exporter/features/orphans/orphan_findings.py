@@ -1,14 +1,16 @@
-"""What each launcher, server or container has left behind: its orphans and their memory."""
+"""What each launcher, server or container has left behind: its orphans and their memory, as a finding."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
-from gpumem_exporter.core.samples import LostLauncher
+from gpumem_exporter.core.samples import LostLauncher, Snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.page.documents import SeenProcess
+from gpumem_exporter.page.findings import SEVERITY, Finding, called, finding, gpus_in_words
 from gpumem_exporter.page.jobs import Job
 
 # The share of a device that others may need, and below which the free memory of a device is little.
@@ -64,3 +66,28 @@ def left_behind(jobs: Sequence[Job]) -> list[LeftBehind]:
                 key = job.id if lost.pid is None else (lost.pid, lost.ended_seconds)
                 found.setdefault(key, LeftBehind(job, lost)).processes.append(process)
     return list(found.values())
+
+
+def orphans_left_behind(
+    snapshot: Snapshot, jobs: Sequence[Job], ledgers: Mapping[str, DeviceLedger]
+) -> Iterator[Finding]:
+    """Yield a finding for each launcher that has left orphans behind."""
+    for left in left_behind(jobs):
+        name = called(left.job)
+        if len(left.processes) > 1:
+            name = f"{len(left.processes)} processes of {name}"
+        elif left.job.workload and left.processes[0].command:
+            name = f"{left.processes[0].command} of {name}"
+        size = sum_of_known(list(left.sizes.values()) or [None])
+        amount = "memory" if size is None else human_bytes(size)
+        where = gpus_in_words([snapshot.gpus.get(uuid) or uuid for uuid in left.sizes] or ["?"])
+        sentence = f"{name} {'holds' if len(left.processes) == 1 else 'hold'} {amount} on {where}; {left.fate}."
+        # A job that was started again and again may have left processes behind each time.
+        subject = f"{left.job.id} {left.lost.pid or ''}".strip()
+        yield finding(
+            *("orphan", subject, "Orphan", sentence),
+            severity=SEVERITY["orphan" if left.may_be_needed(ledgers) else "orphan_small"],
+            job=left.job,
+            since_seconds=left.lost.ended_seconds,
+            next="See what can be ended: gpumem-exporter terminate --orphans --dry-run",
+        )

@@ -1,0 +1,1 @@
+"""Orphans: idle processes that their launcher, server or container has left behind."""
