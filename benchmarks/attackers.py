@@ -29,7 +29,6 @@ from gpumem_client.wire.protocol import (
     OutOfMemory,
     ProcessIdentity,
     Report,
-    SnapshotBlock,
     SnapshotFile,
     to_wire,
 )
@@ -263,9 +262,8 @@ def _identity_of(pid: int) -> ProcessIdentity:
 
 
 def _large_result(command: str) -> CommandResult:
-    blocks = tuple(SnapshotBlock("GPU", 1 << 20, 1 << 20, "f" * 200) for _ in range(10))
     devices = tuple(DeviceResult(f"GPU-{number:032}", 1 << 30, 1 << 20, 1, 1, 1 << 29) for number in range(64))
-    snapshot = SnapshotFile("p" * 4000, 1, 1, 1, True, largest=blocks)
+    snapshot = SnapshotFile("p" * 4000, 1, 1, 1, has_frames=True)
     return CommandResult(command, "done", "r" * 2000, duration_seconds=1.0, devices=devices, snapshot=snapshot)
 
 

@@ -14,7 +14,6 @@ from gpumem_exporter.core.ledger import sum_of_known
 
 # About the memory of a result with its numbers and names, or of an action without results.
 _RESULT_BYTES = 1024
-_BLOCK_BYTES = 512
 # A string without its characters.
 _TEXT_BYTES = 64
 # The most engines that a message names.
@@ -72,9 +71,7 @@ class ActionResult:
     @property
     def kept_bytes(self) -> int:
         """About the memory that the result takes."""
-        file = self.snapshot
-        blocks = 0 if file is None else len(file.path) + _BLOCK_BYTES * (len(file.largest) + len(file.emptiest))
-        return _RESULT_BYTES + len(self.reason) + blocks
+        return _RESULT_BYTES + len(self.reason) + (0 if self.snapshot is None else len(self.snapshot.path))
 
 
 @dataclass(frozen=True, slots=True)

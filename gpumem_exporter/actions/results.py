@@ -44,7 +44,7 @@ class DriverValues(NamedTuple):
 def command_results(selected: SelectedProcess, result: CommandResult, facts: NodeFacts) -> Iterator[ActionResult]:
     """Yield the result for each measured device, otherwise for each target device, otherwise one for the process.
 
-    Only the first one has the summary of a snapshot, which is the same for all devices of the process. A device that
+    Only the first one has the snapshot, which is the same for all devices of the process. A device that
     the process has not reported is left out.
     """
     report = selected.process.report

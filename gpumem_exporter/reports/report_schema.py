@@ -26,7 +26,6 @@ from gpumem_client.wire.protocol import (
     MAX_PHASES,
     MAX_TEXT_LENGTH,
     OUTCOMES,
-    CommandResult,
     DeviceSample,
     EngineState,
     Report,
@@ -41,8 +40,6 @@ MAX_OBJECTS = 8192
 """The maximum number of objects and lists in the JSON of a report: nearly twice what 64 results on 64 devices need."""
 MAX_REASON_LENGTH = 2000
 MAX_KEPT_REASON_LENGTH = 500
-MAX_SHOWN_BLOCKS = 10
-"""The maximum number of blocks, and of segments, in the summary of a snapshot."""
 MAX_UUID_LENGTH = 96
 """NVML_DEVICE_UUID_V2_BUFFER_SIZE."""
 
@@ -173,20 +170,11 @@ def shortened(report: Report) -> Report:
         devices = tuple(map(_without_contradictions, devices))
     if devices != report.devices:
         changes["devices"] = devices
-    results = tuple(map(_shortened_result, report.results))
+    # The exporter keeps results for long.
+    results = tuple([replace(each, reason=each.reason[:MAX_KEPT_REASON_LENGTH]) for each in report.results])
     if results != report.results:
         changes["results"] = results
     return replace(report, **changes) if changes else report
-
-
-def _shortened_result(result: CommandResult) -> CommandResult:
-    """Cut a result to what this version's client sends."""
-    # The exporter keeps results for long, and an older client sends more.
-    snapshot = result.snapshot
-    if snapshot is not None:
-        largest, emptiest = snapshot.largest[:MAX_SHOWN_BLOCKS], snapshot.emptiest[:MAX_SHOWN_BLOCKS]
-        snapshot = replace(snapshot, largest=largest, emptiest=emptiest)
-    return replace(result, reason=result.reason[:MAX_KEPT_REASON_LENGTH], snapshot=snapshot)
 
 
 def _is_long(sample: DeviceSample) -> bool:

@@ -1,26 +1,24 @@
-"""Writes PyTorch's memory snapshot for https://pytorch.org/memory_viz, and summarizes it.
+"""Writes PyTorch's memory snapshot for https://pytorch.org/memory_viz.
 
-The exporter receives the path, the size and a summary. It never reads the file, which is a pickle. This module does not
+The exporter receives the path and the size. It never reads the file, which is a pickle. This module does not
 start or stop the recording of the allocator's history. If a history was recorded, the file contains it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import os
 import pickle
 import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gpumem_client.allocator.allocator import AnyAllocator, attached, no_cuda
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import MAX_TEXT_LENGTH, SnapshotBlock, SnapshotFile, SnapshotSegment
+from gpumem_client.wire.protocol import SnapshotFile
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 
@@ -32,8 +30,6 @@ _PART_OF_FREE = 10
 _TRACE_ENTRIES_MAX = 50_000
 # memory_viz rejected protocol 5 until May 2026.
 _PICKLE_PROTOCOL = 4
-_SHOWN = 10
-_ALIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 
 
 def snapshot(path: str | os.PathLike[str]) -> Path | None:
@@ -102,7 +98,14 @@ def write_snapshot(allocator: AnyAllocator) -> SnapshotFile:
         ) from None
     except OSError as error:
         raise CommandRefusedError(f"the snapshot cannot be written: {error}", ReasonCode.SNAPSHOT_NOT_WRITTEN) from None
-    return _summary(allocator, taken, file, size)
+    blocks = [block for segment in taken["segments"] for block in segment["blocks"]]
+    return SnapshotFile(
+        path=str(file.absolute()).encode("utf-8", "replace").decode(),
+        size_bytes=size,
+        segments=len(taken["segments"]),
+        blocks=len(blocks),
+        has_frames=any(block.get("frames") for block in blocks),
+    )
 
 
 def _next_file(folder: Path) -> Path:
@@ -176,53 +179,3 @@ def write_file(file: Path, taken: dict[str, Any], most: int = sys.maxsize) -> in
             part.unlink()
         raise
     return size
-
-
-def _summary(allocator: AnyAllocator, taken: Mapping[str, Any], file: Path, size: int) -> SnapshotFile:
-    segments = taken["segments"]
-    blocks = [(segment, block) for segment in segments for block in segment["blocks"]]
-    alive = (pair for pair in blocks if pair[1]["state"] in _ALIVE)
-    largest = heapq.nlargest(_SHOWN, alive, key=lambda pair: pair[1]["size"])
-    split = (one for segment in segments if (one := _partly_free(allocator, segment)) is not None)
-    return SnapshotFile(
-        path=str(file.absolute()).encode("utf-8", "replace").decode(),
-        size_bytes=size,
-        segments=len(segments),
-        blocks=len(blocks),
-        has_frames=any(block.get("frames") for _, block in blocks),
-        largest=tuple(
-            SnapshotBlock(
-                uuid=allocator.uuid(segment["device"]),
-                size_bytes=block["size"],
-                requested_bytes=block.get("requested_size"),
-                frame=_user_frame(block.get("frames") or ()),
-            )
-            for segment, block in largest
-        ),
-        emptiest=tuple(heapq.nlargest(_SHOWN, split, key=lambda one: one.size_bytes - one.allocated_bytes)),
-    )
-
-
-def _partly_free(allocator: AnyAllocator, segment: Mapping[str, Any]) -> SnapshotSegment | None:
-    free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
-    if not free or len(free) == len(segment["blocks"]):
-        return None
-    return SnapshotSegment(
-        uuid=allocator.uuid(segment["device"]),
-        size_bytes=segment["total_size"],
-        allocated_bytes=segment["allocated_size"],
-        largest_free_bytes=max(free),
-        free_blocks=len(free),
-    )
-
-
-def _user_frame(frames: Iterable[Mapping[str, Any]]) -> str:
-    """Return the innermost Python frame outside of torch, otherwise the innermost frame."""
-    first = ""
-    for frame in frames:
-        file = str(frame.get("filename", ""))
-        text = f"{file}:{frame.get('line', 0)} {frame.get('name', '')}"[-MAX_TEXT_LENGTH:]
-        if file.endswith((".py", ">")) and f"{os.sep}torch{os.sep}" not in file:  # `<stdin>`, `<ipython-input-…>`
-            return text
-        first = first or text
-    return first

@@ -233,7 +233,7 @@ class StillFree:
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """A memory snapshot that a process has written for https://pytorch.org/memory_viz, and its summary."""
+    """A memory snapshot that a process has written for https://pytorch.org/memory_viz."""
 
     path: str
     """As the process sees it: in a container, the path in that container."""
@@ -242,32 +242,6 @@ class SnapshotFile:
     blocks: int
     has_frames: bool
     """Whether it has the stack frames of allocations, because the allocator's history was recorded."""
-    largest: tuple[SnapshotBlock, ...] = ()
-    """The largest blocks in use, largest first."""
-    emptiest: tuple[SnapshotSegment, ...] = ()
-    """The segments with the most free bytes that a live block keeps from being released."""
-
-
-@dataclass(frozen=True)
-class SnapshotBlock:
-    """One block in use."""
-
-    uuid: str
-    size_bytes: int
-    requested_bytes: int | None = None
-    frame: str = ""
-    """The user's innermost frame that allocated it, `file:line function`; empty if it was not recorded."""
-
-
-@dataclass(frozen=True)
-class SnapshotSegment:
-    """One segment that has free blocks between live ones."""
-
-    uuid: str
-    size_bytes: int
-    allocated_bytes: int
-    largest_free_bytes: int
-    free_blocks: int
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,6 @@ def result_tables(action: Document) -> Iterator[RenderableType]:
         yield table("", [(heading, side) for heading, side, _ in columns], cells)
     for reason in reasons(results):
         yield plain(reason, "red")
-    for result in results:
-        largest = ((result.get("snapshot") or {}).get("largest") or [{}])[0]
-        if largest.get("frame"):
-            size, frame = human_bytes(largest["size_bytes"]), largest["frame"]
-            yield plain(f"{subject([result])}: the largest block is {size} from {frame}")
 
 
 def reasons(results: Sequence[Document]) -> Iterator[str]:

@@ -107,9 +107,8 @@ def test_the_output_of_each_action() -> None:
     refused = _result(outcome="refused", reason="disabled by the program", freed_bytes=None)
     collected = _result(allocated_before_bytes=3 << 30, allocated_after_bytes=1 << 30)
     grown = _result(allocated_before_bytes=1 << 30, allocated_after_bytes=3 << 30)
-    largest = [{"size_bytes": 1 << 30, "frame": "train.py:7 step"}]
     path = "/tmp/gpumem-snapshots-1001/llm-4711-20261123T041630.pickle"
-    written = _result(snapshot={"path": path, "size_bytes": 5 << 20, "largest": largest}, freed_bytes=None)
+    written = _result(snapshot={"path": path, "size_bytes": 5 << 20}, freed_bytes=None)
     limited = _result(limit_bytes=38 << 30, freed_bytes=None)
     unnamed = {"workload": "", "rank": "", "job": "python train.py"}
     settled = _result(still_free_bytes=1 << 30)

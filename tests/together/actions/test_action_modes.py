@@ -182,8 +182,6 @@ def test_a_snapshot_is_a_pickle_of_torch_with_a_correct_summary(
         process.call("stats", device=0)["reserved_bytes.all.current"],
     ]
     assert summary["has_frames"]
-    assert summary["largest"][0]["size_bytes"] == 500 * MIB
-    assert summary["largest"][0]["frame"].split()[-1] == "<module>"
     # the user's own recording goes on
     assert process.exec("result = torch._C._cuda_isHistoryEnabled()") is True
 
