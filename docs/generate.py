@@ -25,7 +25,7 @@ from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.events import event_metrics
 from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.orphans.orphan_metrics import ORPHANS
-from gpumem_exporter.features.policy import policy_metrics
+from gpumem_exporter.features.policy import policy_routes
 from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Rule
 from gpumem_exporter.features.policy.policy_values import FIELDS
 from gpumem_exporter.main import main
@@ -103,7 +103,7 @@ def metrics_page() -> str:
         *ORPHANS.families,
         *ENGINE.families,
         *event_metrics.METRICS,
-        *policy_metrics.METRICS,
+        *policy_routes.METRICS,
         *of_process,
     ]
     parts = [METRICS_INTRODUCTION]

@@ -69,7 +69,7 @@ class ProblemCode(str, Enum):
     NO_ROOM = "no_room", 503, "`--report.max-processes` or a share of it is reached"
     NO_EVENTS = "no_events", 503, "the disk with the events does not answer"
     NO_PROFILE = "no_profile", 503, "the process has sent no profile in time"
-    ALERT_DEFERRED = "alert_deferred", 503, "alerts were refused for a reason that passes; Alertmanager repeats them"
+    ALERT_DEFERRED = "alert_deferred", 503, "an alert is about a process that may not have reported yet; it is repeated"
 
     def __new__(cls, code: str, status: int, meaning: str) -> ProblemCode:
         """Return a member, whose value is the code."""

@@ -38,9 +38,11 @@ from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.orphans.orphan_metrics import ORPHANS
-from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
+from gpumem_exporter.features.policy.policy_routes import ALERT_OUTCOMES, ALERTS
+from gpumem_exporter.features.policy.policy_runner import EVALUATIONS
+from gpumem_exporter.features.policy.rule_state import RESULTS
 from gpumem_exporter.metrics.exposition import Exposition
-from gpumem_exporter.metrics.instruments import Instruments, Registry
+from gpumem_exporter.metrics.instruments import Counter, Instruments, Registry
 from tests.support.exposition_builders import whole_text_of
 from tests.support.metrics_list import METRICS, SCRAPED
 from tests.support.paths import DATA
@@ -79,13 +81,15 @@ def test_promtool_accepts_the_page() -> None:
 def golden_page(*, openmetrics: bool) -> str:
     """Render the page of RICH with a constant clock."""
     registry = Registry()
-    instruments, events, policy = Instruments(registry), EventMetrics(registry), PolicyMetrics(registry)
+    instruments, events = Instruments(registry), EventMetrics(registry)
+    evaluations, alerts = Counter.of(EVALUATIONS, registry), Counter.of(ALERTS, registry)
     for outcome in ("accepted", "accepted", "invalid"):
         instruments.count_report(outcome)
     instruments.count_dropped()
-    policy.add_policy_rule("idle-cache")
-    policy.count_policy("idle-cache", "unmet", 3)
-    policy.count_alert("acted")
+    for result in RESULTS:
+        evaluations.labels(result, "idle-cache").inc(3 * (result == "unmet"))
+    for outcome in ALERT_OUTCOMES:
+        alerts.labels(outcome).inc(outcome == "acted")
     events.count_events([Event("process_started", 1.7e9), Event("oom", 1.7e9), Event("oom", 1.7e9)])
     results = (
         ActionResult(4711, "llm-pretrain", "0", "0", GPU_0, "done", freed_bytes=2 * GIB),

@@ -11,7 +11,7 @@ import pytest
 
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.commands import COMMANDS
-from gpumem_exporter.features.policy.alerts import RULE
+from gpumem_exporter.features.policy.policy_routes import RULE
 from tests.support.metrics_list import METRICS
 from tests.support.packages import PACKAGES
 from tests.support.paths import REPOSITORY

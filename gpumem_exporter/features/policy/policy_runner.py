@@ -8,111 +8,136 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_events import place_of
+from gpumem_exporter.actions.action_options import MAX_REASON_LENGTH, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.timing import acts_on_jobs, steps_with_ranks
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.event import Event
-from gpumem_exporter.core.samples import ProcessKey, Snapshot
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.edge.replies import iso_time
 from gpumem_exporter.errors import ActionRefusedError
-from gpumem_exporter.features.policy.evaluation import Decision, PolicyEvaluator
-from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
 from gpumem_exporter.features.policy.policy_rules import Rule, read_policy
-from gpumem_exporter.features.policy.policy_values import Observation
+from gpumem_exporter.features.policy.policy_values import Observation, observations
+from gpumem_exporter.features.policy.rule_state import RESULTS, RuleState, Subject
+from gpumem_exporter.metrics.collector_types import Metric
+from gpumem_exporter.metrics.instruments import Counter, Registry
+
+EVALUATIONS = Metric(
+    "gpumem_policy_evaluations_total",
+    "counter",
+    "Evaluations of the rules in the policy file, one per process and device, by rule and result.",
+    ("result", "rule"),
+)
+MAX_DECISIONS = 16
+"""The maximum number of actions of one evaluation, for all rules. Further ones wait for the next."""
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class NamingAlert:
+    """An alert that names a rule: the rule is evaluated on these processes and devices only, and acts for the alert."""
+
+    rule: str
+    admitted: AbstractSet[tuple[ProcessKey, str]]
+    requested_by: Caller
+    reason: str
+
+
 class PolicyRunner:
-    """The policy in force. It reads the file immediately, which may raise `ConfigurationError`."""
+    """The policy in force. Without a path, it has no rules. The constructor may raise `ConfigurationError`."""
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         *,
         allowed: frozenset[str],
         dispatcher: Dispatcher,
         snapshot: Callable[[], Snapshot],
         stale_seconds: float,
-        metrics: PolicyMetrics,
+        registry: Registry,
         record: Callable[[Event], object],
         wall_clock: Callable[[], float],
     ) -> None:
-        self._path = path
+        self.path = path
+        self.states: dict[str, RuleState] = {}
+        """The rules in force with their state, by name, in order of precedence."""
         self._allowed = allowed
         self._dispatcher = dispatcher
-        self._snapshot = snapshot
-        self._metrics = metrics
+        self.snapshot = snapshot
+        self._stale_seconds = stale_seconds
+        self._evaluations = Counter.of(EVALUATIONS, registry)
         self._record = record
-        self._wall_clock = wall_clock
-        # The decisions whose actions have not finished, settled and been judged, by the id of the action.
-        self._running: dict[str, Decision] = {}
+        self.wall_clock = wall_clock
         self._reading = asyncio.Lock()
-        self.evaluator = PolicyEvaluator((), stale_seconds=stale_seconds, held_back=dispatcher.held_back)
-        """The rules in force with their state."""
-        self._put_in_force(read_policy(path, allowed=allowed), "start")
+        if path is not None:
+            self.put_in_force(self._read(), "start")
 
     def tick(self) -> None:
         """Judge what has ended, evaluate the rules and submit their actions; called once a second."""
-        for action_id, decision in list(self._running.items()):
-            action = self._dispatcher.get(action_id)
-            if action is None or (action.finished and not action.settling):
-                del self._running[action_id]
-                if action is not None:
-                    self._judge(decision, action)
+        self.judge()
+        self.evaluate()
 
-        def act(decision: Decision) -> bool:
-            # `submit` has logged the error, and the rule acts again after its cooldown.
-            with contextlib.suppress(ActionRefusedError):
-                self.submit(decision, Caller.policy(decision.rule.name))
-            return True
+    def judge(self) -> None:
+        """Judge the actions that have settled since."""
+        for state in self.states.values():
+            for subject in state.subjects.values():
+                action = None if subject.action_id is None else self._dispatcher.get(subject.action_id)
+                if action is not None and (not action.finished or action.settling):
+                    continue
+                subject.action_id = None
+                if action is not None and (reason := state.judge(subject, action)):
+                    self._put_stopped(state, subject, action, reason)
 
-        self._count(self.evaluator.evaluate(self._snapshot(), self._under_way(), act))
+    def evaluate(self, alert: NamingAlert | None = None) -> Mapping[tuple[str, str], Sequence[str]]:
+        """Evaluate every rule on every process that it concerns; or for an alert, one rule on what the alert admits.
 
-    def evaluate_alert(
-        self, rule: str, admits: Callable[[Observation], bool], act: Callable[[Decision], bool]
-    ) -> Counter[tuple[str, str]]:
-        """Let a rule decide on what an alert admits: see `PolicyEvaluator.evaluate`."""
-        counts = self.evaluator.evaluate(self._snapshot(), self._under_way(), act, (rule, admits))
-        self._count(counts)
-        return counts
+        Return a text for each process and device by rule and result: the id of the action, or why it was refused.
+        """
+        snapshot, busy, decided = self.snapshot(), self._under_way(), 0
+        now = snapshot.taken_seconds
+        seen = tuple(observations(snapshot, self._stale_seconds))
+        found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        for name, state in self.states.items():
+            if alert is not None and alert.rule != name:
+                continue
+            concerned = [each for each in seen if state.rule.concerns(each.process.report.process.workload)]
+            state.observe(concerned, now)
+            for each in concerned:
+                if alert is not None and (each.process.key, each.uuid) not in alert.admitted:
+                    continue
+                result, text = state.objection(each, now, alerted=alert is not None), ""
+                if not result and decided == MAX_DECISIONS:
+                    result = "pending"
+                result = result or self._obstacle(state.rule, each, snapshot, busy)
+                if not result:
+                    result, text = self._act(state, each, now, alert)
+                    busy = self._under_way()
+                    decided += 1
+                found[name, result].append(text)
+        for (name, result), texts in found.items():
+            self._evaluations.labels(result, name).inc(len(texts))
+        return found
 
-    def submit(self, decision: Decision, requested_by: Caller) -> Action:
-        """Submit the action of a decision, and count it. Raises ActionRefusedError, which is logged."""
-        rule = decision.rule
-        try:
-            action = self._dispatcher.submit(decision.request, requested_by=requested_by)
-        except ActionRefusedError as error:
-            fields = {"rule": rule.name, "target": decision.request.target.describe(), "error": str(error)}
-            _log.warning("the action of a policy rule was refused", extra={"fields": fields})
-            self._metrics.count_policy(rule.name, "refused", 1)
-            raise
-        self._running[action.id] = decision
-        self._metrics.count_policy(rule.name, "would_act" if rule.dry_run else "acted", 1)
-        return action
-
-    def stopped_until(self, rule: str) -> str | None:
-        """Return when the last stop of a rule ends, as ISO 8601; None if the rule has not stopped."""
-        resume_seconds = max(self.evaluator.stopped(rule), default=None)
-        return None if resume_seconds is None else self._iso_time(resume_seconds)
-
-    async def reload(self, requested_by: str) -> tuple[Rule, ...]:
+    async def reload(self, requested_by: str) -> None:
         """Read the file again. If it is invalid, raise ConfigurationError; then the earlier rules stay in force."""
         async with self._reading:
             try:
-                rules = await asyncio.to_thread(read_policy, self._path, allowed=self._allowed)
+                rules = await asyncio.to_thread(self._read)
             except ConfigurationError as error:
                 fields = {"requested_by": requested_by, "error": str(error)}
                 _log.error("policy not reloaded; the earlier rules stay in force", extra={"fields": fields})
                 raise
-            self._put_in_force(rules, requested_by)
-            return rules
+            self.put_in_force(rules, requested_by)
 
     async def reload_on_hangup(self) -> None:
         """Read the file again after SIGHUP."""
@@ -120,56 +145,77 @@ class PolicyRunner:
         with contextlib.suppress(ConfigurationError):
             await self.reload("SIGHUP")
 
-    def _put_in_force(self, rules: Sequence[Rule], requested_by: str) -> None:
-        for name in {rule.name for rule in self.evaluator.rules} - {rule.name for rule in rules}:
-            self._metrics.remove_policy_rule(name)
-        for rule in rules:
-            self._metrics.add_policy_rule(rule.name)
-        self.evaluator.put_in_force(rules)
+    def put_in_force(self, rules: Sequence[Rule], requested_by: str) -> None:
+        """Evaluate these rules from now on. Rules with the name of an earlier one continue it."""
+        before = self.states
+        self.states = {rule.name: before.get(rule.name, RuleState(rule)).continued(rule) for rule in rules}
+        for result in RESULTS:
+            for name in before.keys() - self.states.keys():
+                self._evaluations.remove(result, name)
+            for name in self.states:  # its series start at 0
+                self._evaluations.labels(result, name)
         fields = {
-            "file": str(self._path),
+            "file": str(self.path),
             "requested_by": requested_by,
             "acting": ",".join(rule.name for rule in rules if not rule.dry_run),
             "dry_run": ",".join(rule.name for rule in rules if rule.dry_run),
         }
         _log.info("policy in force", extra={"fields": fields})
 
-    def _under_way(self) -> set[ProcessKey]:
-        # The dispatcher knows nothing of the time in which a clear settles.
-        own = {decision.observation.process.key for decision in self._running.values() if not decision.rule.dry_run}
-        return self._dispatcher.under_way() | own
+    def stops(self, rule: str) -> list[str]:
+        """Return when a rule may act again, for each process or workload for which it has stopped."""
+        return [self._iso_time(until) for until in self.states[rule].stops(self.snapshot().taken_seconds)]
 
-    def _count(self, counts: Counter[tuple[str, str]]) -> None:
-        for (rule, result), count in counts.items():
-            self._metrics.count_policy(rule, result, count)
+    def _read(self) -> tuple[Rule, ...]:
+        return () if self.path is None else read_policy(self.path, allowed=self._allowed)
 
-    def _judge(self, decision: Decision, action: Action) -> None:
-        """Log that a rule stops, and record it as an event. The stop of a dry run has no event."""
-        stop = self.evaluator.finished(decision, action)
-        if stop is None:
-            return
-        rule, until = decision.rule, self._iso_time(stop.resume_seconds)
-        fields = {
-            "rule": rule.name,
-            "target": action.target.describe(),
-            "reason": stop.reason,
-            "until": until,
-            "dry_run": str(rule.dry_run).lower(),
-        }
-        verb = "would stop" if rule.dry_run else "stopped"
-        _log.warning(f"a policy rule {verb}, because its action does not help", extra={"fields": fields})
+    def _under_way(self) -> AbstractSet[ProcessKey]:
+        """Return the processes with a running action, or where an action of a rule settles."""
+        states = [state for state in self.states.values() if not state.rule.dry_run]
+        subjects = (subject for state in states for subject in state.subjects.values())
+        return self._dispatcher.under_way() | {each.process for each in subjects if each.action_id is not None}
+
+    def _obstacle(self, rule: Rule, seen: Observation, snapshot: Snapshot, busy: AbstractSet[ProcessKey]) -> str:
+        """Return why a rule cannot act on a process, or on the ranks of its job; empty if it can."""
+        processes: Sequence[ReportingProcess] = [seen.process]
+        if acts_on_jobs(rule.request) and steps_with_ranks(seen.process):
+            processes = [each for each in snapshot.processes if each.job == seen.process.job and steps_with_ranks(each)]
+        if any(each.key in busy for each in processes):
+            return "busy"
+        caller = Caller.policy(rule.name)
+        if any(self._dispatcher.held_back(rule.request, caller, each, snapshot) for each in processes):
+            return "held_back"
+        # The name of a process that has exited may be that of another one.
+        named = dict(snapshot.names.reporting).get(seen.process.name)
+        return "" if named is not None and named.key == seen.process.key else "unmet"
+
+    def _act(self, state: RuleState, seen: Observation, now: float, alert: NamingAlert | None) -> tuple[str, str]:
+        """Submit the action of a rule. Return the result, and the id of the action or why it was refused."""
+        rule, caller, reason = state.rule, Caller.policy(state.rule.name), state.rule.when.shown(seen.values)
+        if alert is not None:
+            caller, reason = alert.requested_by, f"{alert.reason}: {reason}"[:MAX_REASON_LENGTH]
+        request = replace(rule.request, target=Target(pid=seen.process.name), reason=reason)
+        try:
+            action_id = self._dispatcher.submit(request, requested_by=caller).id
+        except ActionRefusedError as error:  # the rule acts again after its cooldown
+            fields = {"rule": rule.name, "target": request.target.describe(), "error": str(error)}
+            _log.warning("the action of a policy rule was refused", extra={"fields": fields})
+            state.put_acted(seen, now, None)
+            return "refused", str(error)
+        state.put_acted(seen, now, action_id)
+        return "would_act" if rule.dry_run else "acted", action_id
+
+    def _put_stopped(self, state: RuleState, subject: Subject, action: Action, reason: str) -> None:
+        """Log that a rule stops for a subject, and record it as an event. The stop of a dry run has no event."""
+        rule, until = state.rule, self._iso_time(state.resume_seconds(subject))
+        fields = {"rule": rule.name, "action": action.action, "reason": reason, "until": until}
+        verb, target = "would stop" if rule.dry_run else "stopped", action.target.describe()
+        message = f"a policy rule {verb}, because its action does not help"
+        _log.warning(message, extra={"fields": {**fields, "target": target}})
         if not rule.dry_run:
-            tries = [tried._asdict() for tried in stop.tries]
-            detail = {
-                "rule": rule.name,
-                "action": action.action,
-                "reason": stop.reason,
-                "until": until,
-                "tries": tries,
-            }
-            place = place_of(action.results)
-            self._record(Event("policy_stopped", self._wall_clock(), **place, owner=action.share, detail=detail))
+            detail, place = {**fields, "tries": list(subject.unhelpful)}, place_of(action.results)
+            self._record(Event("policy_stopped", self.wall_clock(), **place, owner=action.share, detail=detail))
 
     def _iso_time(self, seconds: float) -> str:
         """Return a time on the clock of the snapshots as ISO 8601."""
-        return iso_time(self._wall_clock() + seconds - self._snapshot().taken_seconds)
+        return iso_time(self.wall_clock() + seconds - self.snapshot().taken_seconds)

@@ -6,32 +6,15 @@ An unknown value is None: no condition on it is true.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from math import isfinite, nan
 from types import MappingProxyType
 from typing import NamedTuple
 
-from gpumem_client.wire.protocol import DeviceSample
+from gpumem_client.wire.protocol import DeviceSample, EngineState
 from gpumem_client.wire.units import human_bytes, human_seconds
-from gpumem_exporter.actions.timing import steps_with_ranks
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
-
-RESULTS: Mapping[str, str] = MappingProxyType(
-    {
-        "unmet": "a condition is false or its value is unknown",
-        "pending": "all conditions are true; the rule waits for the time of `for`, or for an alert",
-        "acted": "the rule requested its action",
-        "would_act": "the rule requested its action as a dry run",
-        "refused": "the exporter refused the action",
-        "cooling": "the rule waits after its last action there; a dry run also until the conditions were false once",
-        "busy": "another action is running or settling there",
-        "held_back": "an inference engine starts on a device there, and released memory would spoil its start",
-        "limited": "the rule has reached its number of actions per hour",
-        "stopped": "the rule has stopped there for a while, because its actions did not help",
-    }
-)
-"""The results of evaluating a rule for one process on one device, once a second and for each alert."""
 
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)")
 _BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -43,13 +26,13 @@ _UNITS: Mapping[str, tuple[Mapping[str, float], str]] = {
 }
 
 
-def read_quantity(text: str, unit: str) -> float:
+def read_quantity(text: object, unit: str) -> float:
     """Read a number with a unit: bytes, ratio (0 to 1) or seconds. Raises ValueError with what is accepted."""
-    factors, expected = _UNITS[unit]
-    found = _NUMBER.fullmatch(text.strip())
+    factors, accepted = _UNITS[unit]
+    found = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
     value = float(found[1]) * factors.get(found[2], nan) if found is not None else nan
     if not isfinite(value) or (unit == "ratio" and value > 1):
-        raise ValueError(expected)
+        raise ValueError(f"expected {accepted}")
     return value
 
 
@@ -63,28 +46,21 @@ def shown_quantity(value: float, unit: str) -> str:
 class Observation(NamedTuple):
     """One process on one device, at the time of its last sample."""
 
-    reporter_id: str
-    """One reporter session of one process. A later process with the same pid differs, and so does another program."""
     process: ReportingProcess
-    sample: DeviceSample
-    device: DeviceReading | None
-    """None if the driver does not answer."""
-    inactive_seconds: float | None
+    uuid: str
+    values: Mapping[str, float | None]
+    """The value of each of `FIELDS`."""
 
     @property
-    def key(self) -> str:
+    def reporter(self) -> Hashable:
+        """The session of the reporter. A later process with the same pid differs, and so does another program."""
+        identity = self.process.report.process
+        return self.process.key, identity.start_time_ticks, identity.session
+
+    @property
+    def key(self) -> Hashable:
         """The process on the device."""
-        return f"{self.reporter_id}:{self.sample.uuid}"
-
-    @property
-    def workload(self) -> str:
-        """The workload of the process."""
-        return self.process.report.process.workload
-
-    @property
-    def ranks(self) -> str:
-        """The ranks that train together, as the subject of a rule; otherwise the process."""
-        return repr(self.process.job) if steps_with_ranks(self.process) else self.reporter_id
+        return self.reporter, self.uuid
 
 
 def observations(snapshot: Snapshot, stale_seconds: float) -> Iterator[Observation]:
@@ -94,67 +70,49 @@ def observations(snapshot: Snapshot, stale_seconds: float) -> Iterator[Observati
     for process in snapshot.processes:
         if process.sampled_seconds < snapshot.taken_seconds - stale_seconds:
             continue
-        identity = process.report.process
-        reporter_id = f"{identity.pid_namespace}:{identity.pid}:{identity.start_time_ticks}:{identity.session}"
         last_seconds = snapshot.last_active_seconds(process, process.host_pid)
         inactive_seconds = None if last_seconds is None else max(0.0, snapshot.taken_seconds - last_seconds)
         for sample in process.report.devices:
-            yield Observation(reporter_id, process, sample, devices.get(sample.uuid), inactive_seconds)
+            values = _values(sample, devices.get(sample.uuid), process.report.engine, inactive_seconds)
+            yield Observation(process, sample.uuid, values)
 
 
-def _slack(seen: Observation) -> int | None:
-    reserved, allocated = seen.sample.reserved_bytes, seen.sample.allocated_bytes
-    return None if reserved is None or allocated is None else reserved - allocated
+def _values(
+    sample: DeviceSample,
+    device: DeviceReading | None = None,
+    engine: EngineState | None = None,
+    inactive_seconds: float | None = None,
+) -> dict[str, float | None]:
+    """Return the values in the words of the metrics. `device` is None if the driver does not answer.
+
+    They are of the process on the device, except `inactive_seconds` and `engine_idle_seconds` (of the process on all
+    its devices) and `device_…` (of the device with all its processes).
+    """
+    allocated, reserved, fragmented = sample.allocated_bytes, sample.reserved_bytes, fragmented_bytes(sample)
+    slack = None if reserved is None or allocated is None else reserved - allocated
+    memory = None if device is None else device.memory
+    free = None if memory is None else memory.free_bytes
+    return {
+        "slack_bytes": slack,
+        "slack_ratio": _ratio(slack, reserved),
+        "reclaimable_bytes": sample.reclaimable_bytes,
+        "idle_cache_bytes": sample.idle_cache_bytes,
+        "fragmented_bytes": fragmented,
+        "fragmentation_ratio": _ratio(fragmented, reserved),
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "idle_seconds": inactive_seconds,  # the name before 0.4
+        "inactive_seconds": inactive_seconds,
+        "engine_idle_seconds": None if engine is None or engine.state == "asleep" else engine.idle_seconds,
+        "device_free_bytes": free,
+        "device_free_ratio": _ratio(free, None if memory is None else memory.total_bytes),
+        "device_utilization_ratio": None if device is None else device.utilization_ratio,
+    }
 
 
 def _ratio(part: int | None, whole: int | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def _engine_idle(seen: Observation) -> float | None:
-    engine = seen.process.report.engine
-    return None if engine is None or engine.state == "asleep" else engine.idle_seconds
-
-
-def _device_free(seen: Observation) -> int | None:
-    memory = seen.device.memory if seen.device is not None else None
-    return None if memory is None else memory.free_bytes
-
-
-def _device_free_ratio(seen: Observation) -> float | None:
-    memory = seen.device.memory if seen.device is not None else None
-    return None if memory is None else _ratio(memory.free_bytes, memory.total_bytes)
-
-
-class Field(NamedTuple):
-    """A value that a condition may use."""
-
-    unit: str
-    """bytes, ratio or seconds."""
-    of: Callable[[Observation], float | None]
-
-
-FIELDS: Mapping[str, Field] = MappingProxyType(
-    {
-        "slack_bytes": Field("bytes", _slack),
-        "slack_ratio": Field("ratio", lambda seen: _ratio(_slack(seen), seen.sample.reserved_bytes)),
-        "reclaimable_bytes": Field("bytes", lambda seen: seen.sample.reclaimable_bytes),
-        "idle_cache_bytes": Field("bytes", lambda seen: seen.sample.idle_cache_bytes),
-        "fragmented_bytes": Field("bytes", lambda seen: fragmented_bytes(seen.sample)),
-        "fragmentation_ratio": Field(
-            "ratio", lambda seen: _ratio(fragmented_bytes(seen.sample), seen.sample.reserved_bytes)
-        ),
-        "allocated_bytes": Field("bytes", lambda seen: seen.sample.allocated_bytes),
-        "reserved_bytes": Field("bytes", lambda seen: seen.sample.reserved_bytes),
-        "idle_seconds": Field("seconds", lambda seen: seen.inactive_seconds),  # the name before 0.4
-        "inactive_seconds": Field("seconds", lambda seen: seen.inactive_seconds),
-        "engine_idle_seconds": Field("seconds", _engine_idle),
-        "device_free_bytes": Field("bytes", _device_free),
-        "device_free_ratio": Field("ratio", _device_free_ratio),
-        "device_utilization_ratio": Field(
-            "ratio", lambda seen: None if seen.device is None else seen.device.utilization_ratio
-        ),
-    }
-)
-"""The fields by name, in the words of the metrics: of the process on the device, except `inactive_seconds` and
-`engine_idle_seconds` (of the process on all its devices) and `device_…` (of the device with all its processes)."""
+FIELDS: Mapping[str, str] = MappingProxyType({name: name.rpartition("_")[2] for name in _values(DeviceSample(""))})
+"""The unit of each value: bytes, ratio or seconds."""

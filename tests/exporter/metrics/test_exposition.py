@@ -26,7 +26,8 @@ from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.features.events.event_metrics import EventMetrics
-from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
+from gpumem_exporter.features.policy import policy_routes
+from gpumem_exporter.features.policy.policy_runner import EVALUATIONS
 from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.collector_types import Metric
 from gpumem_exporter.metrics.instruments import Counter as CounterMetric
@@ -63,8 +64,8 @@ def test_the_metrics_of_the_exporter_are_at_the_end(openmetrics: bool) -> None:
     assert text.endswith("# EOF\n") == openmetrics
 
 
-def own(registry: Registry) -> tuple[Instruments, EventMetrics, PolicyMetrics]:
-    return Instruments(registry), EventMetrics(registry), PolicyMetrics(registry)
+def own(registry: Registry) -> tuple[Instruments, EventMetrics, CounterMetric]:
+    return Instruments(registry), EventMetrics(registry), CounterMetric.of(EVALUATIONS, registry)
 
 
 def counted() -> Registry:
@@ -74,7 +75,7 @@ def counted() -> Registry:
     instruments.show_held_requests(lambda: 3)
     instruments.show_health({"poller": True, "events": False})
     instruments.observe_action(action(result(1, "a", freed=5)))
-    policy.add_policy_rule('50 % "idle"')
+    policy.labels("acted", '50 % "idle"')
     return registry
 
 
@@ -138,14 +139,14 @@ def test_a_value_is_shown_until_its_check_or_its_rule_is_gone() -> None:
     registry = Registry()
     instruments, _, policy = own(registry)
     writer = exposition(registry)
-    policy.add_policy_rule("a")
+    policy.labels("acted", "a")
     for checks in ({"poller": True, "tokens": False}, {"poller": False}):
         instruments.show_health(checks)
         page = text_of(writer, EMPTY)
         shown = re.findall(r'gpumem_health_check_ok\{check="(\w+)"\} (.*)', page)
         assert dict(shown) == {name: str(float(ok)) for name, ok in checks.items()}
     assert 'rule="a"' in page
-    policy.remove_policy_rule("a")
+    policy.remove("acted", "a")
     assert 'rule="a"' not in text_of(writer, EMPTY)
 
 
@@ -330,11 +331,11 @@ def test_an_action_counts_once_per_process_and_its_freed_bytes_add_up() -> None:
 
 def test_what_alerts_read_starts_at_0() -> None:
     registry = Registry()
-    _, _, policy = own(registry)
-    policy.add_policy_rule("a")
+    own(registry)
     shown = read(text_string_to_metric_families(text_of(exposition(registry), EMPTY)))[1]
-    counters = {metric.name for metric in METRICS if metric.type == "counter"} - {each.name for each in SCRAPED}
+    of_policies = {each.name for each in policy_routes.METRICS}
+    of_snapshots = {each.name for each in SCRAPED}
+    counters = {metric.name for metric in METRICS if metric.type == "counter"} - of_snapshots - of_policies
     assert counters <= {name for (name, _), count in shown.items() if count == 0}
     assert ("gpumem_events_total", frozenset({("type", "policy_stopped")})) in shown
     assert ("gpumem_actions_total", frozenset({("action", "empty_cache"), ("outcome", "failed")})) in shown
-    assert ("gpumem_policy_evaluations_total", frozenset({("result", "stopped"), ("rule", "a")})) in shown

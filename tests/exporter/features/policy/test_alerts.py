@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,84 +15,60 @@ from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.edge.problems import ProblemError
 from gpumem_exporter.edge.request_guard import OwnNames
-from gpumem_exporter.features.policy import alerts
-from gpumem_exporter.features.policy.alerts import MAX_ALERTS, AlertReceiver, read_alerts
-from gpumem_exporter.features.policy.evaluation import PolicyEvaluator
-from gpumem_exporter.features.policy.policy_metrics import PolicyMetrics
+from gpumem_exporter.features.policy.policy_routes import AlertBody, AlertOutcome, take_alert
 from gpumem_exporter.features.policy.policy_runner import PolicyRunner
 from gpumem_exporter.metrics.instruments import Registry
-from tests.support.builders import MIB, UUIDS, sample
+from tests.support.builders import MIB, UNLIMITED, UUIDS, sample
 from tests.support.dispatching import Bench
 from tests.support.policies import alert_rule, written
 
-FIRING: dict[str, Any] = {
-    "status": "firing",
-    "labels": {"alertname": "Hoarded", "gpu": "0"},
-    "startsAt": "2026-01-02T03:04:05.678901234Z",
-    "fingerprint": "0123456789abcdef",
-}
-MESSAGE: dict[str, Any] = {"version": "4", "alerts": [FIRING]}
 ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0)
 PID_1 = {"pid": "1", "uuid": UUIDS[0], "workload": "train"}
 
 
 class Node(Bench):
-    """A node with rules that only alerts trigger, and a receiver of alerts."""
+    """A node with a rule that only alerts trigger."""
 
-    def __init__(self, folder: Path, *rules: dict[str, Any], complete_seconds: float = 0.0, **changes: Any) -> None:
+    def __init__(
+        self, folder: Path, limits: RateLimits = UNLIMITED, rule: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         super().__init__()
-        self.dispatcher = self.build(**changes)
+        self.dispatcher = self.build(limits=limits)
         self.names = OwnNames(["node-1", "node-1.example.org", "0.0.0.0"])
         self.policies = PolicyRunner(
-            written(folder / "policy.yml", *(rules or (alert_rule(),))),
+            written(folder / "policy.yml", alert_rule(**rule)),
             allowed=frozenset(DEFAULT_ACTIONS),
             dispatcher=self.dispatcher,
-            snapshot=self.snapshot,
+            snapshot=lambda: self.store.snapshot(self.now),
             stale_seconds=5.0,
-            metrics=PolicyMetrics(Registry()),
+            registry=Registry(),
             record=lambda _: None,
             wall_clock=time.time,
         )
-        self.receiver = AlertReceiver(
-            self.dispatcher,
-            self.policies,
-            self.snapshot,
-            clock=lambda: self.now,
-            wall_clock=time.time,
-            complete_seconds=complete_seconds,
-        )
         self.started = datetime.now(timezone.utc).isoformat()
-
-    def snapshot(self) -> Any:
-        return self.store.snapshot(self.now)
 
     def send(
         self,
         labels: dict[str, str],
         rule: str = "tidy",
         starts_at: str = "",
-        fingerprint: str = "a",
-        status: str = "firing",
-        **annotations: str,
-    ) -> tuple[str, str, float | None]:
-        """Send one alert; return its outcome, the reason, and the seconds until it should be repeated."""
+        wait_seconds: float = 0.0,
+        annotations: Mapping[str, str] = MappingProxyType({}),
+    ) -> AlertOutcome:
+        """Send one firing alert."""
         named = {**labels, "alertname": "Hoarded", **({"gpumem_rule": rule} if rule else {})}
-        alert = {"status": status, "labels": named, "annotations": annotations, "fingerprint": fingerprint}
-        message = {"version": "4", "alerts": [{**alert, "startsAt": starts_at or self.started}]}
-        (read,) = read_alerts(json.dumps(message).encode()).alerts
+        alert = {"status": "firing", "labels": named, "annotations": dict(annotations), "fingerprint": "a"}
+        body = AlertBody.model_validate_json(json.dumps({**alert, "startsAt": starts_at or self.started}))
         here = self.names.name_this_node(labels.get("instance", ""), "10.1.2.3")
-        outcome, retry_seconds = self.receiver.take(read, ROOT, of_this_node=here)
-        return outcome["outcome"], outcome["reason"], retry_seconds
+        return take_alert(self.policies, body, ROOT, here, wait_seconds)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.first = self.put(1, rank="0", devices=self.first.report.devices)
+        self.policies.tick()
 
     def targets(self) -> list[Target]:
         return sorted((action.target for action in self.dispatcher.recent()), key=str)
-
-    def end(self, outcome: str = "done") -> None:
-        """End the last action with an outcome."""
-        (action, *_) = self.dispatcher.recent()
-        process = self.first if action.target == Target(pid=1) else self.second
-        self.dispatcher.commands(process)
-        self.answer(process, action, outcome)
 
 
 @pytest.fixture
@@ -98,33 +76,10 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def test_fields_of_a_later_alertmanager_are_ignored() -> None:
-    later = {**MESSAGE, "new": 1, "alerts": [{**FIRING, "newer": [], "labels": {}}]}
-    assert read_alerts(json.dumps(later).encode()).alerts[0].name == FIRING["fingerprint"]
-
-
-@pytest.mark.parametrize(
-    ("spoil", "field"),
-    [
-        (lambda m: m.update(version=4), "version"),
-        (lambda m: m.update(alerts=[FIRING] * (MAX_ALERTS + 1)), "alerts"),
-        (lambda m: m["alerts"][0].update(status="pending"), "alerts.0.status"),
-        (lambda m: m["alerts"][0].update(startsAt="monday"), "alerts.0.startsAt"),
-        (lambda m: m["alerts"][0].update(fingerprint="a b"), "alerts.0.fingerprint"),
-    ],
-)
-def test_an_invalid_message_is_refused_with_the_invalid_field(spoil: Any, field: str) -> None:
-    message = json.loads(json.dumps(MESSAGE))
-    spoil(message)
-    with pytest.raises(ProblemError) as refused:
-        read_alerts(json.dumps(message).encode())
-    assert (refused.value.status, refused.value.errors[0].field) == (422, field)
-
-
 def test_an_alert_lets_its_rule_act_on_the_process_of_its_labels(node: Node) -> None:
     node.policies.tick()
     assert not node.targets(), "without an alert, the rule does not act"
-    assert node.send(PID_1)[0] == "acted"
+    assert node.send(PID_1)["outcome"] == "acted"
     assert node.targets() == [Target(pid=1)]
     (action,) = node.dispatcher.recent()
     assert (action.action, action.requested_by) == ("empty_cache", f"alert:Hoarded by {ROOT}")
@@ -144,7 +99,7 @@ def test_an_alert_lets_its_rule_act_on_the_process_of_its_labels(node: Node) -> 
     ],
 )
 def test_labels_narrow_the_rule(node: Node, labels: dict[str, str], targets: list[Target]) -> None:
-    assert node.send(labels)[0] == ("acted" if targets else "waiting")
+    assert node.send(labels)["outcome"] == ("acted" if targets else "waiting")
     assert node.targets() == targets
 
 
@@ -164,37 +119,31 @@ def test_labels_narrow_the_rule(node: Node, labels: dict[str, str], targets: lis
     ],
 )
 def test_an_alert_that_may_be_of_another_node_or_process_is_refused(node: Node, labels: dict[str, str]) -> None:
-    assert node.send(labels)[0] == "refused"
+    assert node.send(labels)["outcome"] == "refused"
     assert not node.targets()
 
 
 def test_a_process_younger_than_the_alert_is_not_its_process(node: Node) -> None:
-    outcome, reason, _ = node.send(PID_1, starts_at="2001-01-01T00:00:00Z")
-    assert outcome == "refused"
-    assert "pid 1" in reason
-    assert "2001-01-01" in reason
-    node.put(3, start_time_ticks=0, devices=node.first.report.devices)
-    unknown = {"pid": "3", "uuid": UUIDS[0]}
-    assert "unknown" in node.send(unknown, fingerprint="b")[1]
-    assert not node.targets()
-
-
-def test_a_rule_acts_on_the_older_processes_of_a_device(tmp_path: Path) -> None:
-    node = Node(tmp_path)
-    node.put(3, rank="2", start_time_ticks=10**12, devices=(sample(UUIDS[1], 0, 16 * MIB),))
-    assert node.send({"uuid": UUIDS[1]})[0] == "acted"
+    node.put(3, start_time_ticks=0, devices=node.first.report.devices)  # its start is not known
+    for labels, starts_at in ((PID_1, "2001-01-01T00:00:00Z"), ({"pid": "3", "uuid": UUIDS[0]}, "")):
+        refused = node.send(labels, starts_at=starts_at)
+        assert refused["outcome"] == "refused"
+        assert refused["reason"].startswith(f"pid {labels['pid']}")
+        assert "is not known to have started before the alert" in refused["reason"]
+    node.put(4, rank="2", start_time_ticks=10**12, devices=(sample(UUIDS[1], 0, 16 * MIB),))
+    assert node.send({"uuid": UUIDS[1]})["outcome"] == "acted"
     assert node.targets() == [Target(pid=2)]
 
 
 def test_a_rule_acts_only_if_the_process_qualifies_now(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"for": "3s", "workloads": ["train"], "when": {"slack_bytes": {"over": "3MiB"}}}
-    node = Node(tmp_path, alert_rule(**changes))
+    node = Node(tmp_path, rule={"for": "3s", "workloads": ["train"]})
 
     def outcome(slack: int, **changes: Any) -> tuple[str, str]:
         node.now += 2
         node.put(1, devices=(sample(UUIDS[0], 8 * MIB, slack),), **changes)
         node.policies.tick()
-        return node.send({"pid": "1", "uuid": UUIDS[0]})[:2]
+        sent = node.send({"pid": "1", "uuid": UUIDS[0]})
+        return sent["outcome"], sent["reason"]
 
     assert outcome(0) == ("waiting", "the rule tidy does not act now: a condition is false or its value is unknown")
     assert outcome(4 * MIB, workload="eval")[0] == "waiting", "the rule is not for its workload"
@@ -208,88 +157,45 @@ def test_a_rule_acts_only_if_the_process_qualifies_now(tmp_path: Path) -> None:
     [
         ("absent", {}, ("'absent'", "tidy")),
         ("tidy", {"gpumem_dry_run": "true"}, ("gpumem_dry_run", "gpumem_rule")),
-        ("tidy", {"gpumem_rule": "other"}, ("gpumem_rule", "label", "annotation")),
         ("", {"gpumem_action": "empty_cache", "gpumem_target_pid": "1"}, ("gpumem_action", "rule", "gpumem_rule")),
     ],
 )
 def test_an_alert_with_an_unknown_rule_or_with_options_is_refused(
     node: Node, rule: str, annotations: dict[str, str], named: tuple[str, ...]
 ) -> None:
-    outcome, reason, retry_seconds = node.send(PID_1, rule, **annotations)
-    assert (outcome, retry_seconds) == ("refused", None)
-    assert [part for part in named if part not in reason] == [], reason
+    refused = node.send(PID_1, rule, annotations=annotations)
+    assert refused["outcome"] == "refused"
+    assert [part for part in named if part not in refused["reason"]] == [], refused
 
 
-def test_without_a_policy_file_a_rule_is_refused(node: Node) -> None:
-    node.receiver.policies = None
-    assert "--policy.file" in node.send(PID_1)[1]
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_repeated_alert_acts_again_as_the_rule_does(tmp_path: Path, dry_run: bool) -> None:
+    node = Node(tmp_path, rule={"cooldown": "30s", "dry_run": dry_run, "stop_after": "never"})
+    sent = []
+    for seconds in (0, 1, 20, 10):
+        node.pass_time(seconds)
+        sent.append(node.send(PID_1)["outcome"])
+        for action in node.dispatcher.recent():
+            node.dispatcher.commands(node.first)
+            node.answer(node.first, action)
+    assert sent == ["acted", "waiting", "waiting", "waiting" if dry_run else "acted"]
+    assert {action.dry_run for action in node.dispatcher.recent()} == {dry_run}
 
 
-def test_a_firing_counts_as_acted_once_an_action_is_done(tmp_path: Path) -> None:
-    node = Node(tmp_path, alert_rule(cooldown="1s", stop_after="never"))
-    for outcome in ("expired", "done"):
-        assert node.send(PID_1)[0] == "acted"
-        assert node.send(PID_1)[0] == "repeated", "while the action runs"
-        node.end(outcome)
-        node.now += 2
-        node.first = node.put(1, rank="0", devices=node.first.report.devices)
-        node.policies.tick()
-    assert node.send(PID_1)[0] == "repeated"
-    later = datetime.now(timezone.utc).isoformat()
-    assert node.send(PID_1, starts_at=later)[0] == "acted", "another firing"
-    assert len(node.targets()) == 3
-
-
-def test_a_dry_run_of_a_rule_acts_once_per_firing(tmp_path: Path) -> None:
-    node = Node(tmp_path, alert_rule(dry_run=True))
-    assert [node.send(PID_1)[0] for _ in range(2)] == ["acted", "repeated"]
-    (action,) = node.dispatcher.recent()
-    assert action.dry_run
-
-
-def test_an_unknown_target_is_asked_for_again_only_soon_after_the_start(tmp_path: Path) -> None:
-    node = Node(tmp_path, complete_seconds=115.0)
+def test_an_unknown_target_is_requested_again_only_soon_after_the_start(node: Node) -> None:
     absent = {"pid": "3", "uuid": UUIDS[0]}
-    outcome, _, retry_seconds = node.send(absent)
-    assert (outcome, retry_seconds) == ("refused", 15.0)
+    with pytest.raises(ProblemError, match="pid=3") as deferred:
+        node.send(absent, wait_seconds=15.0)
+    assert (deferred.value.status, deferred.value.headers) == (503, {"Retry-After": "15"})
+    assert node.send({"pid": "3"}, wait_seconds=15.0)["outcome"] == "refused"
     node.put(3, devices=(sample(UUIDS[0], 0, 16 * MIB),))
-    assert node.send(absent)[0] == "acted"
-    node.now = 115.0
-    assert node.send({**absent, "pid": "4"}, fingerprint="b")[::2] == ("refused", None)
+    assert node.send(absent, wait_seconds=15.0)["outcome"] == "acted"
+    assert node.send({**absent, "pid": "4"})["outcome"] == "refused"
 
 
-def test_a_rate_limit_is_tried_again_and_costs_no_cooldown(tmp_path: Path) -> None:
-    clock = {"now": 100.0}
-    limits = RateLimits(per_caller=1, per_process=10, clock=lambda: clock["now"])
-    changes: dict[str, Any] = {
-        "for": "1s",
-        "cooldown": "1h",
-        "max_per_hour": 1,
-        "when": {"slack_bytes": {"over": "3MiB"}},
-    }
-    node = Node(tmp_path, alert_rule(**changes), limits=limits)
+def test_a_refused_action_is_a_refused_alert_and_starts_the_cooldown(tmp_path: Path) -> None:
+    limits = RateLimits(per_caller=1, per_process=10, clock=lambda: 100.0)
+    node = Node(tmp_path, limits)
     limits.take("alert:Hoarded", ())
-    node.policies.tick()
-    node.now += 1.5
-    node.first = node.put(1, rank="0", devices=node.first.report.devices)
-    outcome, _, retry_seconds = node.send(PID_1)
-    assert outcome == "refused"
-    assert retry_seconds is not None
-    node.now += retry_seconds
-    clock["now"] += retry_seconds
-    node.first = node.put(1, rank="0", devices=node.first.report.devices)
-    assert node.send(PID_1)[0] == "acted"
-
-
-def test_the_least_recently_seen_alert_is_forgotten_at_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(alerts, "MAX_REMEMBERED", 2)
-    node = Node(tmp_path, alert_rule(dry_run=True))
-    outcomes = []
-    for each in ("a", "b", "a", "c", "a", "b"):
-        node.policies.evaluator = PolicyEvaluator(
-            node.policies.evaluator.rules, stale_seconds=5.0, held_back=lambda *_: False
-        )
-        outcomes.append(node.send(PID_1, fingerprint=each)[0])
-    assert outcomes == ["acted", "acted", "repeated", "acted", "repeated", "acted"]
+    assert node.send(PID_1)["outcome"] == "refused"
+    assert node.send(PID_1)["outcome"] == "waiting"

@@ -10,7 +10,7 @@ import pytest
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.action_options import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.core.yaml_file import MAX_FILE_BYTES
-from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Condition, Rule, StopAfter, read_policy
+from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Rule, StopAfter, read_policy
 from gpumem_exporter.features.policy.policy_values import FIELDS, read_quantity, shown_quantity
 from gpumem_exporter.settings_sources import load_settings
 from tests.support.paths import REPOSITORY
@@ -62,7 +62,10 @@ rules:
 """,
     )
     assert (rule.name, rule.workloads, rule.dry_run) == ("full.rule-1", ["notebook-*", "eval"], False)
-    assert rule.when == (Condition("device_free_ratio", under=0.05), Condition("idle_seconds", 90.0, 7200.0))
+    assert rule.when.model_dump(exclude_unset=True) == {
+        "device_free_ratio": {"under": 0.05},
+        "idle_seconds": {"over": 90.0, "under": 7200.0},
+    }
     assert (rule.for_seconds, rule.cooldown, rule.max_per_hour) == (90.0, 3600.0, 6)
     stop = {"clears": "2", "freed_under": "1GB", "still_free_after": "30", "resume_after": "48h"}
     assert (rule.trigger, rule.stop_after) == ("alert", StopAfter.model_validate(stop))
@@ -73,7 +76,7 @@ rules:
 
 def test_a_minimal_rule_is_a_dry_run_with_default_limits(tmp_path: Path) -> None:
     (rule,) = read(tmp_path, MINIMAL)
-    assert rule.dry_run is True
+    assert rule.dry_run is rule.request.dry_run is True
     assert rule.request.mode == "auto"
     assert (rule.for_seconds, rule.cooldown, rule.max_per_hour) == (0.0, 300.0, 12)
     assert (rule.trigger, rule.stop_after) == ("conditions", StopAfter())
@@ -85,7 +88,7 @@ def test_a_cooldown_may_be_as_short_as_the_settling_time(tmp_path: Path) -> None
     (never,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: never\n")
     (snapshot,) = read(tmp_path, MINIMAL.replace("empty_cache", "snapshot"))
     assert [rule.request.settle_seconds for rule in (equal, never)] == [2.0, 0.0]
-    assert never.stop_after is snapshot.stop_after is None
+    assert never.stop_after is snapshot.stop is None
 
 
 def test_the_documented_rules_are_dry_runs_and_clear_only_what_stays_free(tmp_path: Path) -> None:
@@ -93,20 +96,10 @@ def test_the_documented_rules_are_dry_runs_and_clear_only_what_stays_free(tmp_pa
     for text in (example, document.partition("```yaml\n")[2].partition("```")[0]):
         for rule in read(tmp_path, text):
             assert rule.dry_run
-            assert rule.request.action != "empty_cache" or "idle_cache_bytes" in [each.field for each in rule.when]
+            assert rule.request.action != "empty_cache" or "idle_cache_bytes" in rule.when.bounds
     assert [name for name in FIELDS if name not in example] == []
-    for key in (
-        "trigger",
-        "resume_after",
-        "for",
-        "cooldown",
-        "max_per_hour",
-        "stop_after",
-        "still_free_after",
-        "dry_run",
-        "deadline",
-    ):
-        assert f"{key}:" in example
+    keys = {field.alias or name for section in (Rule, StopAfter) for name, field in section.model_fields.items()}
+    assert [key for key in keys if f"{key}:" not in example] == []
 
 
 def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
@@ -123,41 +116,28 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
     ("spoil", "line", "named"),
     [
         (lambda text: text + "    cooldwon: 5m\n", 6, ("'cooldwon'", "name, workloads, when")),
-        (lambda text: text + "    cooldown: 0\n", 6, ("cooldown: '0'", " 1.0 s")),
-        (lambda text: text + "    cooldown: 2s\n", 6, ("cooldown: '2.0 s'", "still_free_after", "10 s")),
-        (lambda text: text + "    stop_after: {still_free_after: 6m}\n", 2, ("cooldown: '5 min'", "6 min")),
-        (lambda text: text + "    stop_after: {still_free_after: 2h}\n", 6, ("still_free_after: '2h'", "60 min")),
-        (
-            lambda text: text.replace("empty_cache", "collect_garbage") + "    stop_after: {still_free_after: 2s}\n",
-            6,
-            ("still_free_after", "empty_cache"),
-        ),
-        (lambda text: text + "    trigger: alerts\n", 6, ("trigger: 'alerts'", "conditions or alert")),
-        (lambda text: text + "    stop_after: {resume_after: 0}\n", 6, ("resume_after: '0'", " 1.0 s")),
+        (lambda text: text + "    cooldown: 0\n", 6, ("cooldown: '0'", "equal to 1")),
+        (lambda text: text + "    cooldown: 2s\n", 6, ("cooldown", "still_free_after", "10 s")),
+        (lambda text: text + "    stop_after: {still_free_after: 6m}\n", 2, ("cooldown", "6 min")),
+        (lambda text: text.replace("empty_cache", "snapshot") + "    stop_after: never\n", 6, ("collect_garbage",)),
+        (lambda text: text + "    trigger: alerts\n", 6, ("trigger: 'alerts'", "'conditions' or 'alert'")),
         (lambda text: text + "    cooldown: soon\n", 6, ("cooldown: 'soon'", "60s, 5m or 1h")),
         (lambda text: text + "    max_per_hour: 0\n", 6, ("max_per_hour: '0'", "equal to 1")),
         (lambda text: text + "    dry_run: yes\n", 6, ("dry_run: 'yes'", "true", "false")),
-        (lambda text: text + "    stop_after: {clear: 3}\n", 6, ("'clear'", "clears, freed_under")),
         (lambda text: text.replace("slack_bytes", "slack"), 4, ("'slack'", ", ".join(FIELDS))),
         (lambda text: text.replace("{over: 1}", "{above: 1}"), 4, ("'above'", "over, under")),
-        (lambda text: text.replace("{over: 1}", "{over: -1}"), 4, ("4GiB",)),
-        (lambda text: text.replace("{over: 1}", "{over: [1]}"), 4, ("slack_bytes", "string")),
-        (lambda text: text.replace("{over: 1}", "{over: 2GiB, under: 1GiB}"), 4, ("2.0 GiB", "1.0 GiB")),
-        (
-            lambda text: text.replace("slack_bytes: {over: 1}", "slack_ratio: {over: 101%}"),
-            4,
-            ("slack_ratio", "'101%'"),
-        ),
+        (lambda text: text.replace("{over: 1}", "{over: [1]}"), 4, ("slack_bytes", "4GiB")),
+        (lambda text: text.replace("{over: 1}", "{over: 2GiB, under: 1GiB}"), 4, ("slack_bytes", "over", "under")),
+        (lambda text: text.replace("{over: 1}", "{}"), 4, ("slack_bytes", "over", "under")),
         (lambda text: text.replace("slack_bytes: {over: 1}", ""), 4, ("when:", "slack_bytes")),
-        (lambda text: text.replace("[a]", "[]"), 3, ("workloads:", "patterns")),
+        (lambda text: text.replace("[a]", "[]"), 3, ("workloads:", "at least 1")),
         (lambda text: text.replace("workloads: [a]", "for: 1"), 2, ("'workloads'",)),
-        (lambda text: text.replace("name: r", "name: 'a rule'"), 2, ("name: 'a rule'", "letters")),
+        (lambda text: text.replace("name: r", "name: 'a rule'"), 2, ("name: 'a rule'", "A-Za-z0-9")),
         (lambda text: text.replace("empty_cache", "clear"), 5, ("action: 'clear'", ", ".join(ACTIONS))),
         (lambda text: text.replace("empty_cache", "terminate"), 5, ("terminate", "--action.allow", "empty_cache")),
-        (lambda text: text.replace("empty_cache", "empty_cache, mode: now, group: true"), 5, ("mode", "group")),
         (lambda text: text.replace("empty_cache", "set_memory_fraction"), 5, ("fraction: is missing",)),
         (lambda text: text.replace("empty_cache", "empty_cache, deadline: 2h"), 5, ("deadline: 7200.0", "3600")),
-        (lambda _: "rules: [" + ", ".join([ONE_LINE] * 2) + "]\n", 1, ("'r'", "line 1")),
+        (lambda _: "rules: [" + ", ".join([ONE_LINE] * 2) + "]\n", 1, ("'r'",)),
         (lambda text: text.replace("rules:", "rules: x #"), 2, ("YAML",)),
         (lambda text: "- 1\n", 1, ("keys", "rules")),
         (lambda text: "? [a]\n: 1\n", 1, ("key", "text")),
@@ -221,7 +201,7 @@ def test_a_rule_concerns_the_workloads_that_match_its_patterns(tmp_path: Path) -
 )
 def test_a_quantity_is_read_and_shown_with_its_unit(text: str, unit: str, value: float | None, shown: str) -> None:
     if value is None:
-        with pytest.raises(ValueError, match=f"^{shown}"):
+        with pytest.raises(ValueError, match=f"^expected {shown}"):
             read_quantity(text, unit)
         return
     assert read_quantity(text, unit) == pytest.approx(value)
