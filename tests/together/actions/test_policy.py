@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -141,55 +142,28 @@ def test_reload_without_a_policy_is_404() -> None:
         assert "--policy.file" in problem(exporter.request("POST", RELOAD), 404)["detail"]
 
 
-class Process:
-    """A scripted process with 50 MiB of cache that its clears do not release."""
-
-    def __init__(self, exporter: RunningExporter) -> None:
-        self.exporter = exporter
-        self.sequence = 0
-        self.ran: list[str] = []
-
-    def report(self) -> None:
-        """Report, and record the commands of the reply."""
-        self.sequence += 1
-        devices = (sample(UUIDS[0], 10 * MIB, 50 * MIB),)
-        results = tuple(
-            CommandResult(ran, "done", devices=(DeviceResult(UUIDS[0], 60 * MIB, 60 * MIB, freed_bytes=0),))
-            for ran in self.ran[-1:]
-        )
-        answer = self.exporter.report(report(1, devices=devices, sequence=self.sequence, results=results))
-        assert answer.status == 200
-        self.ran += [command["id"] for command in json.loads(answer.body).get("commands", ())]
-
-
 def test_a_rule_that_does_not_help_stops_with_an_event(tmp_path: Path) -> None:
-    policy = written(tmp_path / "policy.yml", rule(cooldown="1s", stop_after={"clears": 2, "still_free_after": "0s"}))
+    policy = written(tmp_path / "policy.yml", rule(stop_after={"clears": 1, "still_free_after": "0s"}))
     with running_exporter(policy_file=str(policy)) as exporter:
-        process = Process(exporter)
+        sequence, devices = itertools.count(1), (sample(UUIDS[0], 10 * MIB, 50 * MIB),)
 
-        def stopped() -> Any:
-            process.report()
-            return exporter.document("/api/v1/events?type=policy_stopped")["events"]
+        def commands(*results: CommandResult) -> Any:
+            answer = exporter.report(report(1, devices=devices, sequence=next(sequence), results=results))
+            assert answer.status == 200
+            return json.loads(answer.body).get("commands")
 
-        (event,) = eventually(stopped)
-        assert {name: event[name] for name in ("type", "pid", "workload", "gpu")} == {
-            "type": "policy_stopped",
-            "pid": 1,
-            "workload": "train",
-            "gpu": "0",
-        }
+        (command,) = eventually(commands)
+        released = DeviceResult(UUIDS[0], 60 * MIB, 60 * MIB, freed_bytes=0)
+        commands(CommandResult(command["id"], "done", devices=(released,)))
+        (event,) = eventually(lambda: exporter.document("/api/v1/events?type=policy_stopped")["events"])
+        assert [event[name] for name in ("pid", "workload", "gpu")] == [1, "train", "0"]
         detail = event["detail"]
         assert (detail["rule"], detail["action"]) == ("tidy", "empty_cache")
-        assert re.search(r"\bempty_cache\b.*\b2\b.*\b0 B\b", detail["reason"])
-        assert [tried["action_id"] for tried in detail["tries"]] == process.ran
-        assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") == 2
-
-        def evaluated_as_stopped() -> float | None:
-            process.report()
-            return exporter.sample(EVALUATIONS, rule="tidy", result="stopped")
-
-        eventually(evaluated_as_stopped)
-        assert len(process.ran) == 2
+        assert re.search(r"\bempty_cache\b.*\b0 B\b", detail["reason"])
+        assert [tried["action_id"] for tried in detail["tries"]] == [command["id"]]
+        commands()
+        eventually(lambda: exporter.sample(EVALUATIONS, rule="tidy", result="stopped"))
+        assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") == 1
         (listed,) = json.loads(exporter.request("POST", RELOAD).body)["rules"]
         assert listed["stopped"] == 1
         until, recorded = (

@@ -135,21 +135,15 @@ def test_a_process_younger_than_the_alert_is_not_its_process(node: Node) -> None
     assert node.targets() == [Target(pid=2)]
 
 
-def test_a_rule_acts_only_if_the_process_qualifies_now(tmp_path: Path) -> None:
+def test_the_reason_says_why_a_rule_does_not_act_now(tmp_path: Path) -> None:
     node = Node(tmp_path, rule={"for": "3s", "workloads": ["train"]})
-
-    def outcome(slack: int, **changes: Any) -> tuple[str, str]:
-        node.now += 2
-        node.put(1, devices=(sample(UUIDS[0], 8 * MIB, slack),), **changes)
-        node.policies.tick()
-        sent = node.send({"pid": "1", "uuid": UUIDS[0]})
-        return sent["outcome"], sent["reason"]
-
-    assert outcome(0) == ("waiting", "the rule tidy does not act now: a condition is false or its value is unknown")
-    assert outcome(4 * MIB, workload="eval")[0] == "waiting", "the rule is not for its workload"
-    assert outcome(4 * MIB)[0] == "waiting", "for too short a time"
-    assert outcome(4 * MIB)[0] == "waiting", "for too short a time"
-    assert outcome(4 * MIB)[0] == "acted"
+    assert "waits for the time of `for`" in node.send(PID_1)["reason"]
+    node.put(1, devices=(sample(UUIDS[0], 8 * MIB, 0),))
+    waiting = node.send({**PID_1, "workload": ""})
+    assert waiting["outcome"] == "waiting"
+    assert waiting["reason"] == "the rule tidy does not act now: a condition is false or its value is unknown"
+    node.put(1, devices=node.first.report.devices, workload="eval")
+    assert "not for this workload" in node.send({"pid": "1", "uuid": UUIDS[0]})["reason"]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.action_options import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.core.yaml_file import MAX_FILE_BYTES
 from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Rule, StopAfter, read_policy
-from gpumem_exporter.features.policy.policy_values import FIELDS, read_quantity, shown_quantity
-from gpumem_exporter.settings_sources import load_settings
+from gpumem_exporter.features.policy.policy_values import FIELDS, read_quantity
 from tests.support.paths import REPOSITORY
 
 EXAMPLE = REPOSITORY / "deploy" / "policy.example.yml"
@@ -23,23 +22,12 @@ rules:
     when: {slack_bytes: {over: 1}}
     do: {action: empty_cache}
 """
-ONE_LINE = "{name: r, workloads: [a], when: {slack_bytes: {over: 1}}, do: {action: empty_cache}}"
 
 
 def read(tmp_path: Path, text: str, allowed: tuple[str, ...] = DEFAULT_ACTIONS) -> tuple[Rule, ...]:
     path = tmp_path / "policy.yml"
     path.write_text(text)
     return read_policy(path, allowed=allowed)
-
-
-def refusal(tmp_path: Path, text: str, allowed: tuple[str, ...] = DEFAULT_ACTIONS) -> str:
-    """The message of a file that is refused, without the file's own name."""
-    with pytest.raises(ConfigurationError) as refused:
-        read(tmp_path, text, allowed)
-    message = str(refused.value)
-    assert "\n" not in message
-    assert message.startswith(str(tmp_path / "policy.yml"))
-    return message.removeprefix(str(tmp_path / "policy.yml"))
 
 
 def test_a_rule_with_every_key_is_read(tmp_path: Path) -> None:
@@ -118,26 +106,21 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
         (lambda text: text + "    cooldwon: 5m\n", 6, ("'cooldwon'", "name, workloads, when")),
         (lambda text: text + "    cooldown: 0\n", 6, ("cooldown: '0'", "equal to 1")),
         (lambda text: text + "    cooldown: 2s\n", 6, ("cooldown", "still_free_after", "10 s")),
-        (lambda text: text + "    stop_after: {still_free_after: 6m}\n", 2, ("cooldown", "6 min")),
         (lambda text: text.replace("empty_cache", "snapshot") + "    stop_after: never\n", 6, ("collect_garbage",)),
         (lambda text: text + "    trigger: alerts\n", 6, ("trigger: 'alerts'", "'conditions' or 'alert'")),
         (lambda text: text + "    cooldown: soon\n", 6, ("cooldown: 'soon'", "60s, 5m or 1h")),
-        (lambda text: text + "    max_per_hour: 0\n", 6, ("max_per_hour: '0'", "equal to 1")),
         (lambda text: text + "    dry_run: yes\n", 6, ("dry_run: 'yes'", "true", "false")),
-        (lambda text: text.replace("slack_bytes", "slack"), 4, ("'slack'", ", ".join(FIELDS))),
         (lambda text: text.replace("{over: 1}", "{above: 1}"), 4, ("'above'", "over, under")),
         (lambda text: text.replace("{over: 1}", "{over: [1]}"), 4, ("slack_bytes", "4GiB")),
         (lambda text: text.replace("{over: 1}", "{over: 2GiB, under: 1GiB}"), 4, ("slack_bytes", "over", "under")),
-        (lambda text: text.replace("{over: 1}", "{}"), 4, ("slack_bytes", "over", "under")),
         (lambda text: text.replace("slack_bytes: {over: 1}", ""), 4, ("when:", "slack_bytes")),
         (lambda text: text.replace("[a]", "[]"), 3, ("workloads:", "at least 1")),
         (lambda text: text.replace("workloads: [a]", "for: 1"), 2, ("'workloads'",)),
         (lambda text: text.replace("name: r", "name: 'a rule'"), 2, ("name: 'a rule'", "A-Za-z0-9")),
         (lambda text: text.replace("empty_cache", "clear"), 5, ("action: 'clear'", ", ".join(ACTIONS))),
         (lambda text: text.replace("empty_cache", "terminate"), 5, ("terminate", "--action.allow", "empty_cache")),
-        (lambda text: text.replace("empty_cache", "set_memory_fraction"), 5, ("fraction: is missing",)),
         (lambda text: text.replace("empty_cache", "empty_cache, deadline: 2h"), 5, ("deadline: 7200.0", "3600")),
-        (lambda _: "rules: [" + ", ".join([ONE_LINE] * 2) + "]\n", 1, ("'r'",)),
+        (lambda text: text + text.partition("\n")[2], 6, ("'r'",)),
         (lambda text: text.replace("rules:", "rules: x #"), 2, ("YAML",)),
         (lambda text: "- 1\n", 1, ("keys", "rules")),
         (lambda text: "? [a]\n: 1\n", 1, ("key", "text")),
@@ -148,34 +131,32 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
 def test_an_error_has_the_line_the_value_and_what_is_accepted(
     tmp_path: Path, spoil: object, line: int, named: tuple[str, ...]
 ) -> None:
-    message = refusal(tmp_path, spoil(MINIMAL))  # type: ignore[operator]
-    assert message.startswith(f":{line}: "), message
-    assert [part for part in named if part not in message] == [], message
+    with pytest.raises(ConfigurationError) as refused:
+        read(tmp_path, spoil(MINIMAL))  # type: ignore[operator]
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path / 'policy.yml'}:{line}: "), message
+    assert [part for part in (*named, "\n") if part not in message] == ["\n"], message
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"# nothing\n", b"\xff\xfe\x00", b"a: " + b"[" * 1000, b"\x00", b"rules: &all [*all]\n"]
+    "content",
+    [
+        b"",
+        b"# nothing\n",
+        b"\xff\xfe\x00",
+        b"a: " + b"[" * 1000,
+        b"\x00",
+        b"rules: &all [*all]\n",
+        b"#" * (MAX_FILE_BYTES + 1),
+    ],
 )
 def test_an_empty_or_unreadable_file_is_an_error_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "policy.yml"
     path.write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"^[^\n]+$"):
         read_policy(path, allowed=DEFAULT_ACTIONS)
-
-
-def test_a_missing_or_too_long_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=rf"no\.yml'.*{os.strerror(errno.ENOENT)}"):
         read_policy(tmp_path / "no.yml", allowed=DEFAULT_ACTIONS)
-    (tmp_path / "long.yml").write_text("#" * (MAX_FILE_BYTES + 1))
-    with pytest.raises(ConfigurationError, match=str(MAX_FILE_BYTES)):
-        read_policy(tmp_path / "long.yml", allowed=DEFAULT_ACTIONS)
-
-
-def test_the_settings_check_the_file_and_its_actions(tmp_path: Path) -> None:
-    path = tmp_path / "policy.yml"
-    path.write_text(MINIMAL)
-    with pytest.raises(ConfigurationError, match=r"policy\.yml:5: .*--action\.allow\b.*\bsnapshot\b"):
-        load_settings({"policy.file": str(path), "action.allow": "snapshot"}, {})
 
 
 def test_a_rule_concerns_the_workloads_that_match_its_patterns(tmp_path: Path) -> None:
@@ -185,24 +166,22 @@ def test_a_rule_concerns_the_workloads_that_match_its_patterns(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("text", "unit", "value", "shown"),
+    ("text", "unit", "value"),
     [
-        ("4GiB", "bytes", 4 << 30, "4.0 GiB"),
-        ("8e9", "bytes", 8e9, "7.5 GiB"),
-        ("2GB", "bytes", 2e9, "1.9 GiB"),
-        ("5.25%", "ratio", 0.0525, "5.25 %"),
-        ("5m", "seconds", 300, "5 min"),
-        ("0.25s", "seconds", 0.25, "0.2 s"),
-        ("1.5h", "seconds", 5400, "90 min"),
-        *((text, "bytes", None, "bytes, such as ") for text in ("", "4 gib", "-1", "1e400")),
-        ("1.01", "ratio", None, "a ratio, such as "),
-        ("４", "seconds", None, "a time, such as "),
+        ("4GiB", "bytes", 4 << 30),
+        ("8e9", "bytes", 8e9),
+        ("2GB", "bytes", 2e9),
+        ("5.25%", "ratio", 0.0525),
+        ("5m", "seconds", 300),
+        ("1.5h", "seconds", 5400),
+        *((text, "bytes", "bytes, such as ") for text in ("", "4 gib", "-1", "1e400")),
+        ("1.01", "ratio", "a ratio, such as "),
+        ("４", "seconds", "a time, such as "),
     ],
 )
-def test_a_quantity_is_read_and_shown_with_its_unit(text: str, unit: str, value: float | None, shown: str) -> None:
-    if value is None:
-        with pytest.raises(ValueError, match=f"^expected {shown}"):
+def test_a_quantity_is_read_with_its_unit(text: str, unit: str, value: float | str) -> None:
+    if isinstance(value, str):
+        with pytest.raises(ValueError, match=f"^expected {value}"):
             read_quantity(text, unit)
-        return
-    assert read_quantity(text, unit) == pytest.approx(value)
-    assert shown_quantity(value, unit) == shown
+    else:
+        assert read_quantity(text, unit) == pytest.approx(value)
