@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpumem_exporter.features.feature import Feature, Node, Parts
@@ -11,30 +10,22 @@ if TYPE_CHECKING:
     from gpumem_exporter.settings import Settings
 
 
-def _file(settings: Settings) -> Path | None:
+def _check_file(settings: Settings) -> None:
+    from gpumem_exporter.features.policy.policy_rules import read_policy
     from gpumem_exporter.features.policy.policy_settings import PolicySettings
 
-    path = settings.of(PolicySettings).policy_file
-    return Path(path) if path else None
-
-
-def _check_file(settings: Settings) -> None:
-    path = _file(settings)
-    if path is not None:
-        from gpumem_exporter.features.policy.policy_rules import read_policy
-
-        read_policy(path, allowed=settings.action_allow)
+    read_policy(settings.of(PolicySettings).policy_file, allowed=settings.action_allow)
 
 
 def _build(node: Node) -> Parts:
     from gpumem_exporter.edge.request_guard import ALERTS_PATH
     from gpumem_exporter.features.policy.policy_routes import MAX_BODY_BYTES, policy_router
     from gpumem_exporter.features.policy.policy_runner import PolicyRunner
+    from gpumem_exporter.features.policy.policy_settings import PolicySettings
 
     settings = node.settings
-    path = _file(settings)
     runner = PolicyRunner(
-        path,
+        settings.of(PolicySettings).policy_file,
         allowed=frozenset(settings.action_allow),
         dispatcher=node.dispatcher,
         snapshot=node.snapshot,
@@ -49,8 +40,8 @@ def _build(node: Node) -> Parts:
     return Parts(
         routers=[policy_router(runner, node.registry, own_names=node.own_names, complete_seconds=complete_seconds)],
         body_limits={ALERTS_PATH: MAX_BODY_BYTES},
-        chores={} if path is None else {"run_policies": runner.tick},
-        reload=None if path is None else runner.reload_on_hangup,
+        chores={"run_policies": runner.tick} if runner.path else {},
+        reload=runner.reload_on_hangup if runner.path else None,
     )
 
 

@@ -149,7 +149,7 @@ def policy_router(
     )
     async def reload(request: Request) -> Response:
         """Read the policy file again. An invalid file changes nothing."""
-        if policies.path is None:
+        if not policies.path:
             detail = "nothing to reload: the exporter was started without --policy.file; restart it with that option"
             raise ProblemError(ProblemCode.NO_POLICY, detail)
         try:
@@ -194,7 +194,8 @@ def _evaluate(
     if alert.status == "resolved":
         return "resolved", "", None
     # A template without a value produces an empty string.
-    texts = {name: text.strip() for name, text in {**alert.annotations, **alert.labels}.items() if text.strip()}
+    given = (*alert.annotations.items(), *alert.labels.items())
+    texts = {name: text.strip() for name, text in given if text.strip()}
     options = sorted(name for name in texts if name.startswith("gpumem_") and name != RULE)
     rule = texts.get(RULE, "")
     # With gpumem_action, alerts for 0.3 requested an action of their own.

@@ -40,12 +40,14 @@ Ratio = Annotated[float, BeforeValidator(partial(read_quantity, unit="ratio"))]
 Seconds = Annotated[float, BeforeValidator(partial(read_quantity, unit="seconds"))]
 
 
-def read_policy(path: Path, *, allowed: Collection[str]) -> tuple[Rule, ...]:
-    """Read the rules of a file, whose actions `--action.allow` must have. May block on the disk.
+def read_policy(path: str, *, allowed: Collection[str]) -> tuple[Rule, ...]:
+    """Read the rules of a file, whose actions `--action.allow` must have; "" has none. May block on the disk.
 
     Raises ConfigurationError: one line with the file, the line, the error and what is accepted.
     """
-    file = YamlFile(path, "policy file")
+    if not path:
+        return ()
+    file = YamlFile(Path(path), "policy file")
     rules = file.read(_Policy, allowed).rules
     names: list[str] = []
     for index, rule in enumerate(rules):

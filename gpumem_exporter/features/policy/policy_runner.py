@@ -9,17 +9,16 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_events import place_of
 from gpumem_exporter.actions.action_options import MAX_REASON_LENGTH, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.timing import acts_on_jobs, steps_with_ranks
+from gpumem_exporter.actions.timing import steps_with_ranks
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
@@ -53,34 +52,29 @@ class NamingAlert:
     reason: str
 
 
+@dataclass(slots=True, eq=False)
 class PolicyRunner:
-    """The policy in force. Without a path, it has no rules. The constructor may raise `ConfigurationError`."""
+    """The policy in force. The constructor reads the file, and may raise ConfigurationError."""
 
-    def __init__(
-        self,
-        path: Path | None,
-        *,
-        allowed: frozenset[str],
-        dispatcher: Dispatcher,
-        snapshot: Callable[[], Snapshot],
-        stale_seconds: float,
-        registry: Registry,
-        record: Callable[[Event], object],
-        wall_clock: Callable[[], float],
-    ) -> None:
-        self.path = path
-        self.states: dict[str, RuleState] = {}
-        """The rules in force with their state, by name, in order of precedence."""
-        self._allowed = allowed
-        self._dispatcher = dispatcher
-        self.snapshot = snapshot
-        self._stale_seconds = stale_seconds
+    path: str
+    """Empty without a file."""
+    _: KW_ONLY
+    allowed: frozenset[str]
+    dispatcher: Dispatcher
+    snapshot: Callable[[], Snapshot]
+    stale_seconds: float
+    registry: InitVar[Registry]
+    record: Callable[[Event], object]
+    wall_clock: Callable[[], float]
+    states: dict[str, RuleState] = field(init=False, default_factory=dict)
+    """The rules in force with their state, by name, in order of precedence."""
+    _evaluations: Counter = field(init=False)
+    _reading: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+
+    def __post_init__(self, registry: Registry) -> None:
         self._evaluations = Counter.of(EVALUATIONS, registry)
-        self._record = record
-        self.wall_clock = wall_clock
-        self._reading = asyncio.Lock()
-        if path is not None:
-            self.put_in_force(self._read(), "start")
+        if self.path:
+            self.put_in_force(read_policy(self.path, allowed=self.allowed), "start")
 
     def tick(self) -> None:
         """Judge what has ended, evaluate the rules and submit their actions; called once a second."""
@@ -91,7 +85,7 @@ class PolicyRunner:
         """Judge the actions that have settled since."""
         for state in self.states.values():
             for subject in state.subjects.values():
-                action = None if subject.action_id is None else self._dispatcher.get(subject.action_id)
+                action = None if subject.action_id is None else self.dispatcher.get(subject.action_id)
                 if action is not None and (not action.finished or action.settling):
                     continue
                 subject.action_id = None
@@ -105,7 +99,10 @@ class PolicyRunner:
         """
         snapshot, busy, decided = self.snapshot(), self._under_way(), 0
         now = snapshot.taken_seconds
-        seen = tuple(observations(snapshot, self._stale_seconds))
+        seen = tuple(observations(snapshot, self.stale_seconds))
+        ranks: defaultdict[Hashable, list[ReportingProcess]] = defaultdict(list)
+        for process in filter(steps_with_ranks, snapshot.processes):
+            ranks[process.job].append(process)
         found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
         for name, state in self.states.items():
             if alert is not None and alert.rule != name:
@@ -115,10 +112,13 @@ class PolicyRunner:
             for each in concerned:
                 if alert is not None and (each.process.key, each.uuid) not in alert.admitted:
                     continue
+                processes = ranks.get(state.subject_of(each), [each.process])
                 result, text = state.objection(each, now, alerted=alert is not None), ""
                 if not result and decided == MAX_DECISIONS:
                     result = "pending"
-                result = result or self._obstacle(state.rule, each, snapshot, busy)
+                if not result and not busy.isdisjoint(process.key for process in processes):
+                    result = "busy"
+                result = result or self._obstacle(state.rule, each, processes, snapshot)
                 if not result:
                     result, text = self._act(state, each, now, alert)
                     busy = self._under_way()
@@ -132,7 +132,7 @@ class PolicyRunner:
         """Read the file again. If it is invalid, raise ConfigurationError; then the earlier rules stay in force."""
         async with self._reading:
             try:
-                rules = await asyncio.to_thread(self._read)
+                rules = await asyncio.to_thread(read_policy, self.path, allowed=self.allowed)
             except ConfigurationError as error:
                 fields = {"requested_by": requested_by, "error": str(error)}
                 _log.error("policy not reloaded; the earlier rules stay in force", extra={"fields": fields})
@@ -155,7 +155,7 @@ class PolicyRunner:
             for name in self.states:  # its series start at 0
                 self._evaluations.labels(result, name)
         fields = {
-            "file": str(self.path),
+            "file": self.path,
             "requested_by": requested_by,
             "acting": ",".join(rule.name for rule in rules if not rule.dry_run),
             "dry_run": ",".join(rule.name for rule in rules if rule.dry_run),
@@ -166,24 +166,18 @@ class PolicyRunner:
         """Return when a rule may act again, for each process or workload for which it has stopped."""
         return [self._iso_time(until) for until in self.states[rule].stops(self.snapshot().taken_seconds)]
 
-    def _read(self) -> tuple[Rule, ...]:
-        return () if self.path is None else read_policy(self.path, allowed=self._allowed)
-
     def _under_way(self) -> AbstractSet[ProcessKey]:
         """Return the processes with a running action, or where an action of a rule settles."""
         states = [state for state in self.states.values() if not state.rule.dry_run]
         subjects = (subject for state in states for subject in state.subjects.values())
-        return self._dispatcher.under_way() | {each.process for each in subjects if each.action_id is not None}
+        return self.dispatcher.under_way() | {each.process for each in subjects if each.action_id is not None}
 
-    def _obstacle(self, rule: Rule, seen: Observation, snapshot: Snapshot, busy: AbstractSet[ProcessKey]) -> str:
-        """Return why a rule cannot act on a process, or on the ranks of its job; empty if it can."""
-        processes: Sequence[ReportingProcess] = [seen.process]
-        if acts_on_jobs(rule.request) and steps_with_ranks(seen.process):
-            processes = [each for each in snapshot.processes if each.job == seen.process.job and steps_with_ranks(each)]
-        if any(each.key in busy for each in processes):
-            return "busy"
+    def _obstacle(
+        self, rule: Rule, seen: Observation, processes: Sequence[ReportingProcess], snapshot: Snapshot
+    ) -> str:
+        """Return why a rule cannot act on a process or the ranks of its job, `processes`; empty if it can."""
         caller = Caller.policy(rule.name)
-        if any(self._dispatcher.held_back(rule.request, caller, each, snapshot) for each in processes):
+        if any(self.dispatcher.held_back(rule.request, caller, each, snapshot) for each in processes):
             return "held_back"
         # The name of a process that has exited may be that of another one.
         named = dict(snapshot.names.reporting).get(seen.process.name)
@@ -196,7 +190,7 @@ class PolicyRunner:
             caller, reason = alert.requested_by, f"{alert.reason}: {reason}"[:MAX_REASON_LENGTH]
         request = replace(rule.request, target=Target(pid=seen.process.name), reason=reason)
         try:
-            action_id = self._dispatcher.submit(request, requested_by=caller).id
+            action_id = self.dispatcher.submit(request, requested_by=caller).id
         except ActionRefusedError as error:  # the rule acts again after its cooldown
             fields = {"rule": rule.name, "target": request.target.describe(), "error": str(error)}
             _log.warning("the action of a policy rule was refused", extra={"fields": fields})
@@ -214,7 +208,7 @@ class PolicyRunner:
         _log.warning(message, extra={"fields": {**fields, "target": target}})
         if not rule.dry_run:
             detail, place = {**fields, "tries": list(subject.unhelpful)}, place_of(action.results)
-            self._record(Event("policy_stopped", self.wall_clock(), **place, owner=action.share, detail=detail))
+            self.record(Event("policy_stopped", self.wall_clock(), **place, owner=action.share, detail=detail))
 
     def _iso_time(self, seconds: float) -> str:
         """Return a time on the clock of the snapshots as ISO 8601."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample, EngineState
 from gpumem_client.wire.units import human_bytes, human_seconds
+from gpumem_exporter.actions.timing import steps_with_ranks
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 
@@ -47,15 +48,13 @@ class Observation(NamedTuple):
     """One process on one device, at the time of its last sample."""
 
     process: ReportingProcess
+    reporter: Hashable
+    """The session of the reporter. A later process with the same pid differs, and so does another program."""
+    ranks: Hashable
+    """The job whose ranks train together; for another process, `reporter`."""
     uuid: str
     values: Mapping[str, float | None]
     """The value of each of `FIELDS`."""
-
-    @property
-    def reporter(self) -> Hashable:
-        """The session of the reporter. A later process with the same pid differs, and so does another program."""
-        identity = self.process.report.process
-        return self.process.key, identity.start_time_ticks, identity.session
 
     @property
     def key(self) -> Hashable:
@@ -70,11 +69,14 @@ def observations(snapshot: Snapshot, stale_seconds: float) -> Iterator[Observati
     for process in snapshot.processes:
         if process.sampled_seconds < snapshot.taken_seconds - stale_seconds:
             continue
+        identity = process.report.process
+        reporter = process.key, identity.start_time_ticks, identity.session
+        ranks = process.job if steps_with_ranks(process) else reporter
         last_seconds = snapshot.last_active_seconds(process, process.host_pid)
         inactive_seconds = None if last_seconds is None else max(0.0, snapshot.taken_seconds - last_seconds)
         for sample in process.report.devices:
             values = _values(sample, devices.get(sample.uuid), process.report.engine, inactive_seconds)
-            yield Observation(process, sample.uuid, values)
+            yield Observation(process, reporter, ranks, sample.uuid, values)
 
 
 def _values(

@@ -15,7 +15,7 @@ from typing import Any
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.kinds import is_done
-from gpumem_exporter.actions.timing import acts_on_jobs, steps_with_ranks
+from gpumem_exporter.actions.timing import acts_on_jobs
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.features.policy.policy_rules import Rule
@@ -57,31 +57,32 @@ class Subject:
     """A dry run has shown that its action would help, and its conditions have not been false since."""
 
 
+@dataclass(slots=True)
 class RuleState:
     """The state of one rule in force."""
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self.subjects: dict[Hashable, Subject] = {}
-        # When all conditions became true, by process and device, in the time of the samples.
-        self._met_since: dict[Hashable, float] = {}
-        # The number of actions within the last hour, by `ProcessKey.share`: no user can use up the actions of others.
-        self._used: Counter[str] = Counter()
+    rule: Rule
+    subjects: dict[Hashable, Subject] = field(default_factory=dict)
+    # When all conditions became true, by process and device, in the time of the samples.
+    _met_since: dict[Hashable, float] = field(default_factory=dict)
+    # The number of actions within the last hour, by `ProcessKey.share`: no user can use up the actions of others.
+    _used: Counter[str] = field(default_factory=Counter)
 
     def continued(self, rule: Rule) -> RuleState:
         """Return the state of the rule in a file that was read again. A changed rule keeps the times of its actions."""
-        if rule == self.rule:
-            return self
-        changed = RuleState(rule)
-        changed.subjects = {name: Subject(each.process, each.acted) for name, each in self.subjects.items()}
-        return changed
+        acted = {name: Subject(each.process, each.acted) for name, each in self.subjects.items()}
+        return self if rule == self.rule else RuleState(rule, acted)
+
+    def subject_of(self, seen: Observation) -> Hashable:
+        """Return the key of what the rule acts on: a process on all its devices, or the ranks of its job."""
+        return seen.ranks if acts_on_jobs(self.rule.request) else seen.reporter
 
     def observe(self, concerned: Sequence[Observation], now: float) -> None:
         """Note which of the processes that the rule concerns meet all conditions now."""
         met = [each for each in concerned if self.rule.when.is_met(each.values)]
         since = self._met_since
         self._met_since = {each.key: since.get(each.key, each.process.sampled_seconds) for each in met}
-        present, held = ({self._subject_of(each) for each in some} for some in (concerned, met))
+        present, held = ({self.subject_of(each) for each in some} for some in (concerned, met))
         # An absent subject is kept for a while: a process that hung and continues is absent meanwhile.
         keep_seconds = max(self.rule.cooldown, _HOUR_SECONDS)
         for name in self.subjects.keys() - present:
@@ -100,7 +101,7 @@ class RuleState:
         too_early = seen.process.sampled_seconds - since < self.rule.for_seconds
         if too_early or (self.rule.trigger == "alert" and not alerted):
             return "pending"
-        subject = self.subjects.get(self._subject_of(seen))
+        subject = self.subjects.get(self.subject_of(seen))
         if subject is not None and now < self.resume_seconds(subject):
             return "stopped"
         if subject is not None and (subject.presumed or now - subject.acted[-1] < self.rule.cooldown):
@@ -112,7 +113,7 @@ class RuleState:
         # The conditions have to be true again for the whole time.
         self._met_since[seen.key] = seen.process.sampled_seconds
         key = seen.process.key
-        subject = self.subjects.setdefault(self._subject_of(seen), Subject(key))
+        subject = self.subjects.setdefault(self.subject_of(seen), Subject(key))
         if self._tired(subject):
             subject.unhelpful.clear()
         subject.process, subject.action_id = key, action_id
@@ -142,10 +143,6 @@ class RuleState:
         """Return when the stop of the rule for a subject ends; the past if the rule has not stopped there."""
         wait_seconds = self.rule.stop.resume_after if self.rule.stop is not None and self._tired(subject) else 0.0
         return subject.acted[-1] + wait_seconds
-
-    def _subject_of(self, seen: Observation) -> Hashable:
-        together = acts_on_jobs(self.rule.request) and steps_with_ranks(seen.process)
-        return seen.process.job if together else seen.reporter
 
     def _tired(self, subject: Subject) -> bool:
         """Return whether the last actions on a subject did not help."""

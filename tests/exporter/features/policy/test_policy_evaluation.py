@@ -108,7 +108,7 @@ class Bench:
         self.reading: NodeReading | None = node(device(UUIDS[0], total=1000 * MIB, used=990 * MIB))
         self.snapshot = Snapshot(self.now, self.reading, ())
         self.runner = PolicyRunner(
-            None,
+            "",
             allowed=frozenset(ACTIONS),
             dispatcher=cast("Dispatcher", self.dispatcher),
             snapshot=lambda: self.snapshot,

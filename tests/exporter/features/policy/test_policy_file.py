@@ -27,7 +27,7 @@ rules:
 def read(tmp_path: Path, text: str, allowed: tuple[str, ...] = DEFAULT_ACTIONS) -> tuple[Rule, ...]:
     path = tmp_path / "policy.yml"
     path.write_text(text)
-    return read_policy(path, allowed=allowed)
+    return read_policy(str(path), allowed=allowed)
 
 
 def test_a_rule_with_every_key_is_read(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_an_empty_or_unreadable_file_is_an_error_in_one_line(tmp_path: Path, con
     path = tmp_path / "policy.yml"
     path.write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"^[^\n]+$"):
-        read_policy(path, allowed=DEFAULT_ACTIONS)
+        read_policy(str(path), allowed=DEFAULT_ACTIONS)
     with pytest.raises(ConfigurationError, match=rf"no\.yml'.*{os.strerror(errno.ENOENT)}"):
-        read_policy(tmp_path / "no.yml", allowed=DEFAULT_ACTIONS)
+        read_policy(str(tmp_path / "no.yml"), allowed=DEFAULT_ACTIONS)
 
 
 def test_a_rule_concerns_the_workloads_that_match_its_patterns(tmp_path: Path) -> None:
