@@ -7,6 +7,7 @@ from typing import Any
 
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.features.history.history import History
+from gpumem_exporter.features.history.history_route import history_document
 from tests.support.builders import MIB, UUIDS, device, node
 
 DAY = 86400
@@ -50,17 +51,17 @@ class HistoryBench:
             self.record(*processes, **options)
             self.seconds = int(self.seconds) + step
 
-    def document(self, seconds: float = 600, *, ago: float = 0, points: int = 600, **options: Any) -> dict[str, Any]:
-        """Return the document of a time that ended `ago` seconds ago."""
-        end = self.unix_seconds - ago
-        chosen = {"uuids": None, "jobs": (), **options}
-        return self.history.document(
-            from_unix_seconds=end - seconds,
-            to_unix_seconds=end,
-            points=points,
-            names=options.pop("names", None),
-            **chosen,
-        )
+    def document(
+        self,
+        seconds: float = 600,
+        *,
+        points: int = 600,
+        uuids: Sequence[str] | None = None,
+        jobs: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Return the document of the last seconds: of all devices by default."""
+        keys = [*(self.history.uuids() if uuids is None else uuids), *jobs]
+        return history_document(self.history, keys, (self.unix_seconds - seconds, self.unix_seconds), points)
 
     def values(self, name: str, of: str = "max", **options: Any) -> dict[float, int | None]:
         """Return the values in MiB of the first series by the age of the end of their step."""

@@ -7,7 +7,7 @@ from functools import partial
 from gpumem_exporter.features.feature import Feature, Node, Parts
 
 STOP_SECONDS = 2.0
-"""The time for saving what is new at the exit; a whole history, after the clock was set, takes 1.5 s of CPU."""
+"""The time for saving the history at the exit, which needs 0.2 s of CPU and what the disk needs."""
 
 
 def _build(node: Node) -> Parts:
@@ -19,17 +19,11 @@ def _build(node: Node) -> Parts:
     retention_seconds = node.settings.of(HistorySettings).history_retention
     history = History(retention_seconds=retention_seconds, clock=node.clock, wall_clock=node.wall_clock)
     if node.folder is None or not (node.folder / FILE_NAME).exists():
-        history.restore(node.past(history.now_seconds))
+        history.restore(node.past(node.wall_clock()))
     file = HistoryFile(history, node.folder) if node.folder is not None else None
     node.view.minima_of = history.minima
     node.cache_peaks = history
-    router = history_router(
-        history,
-        node.renderer,
-        snapshot=node.snapshot,
-        wall_clock=node.wall_clock,
-        hide_identities_from=node.hide_identities_from,
-    )
+    router = history_router(history, node.renderer, node.snapshot, node.hide_identities_from)
     return Parts(
         routers=[router],
         each_second={"history": history.add},

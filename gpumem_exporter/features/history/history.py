@@ -1,138 +1,168 @@
-"""The history of the node: what each device and each job used, in bounded memory."""
+"""The history of the node: what each device and each job used, in a SQLite database in memory."""
 
 from __future__ import annotations
 
-import logging
+import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 
 from gpumem_exporter.core.samples import KV_PEAK_WINDOWS, KvCachePeak, PartKey, Snapshot, giving_way
 from gpumem_exporter.core.series import StoredRow, Subject
-from gpumem_exporter.features.history.point_table import MINUTE, PointTable
+from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.features.history.points import VALUES, Points, units
 
-# The maximum number of points in a document, of all series together: then it has about 4 MB.
-_MAX_POINTS = 64_000
-_CLOCK_STEP_SECONDS = 1.0
-# A second without a row is a gap only if the next row is this late.
-_LATE_SECONDS = 3.0
-_FOLD_SECONDS = 10
-_NO_LOWS = (None, None, None, None)
+MAX_BYTES = 16 << 20
+"""The memory of all rows."""
+# The budget of the rows. The rest is for growth between two checks.
+_BUDGET_BYTES = MAX_BYTES - (2 << 20)
+# The part of the budget that devices may use, whatever jobs there are.
+_DEVICES_SHARE = 0.75
+# The part of the budget that is freed at once when it is used up, so that this is seldom.
+_FREED_SHARE = 0.05
+_MINUTE = 60
+_MINIMA_SECONDS = 3600
 
-_log = logging.getLogger(__name__)
-
-
-class _Steps(NamedTuple):
-    """The steps of a document."""
-
-    step_seconds: int
-    """The length of the stored steps."""
-    ratio: int
-    """The number of stored steps in a step of the document."""
-    start: int
-    """The first stored step."""
-    end: int
-    """The stored step after the last one."""
-
-    @property
-    def ends(self) -> list[int]:
-        """The end of each step of the document in Unix seconds. The last step may be shorter."""
-        starts = range(self.start, self.end, self.ratio)
-        return [min(start + self.ratio, self.end) * self.step_seconds for start in starts]
+# Each value is the highest of its step. The lowest ones are null if they are equal to the highest.
+_RANGES = VALUES[:4]
+_LOWS = [f"{name}_low" for name in _RANGES]
+_HIGHEST = [f"max({name})" for name in VALUES]
+_LOWEST = [f"min(coalesce({low}, {name}))" for low, name in zip(_LOWS, _RANGES, strict=True)]
+VERSION = 2
+# The columns of `points` after the subject are a `StoredRow`.
+_SCHEMA = f"""
+CREATE TABLE subjects (id INTEGER PRIMARY KEY, key TEXT UNIQUE,
+    uuid TEXT, job TEXT, name TEXT, command TEXT, gpu TEXT, owner TEXT, start_time_ticks INTEGER, part TEXT);
+CREATE TABLE points (subject INTEGER, step INTEGER, time INTEGER, {", ".join(f"{name} INTEGER" for name in VALUES)},
+    {", ".join(f"{low} INTEGER" for low in _LOWS)}, PRIMARY KEY (subject, step, time)) WITHOUT ROWID;
+PRAGMA user_version = {VERSION};
+"""
+_PUT_SUBJECT = "REPLACE INTO subjects VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_PUT_POINT = "INSERT OR IGNORE INTO points VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_PUT_MINIMUM = """INSERT INTO points (subject, step, time, allocated) VALUES (?, 60, ?, ?)
+    ON CONFLICT (subject, step, time) DO UPDATE SET allocated = excluded.allocated
+    WHERE excluded.allocated < allocated"""
+# Folds the points of each longer step into one.
+_FOLD = f"""INSERT OR IGNORE INTO points SELECT subject, :step, time / :step * :step, {", ".join(_HIGHEST)},
+    {", ".join(f"nullif({low}, {high})" for low, high in zip(_LOWEST, _HIGHEST, strict=False))}
+    FROM subjects CROSS JOIN points ON subject = id AND step = :fine AND time >= :start AND time < :end
+    GROUP BY subject, time / :step"""  # noqa: S608 - the names above
+_READ = f"""SELECT (time - :start) / :width, {", ".join(f"{value} << 10" for value in (*_HIGHEST, *_LOWEST))}
+    FROM points WHERE subject = :id AND step = :step AND time >= :start AND time < :end GROUP BY 1"""  # noqa: S608
+_MINIMA = """SELECT time + 60, allocated << 10 FROM subjects CROSS JOIN points ON subject = id
+    WHERE key = ? AND step = 60 AND time >= ? AND time <= ? ORDER BY time"""
+# Minutes, and the tens that are not folded yet.
+_PEAK = """SELECT max(in_use_peak) << 10, sum(step) FROM subjects CROSS JOIN points ON subject = id
+    WHERE key = ? AND in_use_peak IS NOT NULL AND (step = 60 AND time >= ? OR step = 10 AND time >= ?) GROUP BY id"""
+_EXPIRED = """DELETE FROM points WHERE step = ? AND time < ? AND subject IN (
+    SELECT id FROM subjects WHERE NOT ? OR uuid || job = '')"""
+# The oldest quarter of the time of an owner, at one resolution.
+_OLDEST = """DELETE FROM points WHERE step = :step AND subject IN (SELECT id FROM subjects WHERE owner = :owner)
+    AND time <= (SELECT min(time) + (max(time) - min(time)) / 4 FROM subjects CROSS JOIN points ON subject = id
+    WHERE owner = :owner AND step = :step)"""
+_UNUSED = "DELETE FROM subjects WHERE id NOT IN (SELECT DISTINCT subject FROM points)"
+# The memory of each owner. A point has about 65 bytes, with the space that is free in its page.
+_SIZES = """SELECT owner, sum(65 * points + 200 + length(CAST(key || key || name || command AS BLOB)))
+    FROM subjects JOIN (SELECT subject, count(*) AS points FROM points GROUP BY 1) ON subject = id GROUP BY 1"""
 
 
 class History:
     """The values of devices and jobs for `retention_seconds`, one row a second. Thread-safe.
 
-    After a step of the wall clock, earlier rows have the times that the new clock would have shown.
+    A row has the wall clock of its second. When the clock is set back, the rows of later times are dropped.
     """
 
     def __init__(
         self, *, retention_seconds: float, clock: Callable[[], float], wall_clock: Callable[[], float]
     ) -> None:
-        self.retention_seconds = retention_seconds
         self._clock = clock
-        self._wall_clock = wall_clock
-        self._offset_seconds = wall_clock() - clock()
-        self.clock_steps = 0
-        """How often the wall clock was set."""
+        self.wall_clock = wall_clock
+        # One minute more is kept, so that a request for the last ten minutes gets seconds although it arrives later.
+        self.kept = {1: 660.0, 10: min(7200.0, retention_seconds) + 60, _MINUTE: retention_seconds + 60}
+        """The seconds for which rows are kept, by step: seconds for ten minutes, ten seconds for two hours."""
         self._points = Points()
         self._lock = threading.Lock()
-        self._table = PointTable(retention_seconds=retention_seconds)
-        # The end of the last second that has rows.
-        self._recorded_seconds = 0
+        self._database = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self._database.executescript(_SCHEMA)
+        self.recorded_seconds = 0
+        """The end of the last second that has rows."""
         self.kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
         """By window, for the name of each process and the uuid of each device of the last snapshot that has a key-value
         cache. At most ten seconds old. Replaced, never changed."""
 
-    @property
-    def now_seconds(self) -> float:
-        """The present time of the rows, in Unix seconds."""
-        return self._wall_clock()
+    def add(self, snapshot: Snapshot) -> None:
+        """Add a row for each device and job of a snapshot. Snapshots come in their order, about once a second."""
+        points = self._points.of(snapshot)
+        second = int(snapshot.taken_seconds + self.wall_clock() - self._clock())
+        with self._lock:
+            before, now = self.recorded_seconds, second + 1
+            self.recorded_seconds = now
+            if now < before:
+                self._database.execute("DELETE FROM points WHERE time + step > ?", (second,))
+            for subject, row in giving_way(points):
+                self._put(subject, [(1, second, *row, *[None] * len(_LOWS))])
+            for process in giving_way(snapshot.processes):
+                for sample in process.report.devices:
+                    if (size := units(sample.allocated_bytes)) is not None:
+                        id_ = self._id_of(Subject.of_minima(process.part(sample.uuid)))
+                        self._database.execute(_PUT_MINIMUM, (id_, second // _MINUTE * _MINUTE, size))
+            if before // 10 != now // 10:
+                self._fold(before, now)
+                self._note_peaks(now, [subject for subject, _ in points if subject.part])
+            if before // _MINUTE != now // _MINUTE:
+                self._expire(now)
+            self._make_room()
+
+    def restore(self, saved: Iterable[tuple[Subject, Iterable[StoredRow]]]) -> None:
+        """Put the series of an earlier run before the rows of this run; the time between them is a gap."""
+        now = int(self.wall_clock())
+        for subject, rows in saved:
+            with self._lock:
+                _, present = self._find(subject.key) or (0, subject)
+                if present.start_time_ticks == subject.start_time_ticks:  # otherwise, the pid was reused
+                    # Rows that the wall clock has not reached would hide the rows of this run.
+                    self._put(present, [row for row in rows if row[1] <= now])
+                    self._make_room()
+        with self._lock:
+            self._fold(0, now)
+            self._expire(now)
+
+    def copy(self) -> sqlite3.Connection:
+        """Return another database in memory with all rows."""
+        copy = sqlite3.connect(":memory:")
+        with self._lock:
+            self._database.backup(copy)
+        return copy
 
     @property
     def size_bytes(self) -> int:
         """The memory of all rows."""
+        names = ("page_count", "freelist_count", "page_size")
+        pages, free, size = (self._database.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
+        return int((pages - free) * size)
+
+    def uuids(self) -> list[str]:
+        """Return the devices in the order of their indexes."""
+        query = "SELECT uuid FROM subjects WHERE uuid != '' ORDER BY CAST(gpu AS INTEGER), gpu"
         with self._lock:
-            return self._table.size_bytes
+            return [uuid for (uuid,) in self._database.execute(query)]
 
-    def add(self, snapshot: Snapshot) -> None:
-        """Add a row for each device and job of a snapshot. Snapshots come in their order, about once a second."""
-        points = self._points.of(snapshot)
-        with self._lock:
-            self._follow_wall_clock()
-            second = int((snapshot.taken_seconds + self._offset_seconds) // 1)
-            before, self._recorded_seconds = self._recorded_seconds, second + 1
-            for subject, row in giving_way(points):
-                self._table.put(subject, [(1, second, *row, *_NO_LOWS)], replace=False)
-            for process in giving_way(snapshot.processes):
-                for sample in process.report.devices:
-                    if (size := units(sample.allocated_bytes)) is not None:
-                        self._table.put_minimum(Subject.of_minima(process.part(sample.uuid)), second, size)
-            if before // _FOLD_SECONDS != (second + 1) // _FOLD_SECONDS:
-                self._table.fold(second + 1)
-                self._note_peaks(second + 1, [subject for subject, _ in points if subject.part])
-            if before // MINUTE != (second + 1) // MINUTE:
-                self._table.expire(second + 1)
-            self._table.make_room(second + 1)
-            self._table.commit()
+    def series(self, key: str, step: int, steps: range) -> tuple[Subject, list[list[int | None]]] | None:
+        """Return a device or a job and its values in `steps`, from its rows of one resolution; None if it has no rows.
 
-    def document(
-        self,
-        *,
-        uuids: Sequence[str] | None,
-        jobs: Sequence[str],
-        from_unix_seconds: float,
-        to_unix_seconds: float,
-        points: int,
-        names: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
-        """Return devices, all of them without `uuids`, and jobs as JSON. A subject without a row has no series.
-
-        The steps are the shortest ones that reach back to the start and are at most `points`. `names` has the names of
-        the jobs whose commands may be shown; None shows all.
+        The values are in bytes: the highest of each of `VALUES`, then the lowest of the first four. None is unknown.
         """
-        now_seconds = self.now_seconds
         with self._lock:
-            # The present second is not a gap.
-            late = now_seconds - self._recorded_seconds
-            newest_seconds = self._recorded_seconds if 0 < late < _LATE_SECONDS else now_seconds
-            devices = [subject for subject in self._table.subjects().values() if subject.uuid] if uuids is None else []
-        devices.sort(key=lambda subject: _gpu_order(subject.gpu))
-        keys = dict.fromkeys([*(uuids or ()), *(subject.uuid for subject in devices), *jobs])
-        points = max(1, min(points, _MAX_POINTS // max(1, len(keys))))
-        start_seconds = max(from_unix_seconds, now_seconds - self._table.kept[MINUTE])
-        end_seconds = max(start_seconds, min(to_unix_seconds, newest_seconds))
-        steps = self._steps(start_seconds, end_seconds, now_seconds, points)
-        ends = steps.ends
-        return {
-            "from_unix_seconds": round(start_seconds, 3),
-            "to_unix_seconds": round(end_seconds, 3),
-            "step_seconds": steps.step_seconds * steps.ratio,
-            "unix_seconds": ends,
-            "series": [series for key in keys if (series := self._series(key, steps, len(ends), names))],
-        }
+            id_, subject = self._find(key) or (0, None)
+            if subject is None or subject.part:
+                return None
+            values = {"id": id_, "step": step, "start": steps.start, "end": steps.stop, "width": steps.step}
+            rows = self._database.execute(_READ, values).fetchall()
+        columns: list[list[int | None]] = [[None] * len(steps) for _ in (*VALUES, *_LOWS)]
+        for index, *sizes in rows:
+            for column, size in zip(columns, sizes, strict=True):
+                column[index] = size
+        return subject, columns
 
     def minima(self, part: PartKey) -> list[tuple[int, int]]:
         """Return the smallest allocated bytes of a process on a device in each minute of the last hour, oldest first.
@@ -140,103 +170,64 @@ class History:
         A minute is its end in Unix seconds. A minute in which the value is unknown is left out, and so is the present
         one. An unknown process has none.
         """
+        now = int(self.wall_clock()) - 1  # the last second of a minute may have no row yet
+        oldest, newest = now // _MINUTE * _MINUTE - _MINIMA_SECONDS, now - _MINUTE
         with self._lock:
-            return self._table.minima(Subject.of_minima(part).key, self._recorded_seconds)
-
-    # For the file
-
-    def rows(self, since_seconds: float) -> Iterator[tuple[Subject, list[StoredRow]]]:
-        """Yield each series with the rows that may have changed since a time."""
-        # The lock is released between two series: the caller writes each, and rows arrive meanwhile.
-        with self._lock:
-            subjects = self._table.subjects()
-        for id_, subject in subjects.items():
-            with self._lock:
-                rows = self._table.rows(id_, since_seconds)
-            if rows:
-                yield subject, rows
-
-    def restore(self, saved: Iterable[tuple[Subject, Iterable[StoredRow]]]) -> None:
-        """Put the series of an earlier run before the rows of this run; the time between them is a gap."""
-        for subject, rows in saved:
-            with self._lock:
-                _, present = self._table.subject(subject.key) or (0, subject)
-                if present.start_time_ticks == subject.start_time_ticks:  # otherwise, the pid was reused
-                    # Rows that the wall clock has not reached would hide the rows of this run.
-                    reached = [row for row in rows if row[1] <= self.now_seconds]
-                    self._table.put(present, reached, replace=False)
-                    self._table.make_room(self.now_seconds)
-        with self._lock:
-            self._table.fold(int(self.now_seconds), from_start=True)
-            self._table.expire(self.now_seconds)
-            self._table.commit()
-            # So that growth is found before the first row of this run.
-            self._recorded_seconds = max(self._recorded_seconds, min(self._table.last_seconds, int(self.now_seconds)))
+            return self._database.execute(_MINIMA, (Subject.of_minima(part).key, oldest, newest)).fetchall()
 
     # With the lock
 
-    def _follow_wall_clock(self) -> None:
-        before, self._offset_seconds = self._offset_seconds, self._wall_clock() - self._clock()
-        step_seconds = self._offset_seconds - before
-        if abs(step_seconds) > _CLOCK_STEP_SECONDS:
-            _log.debug("the wall clock was set by %+.1f s", step_seconds)
-            self._table.shift(round(step_seconds))
-            self.clock_steps += 1
+    def _put(self, subject: Subject, rows: Iterable[StoredRow]) -> None:
+        """Add rows, except of steps that the subject has."""
+        id_ = self._id_of(subject)
+        self._database.executemany(_PUT_POINT, ((id_, *row) for row in rows))
+
+    def _id_of(self, subject: Subject) -> int | None:
+        """Return the id of a subject, which has no rows yet if its pid was reused."""
+        id_, known = self._find(subject.key) or (None, None)
+        if known is not None and known.start_time_ticks != subject.start_time_ticks:
+            self._database.execute("DELETE FROM points WHERE subject = ?", (id_,))
+        if known != subject:
+            id_ = self._database.execute(_PUT_SUBJECT, (id_, subject.key, *subject)).lastrowid
+        return id_
+
+    def _find(self, key: str) -> tuple[int, Subject] | None:
+        row = self._database.execute("SELECT * FROM subjects WHERE key = ?", (key,)).fetchone()
+        return (row[0], Subject(*row[2:])) if row is not None else None
+
+    def _fold(self, start_seconds: int, end_seconds: int) -> None:
+        """Fold the rows of all steps that ended in a time into rows of longer steps, unless these are known."""
+        for fine, step in ((1, 10), (10, _MINUTE)):
+            start, end = start_seconds // step * step, end_seconds // step * step
+            self._database.execute(_FOLD, {"step": step, "fine": fine, "start": start, "end": end})
+
+    def _expire(self, now_seconds: int) -> None:
+        """Remove the rows that are older than their resolution keeps, and subjects without a row."""
+        kept = [*((step, seconds, False) for step, seconds in self.kept.items()), (_MINUTE, _MINIMA_SECONDS, True)]
+        for step, seconds, minima in kept:
+            self._database.execute(_EXPIRED, (step, now_seconds - seconds, minima))
+        self._database.execute(_UNUSED)
+
+    def _make_room(self) -> None:
+        """If the budget is used up, remove the oldest rows of the owners with the most."""
+        if self.size_bytes <= _BUDGET_BYTES:
+            return
+        target = _BUDGET_BYTES * (1 - _FREED_SHARE)
+        while self.size_bytes > target and (sizes := dict(self._database.execute(_SIZES))):
+            jobs, devices = Shares(0), sizes.pop("", 0)
+            for owner, size in sizes.items():
+                jobs.put(owner, size)
+            loser = jobs.over() if devices <= _DEVICES_SHARE * target else ""
+            for step in self.kept:
+                self._database.execute(_OLDEST, {"owner": loser or "", "step": step})
+            self._database.execute(_UNUSED)
 
     def _note_peaks(self, now_seconds: int, caches: Iterable[Subject]) -> None:
-        peaks: dict[tuple[str, str], dict[str, KvCachePeak]] = {}
+        peaks = defaultdict[tuple[str, str], dict[str, KvCachePeak]](dict)
         for subject in caches:
             name, _, uuid = subject.part.partition(" ")
-            for window, window_seconds in KV_PEAK_WINDOWS.items():
-                peak, known_seconds = self._table.peak(subject.key, now_seconds - window_seconds, now_seconds)
-                if peak is not None and known_seconds is not None:
-                    known = KvCachePeak(peak, min(known_seconds, window_seconds))
-                    peaks.setdefault((name, uuid), {})[window] = known
+            for window, seconds in KV_PEAK_WINDOWS.items():
+                values = (subject.key, now_seconds - seconds, now_seconds // _MINUTE * _MINUTE)
+                if (found := self._database.execute(_PEAK, values).fetchone()) is not None:
+                    peaks[name, uuid][window] = KvCachePeak(found[0], min(found[1], seconds))
         self.kv_cache_peaks = peaks
-
-    # Documents
-
-    def _steps(self, start_seconds: float, end_seconds: float, now_seconds: float, points: int) -> _Steps:
-        """Return the shortest steps that reach back to the start and are at most `points`.
-
-        A step is in the range if its end is. If even minutes are too many, each step of the document has several.
-        """
-        for step, kept in self._table.kept.items():
-            start, end = int(start_seconds // step), int(end_seconds // step)
-            if end - start <= points and start_seconds >= now_seconds - kept:
-                return _Steps(step, 1, start, end)
-        ratio = -(-(end - start) // points)
-        if ratio > 1:
-            # Each step starts at a multiple of its length, so the same minutes are together in the next document.
-            start += -start % ratio
-        return _Steps(step, max(1, ratio), start, end)
-
-    def _series(self, key: str, steps: _Steps, count: int, names: Mapping[str, str] | None) -> dict[str, Any] | None:
-        step, ratio, start, end = steps
-        with self._lock:
-            id_, subject = self._table.subject(key) or (0, None)
-            if subject is None or subject.part:
-                return None
-            rows = self._table.values(id_, step, start * step, end * step, ratio * step)
-        columns: list[list[int | None]] = [[None] * count for _ in (*VALUES, *_NO_LOWS)]
-        for index, *values in rows:
-            for column, value in zip(columns, values, strict=True):
-                column[index] = value
-        highs, lows = columns[: len(VALUES)], columns[len(VALUES) :] if step * ratio > 1 else []
-        return {
-            "device": subject.uuid or None,
-            "job": subject.job or None,
-            "name": _name(subject, names),
-            "gpu": subject.gpu or None,
-            **{name: {"max": high} for name, high in zip(VALUES, highs, strict=True)},
-            **{name: {"min": low, "max": high} for name, low, high in zip(VALUES, lows, highs, strict=False)},
-        }
-
-
-def _name(subject: Subject, names: Mapping[str, str] | None) -> str:
-    shown = subject.name or (subject.command if names is None else names.get(subject.job, ""))
-    return shown or f"pid {subject.job.rpartition('~')[2]}"
-
-
-def _gpu_order(gpu: str) -> list[int]:
-    return [int(part) if part.isdecimal() else 1 << 30 for part in gpu.split(":")]

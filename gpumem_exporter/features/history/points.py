@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.ledger import idle_cache_bytes, node_ledgers, node_shares
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, giving_way, kv_cache_size_bytes
+from gpumem_exporter.core.samples import PartKey, ReportingProcess, Snapshot, giving_way, kv_cache_size_bytes
 from gpumem_exporter.core.series import Subject
 from gpumem_exporter.node.job_ids import job_of_process
-from gpumem_exporter.page.documents import SeenProcess
 from gpumem_exporter.page.jobs import Job, jobs_of
-
-# The maximum number of peaks that are kept, about 1 MiB. The in-use peaks of further parts come from samples alone.
-_MAX_PEAKS = 4096
 
 VALUES = ("used", "allocated", "idle_cache", "other_cache", "in_use_peak")
 """The values of a row."""
-Row = list[int | None]
-"""The values of a second in whole KiB; None is unknown."""
-UNIT_BITS = 10
-_MAX_UNITS = 1 << 32
-
-
-Point = tuple[Subject, Row]
-# A process on a device: its key, its session and the uuid.
-_Part = tuple[ProcessKey, str, str]
+_Sizes = Sequence[int | None]
+_MAX_BYTES = 1 << 42
 
 
 class Points:
@@ -36,49 +26,42 @@ class Points:
     """
 
     def __init__(self) -> None:
-        self._peaks: dict[_Part, int] = {}
+        self._peaks: dict[PartKey, int] = {}
 
-    def of(self, snapshot: Snapshot) -> list[Point]:
-        """Return the rows of the devices and jobs of which a value is known."""
+    def of(self, snapshot: Snapshot) -> list[tuple[Subject, _Sizes]]:
+        """Return the values of the devices and jobs of which a value is known, in whole KiB; None is unknown."""
         in_use = self._in_use(snapshot.processes)
-        return [*_devices(snapshot, in_use), *_jobs(snapshot, in_use), *_caches(snapshot)]
+        found = chain(_devices(snapshot, in_use), _jobs(snapshot, in_use), _caches(snapshot))
+        rows = ((subject, [units(size) for size in sizes]) for subject, sizes in found)
+        return [(subject, row) for subject, row in rows if any(value is not None for value in row)]
 
-    def _in_use(self, processes: Iterable[ReportingProcess]) -> dict[_Part, int]:
-        in_use: dict[_Part, int] = {}
-        peaks: dict[_Part, int] = {}
+    def _in_use(self, processes: Iterable[ReportingProcess]) -> dict[PartKey, int]:
+        in_use: dict[PartKey, int] = {}
+        before, self._peaks = self._peaks, {}
         for process in giving_way(processes):
             for sample in process.report.devices:
                 if sample.allocated_bytes is None:
                     continue
-                part = _part(process, sample.uuid)
+                part = process.part(sample.uuid)
                 in_use[part] = sample.allocated_bytes
                 # The peak counts memory that is unmapped, and the allocated bytes do not.
-                peak = None if sample.unmapped_bytes else sample.allocated_peak_bytes
-                if peak is not None and len(peaks) < _MAX_PEAKS:
-                    peaks[part] = peak
+                if sample.allocated_peak_bytes is not None and not sample.unmapped_bytes:
+                    peak = self._peaks[part] = sample.allocated_peak_bytes
                     # A peak in PyTorch's statistics that differs from the peak before was reached since then; an equal
                     # one may be hours old.
-                    if self._peaks.get(part, peak) != peak:
+                    if before.get(part, peak) != peak:
                         in_use[part] = max(sample.allocated_bytes, peak)
-        self._peaks = peaks
         return in_use
 
 
-def _part(process: ReportingProcess, uuid: str) -> _Part:
-    return process.key, process.report.process.session, uuid
-
-
-def _devices(snapshot: Snapshot, in_use: dict[_Part, int]) -> Iterator[Point]:
+def _devices(snapshot: Snapshot, in_use: Mapping[PartKey, int]) -> Iterator[tuple[Subject, _Sizes]]:
     shares, ledgers = node_shares(snapshot), node_ledgers(snapshot)
     for device in snapshot.node.devices if snapshot.node is not None else ():
         ledger = ledgers.get(device.uuid)
         if not device.uuid or device.memory is None or ledger is None:
             continue
-        peaks = [
-            in_use[part]
-            for share in shares[device.uuid]
-            if share.process is not None and (part := _part(share.process, device.uuid)) in in_use
-        ]
+        reporters = [share.process for share in shares[device.uuid] if share.process is not None]
+        peak_bytes = sum(in_use.get(process.part(device.uuid), 0) for process in reporters)
         idle_bytes = idle_cache_bytes(shares[device.uuid])
         cache_bytes = ledger.categories.get("torch_reclaimable", 0) + ledger.categories["torch_fragmented"]
         values = (
@@ -87,42 +70,35 @@ def _devices(snapshot: Snapshot, in_use: dict[_Part, int]) -> Iterator[Point]:
             idle_bytes,
             cache_bytes - (idle_bytes or 0),
             # A pluggable allocator counts no tensors: all that it reserved is in the ledger's allocated bytes.
-            max(sum(peaks), ledger.categories["torch_allocated"]),
+            max(peak_bytes, ledger.categories["torch_allocated"]),
         )
-        if (row := row_of(values)) is not None:
-            yield Subject(device.uuid, "", device.name, gpu=device.gpu), row
+        yield Subject(device.uuid, "", device.name, gpu=device.gpu), values
 
 
-def _jobs(snapshot: Snapshot, in_use: dict[_Part, int]) -> Iterator[Point]:
+def _jobs(snapshot: Snapshot, in_use: Mapping[PartKey, int]) -> Iterator[tuple[Subject, _Sizes]]:
     for job in giving_way(jobs_of(snapshot)):
+        reporters = job.reporters if len(job.reporters) == len(job.processes) else []
+        sampled = [(each.part(sample.uuid), sample) for each in reporters for sample in each.report.devices]
         # A reporter has no sample of a device on which the process has no allocator, such as a device of NCCL.
-        reports = all(process.reporter is not None for process in job.processes)
-        sampled = [(p.process, p.uuid, p.sample) for p in job.parts if p.sample is not None] if reports else []
         values = (
             [part.share.used_bytes if part.share is not None else None for part in job.parts],
-            [sample.allocated_bytes for _, _, sample in sampled],
-            [sample.idle_cache_bytes for _, _, sample in sampled],
-            [_other_cache(sample) for _, _, sample in sampled],
-            [in_use.get(_part(each.reporter, uuid)) for each, uuid, _ in sampled if each.reporter is not None],
+            [sample.allocated_bytes for _, sample in sampled],
+            [sample.idle_cache_bytes for _, sample in sampled],
+            [_other_cache(sample) for _, sample in sampled],
+            [in_use.get(part) for part, _ in sampled],
         )
-        if (row := row_of(map(_sum, values))) is not None:
-            yield _subject(job), row
+        yield _subject(job), [_sum(sizes) for sizes in values]
 
 
-def _caches(snapshot: Snapshot) -> Iterator[Point]:
+def _caches(snapshot: Snapshot) -> Iterator[tuple[Subject, _Sizes]]:
     """Yield the key-value cache of each process on each of its devices, of which the use is known."""
     for name, process in snapshot.names.reporting:
+        workload, job, ticks = process.report.process.workload, job_of_process(process), process.start_time_ticks
         for sample in process.report.devices:
-            cache = sample.kv_cache_bytes
-            if "used" not in cache:
-                continue
-            if row := row_of((cache["used"], kv_cache_size_bytes(sample), None, None, cache["used"])):
-                yield _subject_of_cache(process, f"{name} {sample.uuid}"), row
-
-
-def _subject_of_cache(process: ReportingProcess, cache: str) -> Subject:
-    workload, job, ticks = process.report.process.workload, job_of_process(process), process.start_time_ticks
-    return Subject("", job, workload, owner=process.key.share, start_time_ticks=ticks, part=cache)
+            if (used := sample.kv_cache_bytes.get("used")) is not None:
+                cache = f"{name} {sample.uuid}"
+                subject = Subject("", job, workload, owner=process.key.share, start_time_ticks=ticks, part=cache)
+                yield subject, (used, kv_cache_size_bytes(sample), None, None, used)
 
 
 def _other_cache(sample: DeviceSample) -> int | None:
@@ -132,7 +108,7 @@ def _other_cache(sample: DeviceSample) -> int | None:
     return sample.reserved_bytes - sample.allocated_bytes - (sample.idle_cache_bytes or 0)
 
 
-def _sum(parts: list[int | None]) -> int | None:
+def _sum(parts: _Sizes) -> int | None:
     """Return the sum; None if a part is unknown."""
     # A sum of the other parts would show a drop that never happened.
     known = [part for part in parts if part is not None]
@@ -141,35 +117,14 @@ def _sum(parts: list[int | None]) -> int | None:
 
 def _subject(job: Job) -> Subject:
     first = job.processes[0]
-    return Subject(
-        "",
-        job.id,
-        job.workload or "",
-        job.command or "",
-        owner=_share(first),
-        start_time_ticks=0 if job.workload else _start(first),
-    )
-
-
-def _share(process: SeenProcess) -> str:
-    known = process.reporter or process.silent
-    if known is not None:
-        return known.key.share
-    uid = process.facts.uid if process.facts is not None else None
-    return "unattested" if uid is None else f"uid:{uid}"
-
-
-def _start(process: SeenProcess) -> int:
-    known = process.reporter or process.silent or process.facts
-    return known.start_time_ticks if known is not None else 0
+    known = first.reporter or first.silent
+    uid = first.facts.uid if first.facts is not None else None
+    owner = known.key.share if known is not None else "unattested" if uid is None else f"uid:{uid}"
+    started = None if job.workload else known or first.facts
+    ticks = started.start_time_ticks if started is not None else 0
+    return Subject("", job.id, job.workload or "", job.command or "", owner=owner, start_time_ticks=ticks)
 
 
 def units(size: int | None) -> int | None:
     """Return bytes in whole KiB; None if they are unknown. 4 TiB and more are unknown."""
-    return size >> UNIT_BITS if size is not None and 0 <= size >> UNIT_BITS < _MAX_UNITS - 1 else None
-
-
-def row_of(values: Iterable[int | None]) -> Row | None:
-    """Return the row of one second from bytes; None if no value is known."""
-    row = [units(value) for value in values]
-    return None if all(value is None for value in row) else row
+    return size >> 10 if size is not None and 0 <= size < _MAX_BYTES else None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.core.samples import ProcessFacts, Snapshot
+from gpumem_exporter.page.growth import growth
 from gpumem_exporter.page.jobs import jobs_of
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 from tests.support.history_bench import DAY, START, HistoryBench, used
@@ -113,26 +114,39 @@ def test_a_device_that_does_not_answer_has_a_gap() -> None:
     assert bench.document()["series"][1]["used"]["max"][-5:] == [50 * MIB] * 5
 
 
-@pytest.mark.parametrize("jump", [3600.0, -7200.0, 0.4])
-def test_a_step_of_the_wall_clock_changes_neither_order_nor_ages(jump: float) -> None:
+@pytest.mark.parametrize(("jump", "known"), [(3600.0, 50), (-7200.0, 50), (-30.0, 70), (0.4, 100)])
+def test_after_a_step_of_the_wall_clock_rows_stay_unless_they_would_be_later(jump: float, known: int) -> None:
     bench = HistoryBench()
     for second in range(100):
         bench.record(used_mib=second)
         bench.seconds = second + 1
-        bench.jumped = jump if second >= 50 else 0.0
-    document = bench.document(100)
-    ends = document["unix_seconds"]
-    assert ends == sorted(set(ends))
-    values = [value // MIB for value in document["series"][0]["used"]["max"]]
-    assert values == list(range(100))[-len(values) :]
-    assert abs(bench.unix_seconds - ends[-1]) < 1.5
+        bench.jumped = jump if second >= 49 else 0.0
+    shown = bench.document(600 if jump < 0 else 100)
+    values = [value // MIB for value in shown["series"][0]["used"]["max"] if value is not None]
+    assert values == [*range(known - 50), *range(50, 100)][-len(values) :]
+    assert len(values) >= known - 1
+    assert abs(bench.unix_seconds - shown["unix_seconds"][-1]) < 1.5
     bench.run(100)
-    assert None not in bench.values("used", seconds=190, points=20).values()
+    assert None not in bench.values("used", seconds=140, points=14).values(), "each fold has the rows that stay"
+
+
+@pytest.mark.parametrize("jump", [1800.0, 240.0, -240.0, -1800.0])
+def test_a_load_of_five_minutes_is_no_growth_when_the_clock_is_set(jump: float) -> None:
+    bench = HistoryBench()
+    for second in range(1500):
+        bench.record(allocating(1000 + 100 * min(300, max(0, second - 600))))
+        bench.seconds = second + 1
+        bench.jumped = jump if second >= 750 else 0.0
+        if second % 60 == 5:
+            assert growth(bench.history.minima(allocating(1).part(UUIDS[0]))) is None
+    times = [time for time, _ in bench.history.minima(allocating(1).part(UUIDS[0]))]
+    assert times == sorted(set(times))
+    assert times[-1] <= bench.unix_seconds
 
 
 def test_a_job_has_the_sum_of_its_ranks_and_is_unknown_while_one_is_silent() -> None:
     bench = HistoryBench()
-    ranks = [allocating(30, pid=7, rank="0"), allocating(40, pid=8, rank="1")]
+    ranks = [allocating(30, pid=7, rank="0"), allocating(40, pid=8, rank="1", session="other")]
     both = node(used(100, p7=50, p8=60))
     bench.run(3, *ranks, reading=both)
     job = job_of(*ranks)
@@ -275,5 +289,4 @@ def test_the_series_of_a_cache_is_no_series_of_a_job() -> None:
     bench.run(30, serving(700))
     assert [series["device"] for series in bench.document()["series"]] == [UUIDS[0]]
     cache = f"{job_of(serving(700))} 7 {UUIDS[0]}"
-    assert cache in [subject.key for subject, _ in bench.history.rows(0)]
     assert bench.document(uuids=(), jobs=(cache,))["series"] == []

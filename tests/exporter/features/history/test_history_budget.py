@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.core.samples import PartKey
 from gpumem_exporter.core.series import StoredRow, Subject
-from gpumem_exporter.features.history.point_table import MAX_BYTES, PointTable
+from gpumem_exporter.features.history.history import MAX_BYTES
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 from tests.support.history_bench import DAY, START, HistoryBench
 
@@ -79,7 +80,7 @@ def test_a_day_of_a_series_has_a_known_size_and_an_old_one_leaves_nothing() -> N
 def test_jobs_of_one_user_do_not_push_out_others(bench: Bench) -> None:
     others = [job(number, "uid:2") for number in range(10)]
     bench.restore(*DEVICES[:8], *others)
-    bench.restore(*[job(number, "uid:1") for number in range(200)], ended_seconds=50_000)
+    bench.restore(*[job(number, "uid:1") for number in range(200)], ended_seconds=80_000)
     assert bench.history.size_bytes < MAX_BYTES
     assert min(bench.minutes(subject.key) for subject in (*DEVICES[:8], *others)) >= 1439
     keys = [job(number, "uid:1").key for number in range(200)]
@@ -112,20 +113,20 @@ def test_invented_names_push_out_names_of_their_user_only(bench: Bench) -> None:
 
 def test_many_devices_leave_room_for_jobs() -> None:
     bench = Bench(retention_seconds=7 * DAY)
-    bench.restore(*[Subject(f"MIG-{number:036}", "", "MIG", gpu=f"0:{number}") for number in range(128)])
+    bench.restore(*[Subject(f"MIG-{number:036}", "", "MIG", gpu=f"0:{number}") for number in range(64)])
     bench.restore(*[job(number, "uid:1") for number in range(10)])
     assert bench.history.size_bytes < MAX_BYTES
-    assert all(bench.minutes(f"MIG-{number:036}") > 300 for number in range(128))
+    assert all(bench.minutes(f"MIG-{number:036}") > 300 for number in range(64))
     assert all(bench.minutes(job(number, "uid:1").key) == 1440 for number in range(10))
 
 
 def test_processes_of_one_user_do_not_push_out_the_minima_of_others() -> None:
-    table = PointTable(retention_seconds=DAY)
+    bench = Bench()
     for minute in range(60):
-        for owner, number in (*(("uid:1", number) for number in range(800)), ("uid:2", 0)):
-            session = number if owner == "uid:2" else 1000 * minute + number
-            part = Subject("", "", "", owner=owner, part=f"{session:016} {UUIDS[0]}")
-            table.put(part, [(60, START + 60 * minute, None, number, *[None] * 7)])
-        table.make_room(START + 60 * minute + 60)
-        assert table.size_bytes < MAX_BYTES
-    assert len(table.minima(part.key, START + 3600)) == 60
+        rows = [(60, START + bench.seconds - 60 * (60 - minute), None, minute, *[None] * 7)]
+        sessions = [("uid:1", f"{minute}-{number}") for number in range(800)]
+        parts = [PartKey(owner, session, UUIDS[0]) for owner, session in (*sessions, ("uid:2", "one"))]
+        bench.history.restore((Subject.of_minima(part), rows) for part in parts)
+        assert bench.history.size_bytes < MAX_BYTES
+    bench.seconds += 1
+    assert len(bench.history.minima(parts[-1])) == 60
