@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from gpumem_client.wire.errors import ExporterError
-from gpumem_exporter.features.fleet.fleet_options import FleetOptions
-from gpumem_exporter.features.fleet.node_selection import Exporter
-from gpumem_exporter.features.fleet.prometheus import QueryResult
+from gpumem_exporter.features.fleet.fleet_nodes import Exporter, Fleet
+from gpumem_exporter.features.fleet.prometheus import Prometheus
 
-A, B, C = (Exporter(f"node{i}:9844", f"http://node{i}:9844") for i in (1, 2, 3))
+A, B = (Exporter(f"http://node{i}:9844", f"node{i}:9844") for i in (1, 2))
 
 
 def process(pid: int | str = 1, **changes: Any) -> dict[str, Any]:
@@ -102,8 +100,9 @@ def serve_fleet(
 ) -> None:
     """Let `fleet` find these series and reach these exporters."""
     by_url = {address.url: exporter for address, exporter in exporters.items()}
-    monkeypatch.setattr(FleetOptions, "connect", lambda _: Mock(query=lambda _: QueryResult(tuple(series))))
-    monkeypatch.setattr(FleetOptions, "api", lambda _, url: by_url[url])
+    monkeypatch.setenv("GPUMEM_PROMETHEUS_URL", "http://prometheus:9090")
+    monkeypatch.setattr(Prometheus, "query", lambda *_: (series, ()))
+    monkeypatch.setattr(Fleet, "api", lambda _, url: by_url[url])
 
 
 def _next(answers: list[Mapping[str, Any] | ExporterError]) -> Mapping[str, Any] | ExporterError:

