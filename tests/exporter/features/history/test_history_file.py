@@ -91,29 +91,21 @@ def test_a_shorter_retention_drops_older_rows(tmp_path: Path) -> None:
     assert bench.history.size_bytes < 40_000
 
 
-def cut(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
-def overwritten(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[:4096] + bytes(len(content) - 4096))
-
-
-def of_later_version(path: Path) -> None:
-    with sqlite3.connect(path) as database:
-        database.execute("PRAGMA user_version = 3")
-    database.close()
-
-
-@pytest.mark.parametrize("spoil", [cut, overwritten, of_later_version, lambda path: path.write_bytes(9999 * b"x")])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:4096] + bytes(len(content) - 4096),
+        lambda content: content[:60] + b"\0\0\0\3" + content[64:],  # of a later version
+        lambda _: 9999 * b"x",
+    ],
+)
 def test_a_file_that_cannot_be_read_is_a_warning(
-    bench: HistoryBench, tmp_path: Path, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+    bench: HistoryBench, tmp_path: Path, spoil: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "new" / FILE_NAME
-    spoil(path)
-    changed = path.read_bytes()
+    changed = spoil(path.read_bytes())
+    path.write_bytes(changed)
     restarted(bench, tmp_path)
     bench.run(5, reading=READING)
     values = list(bench.values("used", seconds=600).values())
