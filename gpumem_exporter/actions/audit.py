@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
-from gpumem_client.wire.errors import StorageError
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.action_events import action_event, read_action, read_requested, requested_event
@@ -26,7 +25,6 @@ T = TypeVar("T")
 
 _RESTARTED = "the exporter restarted before the result arrived; the action may have been done"
 _RESTORED_SECONDS = 2 * MAX_DEADLINE_SECONDS
-_RETRY_SECONDS = 1.0
 _WAIT_SECONDS = 5.0
 _PAGE = 500
 # The dispatcher keeps about this number of actions and results. The audit trail may have many times more.
@@ -89,20 +87,13 @@ class Audit:
                 await asyncio.wait_for(self._restored.wait(), _WAIT_SECONDS)
 
     async def restore(self, dispatcher: Dispatcher) -> None:
-        """Give the dispatcher the actions before the restart. Retries while the disk fails."""
+        """Give the dispatcher the actions before the restart."""
         if not self.durable:
             return
         since_unix_seconds = self._wall_clock() - _RESTORED_SECONDS
         query = Query(since_unix_seconds=since_unix_seconds, types=(ACTION_REQUESTED, "action"), limit=_PAGE)
         try:
-            while True:
-                try:
-                    events = await self.journal.pages(query, max_rows=_MAX_ROWS)
-                except StorageError:
-                    await asyncio.sleep(_RETRY_SECONDS)  # the event log has logged the error
-                else:
-                    break
-            self._restore(dispatcher, events)
+            self._restore(dispatcher, await self.journal.pages(query, max_rows=_MAX_ROWS))
         except Exception:  # noqa: BLE001 - another attempt would fail in the same way
             _log.exception("cannot restore the actions before this start")
         finally:

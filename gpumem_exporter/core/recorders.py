@@ -13,7 +13,7 @@ class Journal:
     """The log of events, for the parts that record and read events. Thread-safe."""
 
     def put(self, events: Sequence[Event]) -> Future[bool]:
-        """Queue events; the future is true after their commit, and false if they are dropped or the disk fails."""
+        """Queue events; the future is true after their commit, and false if they are dropped."""
         dropped: Future[bool] = Future()
         dropped.set_result(False)
         return dropped
@@ -21,16 +21,18 @@ class Journal:
     def count_left_out(self, count: int) -> None:
         """Count events that are not recorded, because their user has too many."""
 
-    async def wait_until_kept(self, committed: Future[bool]) -> bool:
-        """Wait until events are committed and return whether they are; not long, if the disk fails or is slow."""
-        return committed.done() and committed.result()
+    async def wait_until_kept(self, committed: Future[bool]) -> None:
+        """Wait until events are committed; not long, if the disk fails or is slow."""
 
     async def page(self, query: Query) -> Page:
         """Return the events that match a query. Raises StorageError."""
         return Page((), query.after or 0, more=False)
 
     async def pages(self, query: Query, *, max_rows: int | None = None) -> list[Event]:
-        """Return the events of all pages, oldest first, or the latest that have `max_rows`. Raises StorageError."""
+        """Return the events of all pages, oldest first, or the latest that have `max_rows`.
+
+        Waits until they can be read: an earlier exporter may still use the storage.
+        """
         return []
 
 

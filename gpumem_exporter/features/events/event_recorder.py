@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.event import Event, Query, process_subject
 from gpumem_exporter.core.naming import command_of, json_pid
 from gpumem_exporter.core.recorders import Journal, ProcessRecorder
@@ -22,7 +21,6 @@ from gpumem_exporter.node.host import Host
 
 MAX_STARTS_PER_MINUTE = 1024
 """The maximum number of processes of a user whose start in a minute, and whose end, is an event."""
-_RETRY_SECONDS = 1.0
 _STARTS_WITHOUT_END = Query(after=0, types=("process_started",), last_of_subject=True, limit=1000)
 # After a reboot, every process has ended. The queue of events has room for more of one user.
 _MAX_ENDS = 256
@@ -195,13 +193,7 @@ class Recorder(ProcessRecorder):
                 return clock() >= silent_at_seconds
             return not host.alive(host_pid, event.detail["start_time_ticks"])
 
-        started: list[Event] = []
-        while clock() < silent_at_seconds:
-            try:
-                started = await self._log.pages(_STARTS_WITHOUT_END)
-                break
-            except StorageError:
-                await asyncio.sleep(_RETRY_SECONDS)  # an earlier exporter may still use the storage
+        started = await self._log.pages(_STARTS_WITHOUT_END)
         # An earlier version did not record the start time, without which a pid is no process.
         started = [event for event in started if "start_time_ticks" in event.detail]
         while started:

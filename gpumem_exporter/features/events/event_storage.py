@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.event import AUDIT_TYPES, Event, Page, Query, detail_json
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.shares import Shares
 
-T = TypeVar("T")
-
 FILE_NAME = "events.db"
 MEMORY_BYTES = 8 << 20
 """The largest size of the database without a folder."""
 
-_VERSION = 1
+_VERSION = 2
 _PAGE_BYTES = 4096
-_WAL_PAGES = 256
 # The largest size of the write-ahead log between checkpoints, which is subtracted from the limit of the file.
 _WAL_BYTES = 2 << 20
 # WAL mode with `synchronous=FULL` writes and syncs a commit before any reader sees it. The file is locked while it is
@@ -37,57 +35,41 @@ _SETTINGS = (
     "locking_mode = EXCLUSIVE",
     "journal_mode = WAL",
     "synchronous = FULL",
-    f"wal_autocheckpoint = {_WAL_PAGES}",
+    "wal_autocheckpoint = 256",
     f"journal_size_limit = {_WAL_BYTES // 2}",
+    "foreign_keys = ON",
 )
 # The maximum number of characters of detail in one page, so that a reply does not block the event loop for long.
 _PAGE_TEXT = 1 << 20
-
-# A file of version 0.2 has this table. Later exporters have added the rest, so that the earlier ones can still use the
-# file: the format stays 1.
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS events (
-    id INTEGER PRIMARY KEY,
-    type TEXT NOT NULL,
-    time REAL NOT NULL,
-    gpu TEXT, uuid TEXT, pid TEXT, workload TEXT, rank TEXT,
-    detail TEXT NOT NULL,
-    subject TEXT
-);
-"""
-_LATER_COLUMNS = {"owner": "TEXT", "stored": "REAL", "job": "TEXT"}
-_LATER_SCHEMA = """
-CREATE TABLE IF NOT EXISTS running_time (seconds REAL NOT NULL, monotonic_seconds REAL NOT NULL);
-CREATE INDEX IF NOT EXISTS events_time ON events (time);
-CREATE INDEX IF NOT EXISTS events_subject ON events (subject, id) WHERE subject IS NOT NULL;
-CREATE INDEX IF NOT EXISTS events_owner ON events (owner);
-CREATE INDEX IF NOT EXISTS events_stored ON events (stored);
-CREATE INDEX IF NOT EXISTS events_job ON events (job) WHERE job != '';
-CREATE INDEX IF NOT EXISTS events_slurm_job ON events (json_extract(detail, '$.slurm_job_id'))
-    WHERE type = 'process_ended';
-CREATE INDEX IF NOT EXISTS events_ray_job ON events (json_extract(detail, '$.ray_job_id'))
-    WHERE type = 'process_ended';
-"""
-# The processes and devices of events whose columns do not have them, because they are several. Triggers fill the table,
-# so that it is complete also after an earlier exporter has used the file.
-_PLACES_OF_EVENTS = """INSERT INTO places
-    SELECT DISTINCT events.id, json_extract(value, '$.uuid'), CAST(json_extract(value, '$.pid') AS TEXT),
-        json_extract(value, '$.workload')
-    FROM events, json_each(detail, CASE events.type WHEN 'action' THEN '$.results' ELSE '$.devices' END)
-    WHERE events.type IN ('action', 'process_started', 'process_ended')
-    AND (uuid IS NULL OR pid IS NULL OR workload IS NULL)"""
-_PLACES_SCHEMA = f"""
-CREATE TABLE places (event INTEGER NOT NULL, uuid TEXT, pid TEXT, workload TEXT);
-CREATE INDEX places_event ON places (event);
-{_PLACES_OF_EVENTS};
-CREATE TRIGGER event_stored AFTER INSERT ON events BEGIN {_PLACES_OF_EVENTS} AND events.id = new.id; END;
-CREATE TRIGGER event_deleted AFTER DELETE ON events BEGIN DELETE FROM places WHERE event = old.id; END;
-"""  # noqa: S608 - constant names
-_COLUMNS = (
-    *("id", "type", "time", "gpu", "uuid", "pid", "workload", "rank"),
-    *("detail", "subject", "owner", "stored", "job"),
+# `about` has what each event is about, such as `pid:4711` or `job:llm`: a field of `Query`, and its value. `stored` is
+# the running time at that moment: how long exporters have had the file open.
+_SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS events (
+        id INTEGER PRIMARY KEY,
+        type TEXT NOT NULL,
+        time REAL NOT NULL,
+        gpu TEXT, uuid TEXT, pid TEXT, workload TEXT, rank TEXT,
+        detail TEXT NOT NULL,
+        subject TEXT, owner TEXT, stored REAL, job TEXT
+    )""",
+    """CREATE TABLE IF NOT EXISTS about (
+        event INTEGER NOT NULL REFERENCES events ON DELETE CASCADE,
+        name TEXT NOT NULL,
+        PRIMARY KEY (event, name)
+    ) WITHOUT ROWID""",
+    "CREATE TABLE IF NOT EXISTS running_time (seconds REAL NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS about_name ON about (name)",
+    "CREATE INDEX IF NOT EXISTS events_time ON events (time)",
+    "CREATE INDEX IF NOT EXISTS events_subject ON events (subject, id)",
+    "CREATE INDEX IF NOT EXISTS events_owner ON events (owner)",
+    "CREATE INDEX IF NOT EXISTS events_stored ON events (stored)",
 )
+# Format 1, of version 0.3, has these two tables, and others with triggers and indexes instead of `about`.
+_NOT_TAKEN_OVER = "SELECT type, name FROM sqlite_master WHERE sql NOT NULL AND name NOT IN ('events', 'running_time')"
+_TEXTS = ("gpu", "uuid", "workload", "rank", "owner", "job", "subject")
+_COLUMNS = ("id", "type", "time", "pid", "detail", "stored", *_TEXTS)
 _INSERT = f"INSERT INTO events ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"  # noqa: S608
+_BY_ID = "SELECT * FROM events WHERE id = ?"
 _IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
 # The bytes of each owner's events, of the audit trail and of the others. 256 bytes are the other columns.
 _SIZES = f"SELECT {_IS_AUDIT}, owner, sum(length(detail) + 256) FROM events GROUP BY 1, 2"  # noqa: S608 - constant names
@@ -95,34 +77,31 @@ _OLDEST_OF_OWNER = f"""SELECT id, length(detail) + 256 FROM events
     WHERE owner = ? AND ({_IS_AUDIT}) = ? ORDER BY id"""  # noqa: S608 - constant names
 # More is deleted than is needed, because each time the size of every event is read.
 _SPARE_PART = 32
-_OF_PROCESS = "(pid = :pid OR id IN (SELECT event FROM places WHERE pid = :pid))"
-_OF_DEVICE = "(uuid = :device OR id IN (SELECT event FROM places WHERE uuid = :device))"
-_PIDS_OF_JOB = "(SELECT pid FROM events WHERE job = :job AND job != '')"
-# Events of version 0.2 have no job.
-_OF_JOB = f"""(job = :job OR workload = :job
-    OR ((job IS NULL OR type IN ('action', 'policy_stopped')) AND pid IN {_PIDS_OF_JOB})
-    OR id IN (SELECT event FROM places WHERE workload = :job OR pid IN {_PIDS_OF_JOB}))"""  # noqa: S608 - constant names
-_LAST_OF_SUBJECT = """NOT EXISTS (
-    SELECT 1 FROM events AS later WHERE later.subject = events.subject AND later.id > events.id)"""
-# A number is an id of Slurm or Ray: users choose the names of workloads.
-_OF_JOB_ID = """id IN (
-    SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.slurm_job_id') = :job_id
-    UNION SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.ray_job_id') = :job_id
-    UNION SELECT id FROM events WHERE type = 'process_ended' AND (job = :job_id OR workload = :job_id)
-        AND :job_id GLOB '*[^0-9]*')"""
-# The ids of events: first all events of one owner, then one event of each other owner in turn.
-_IN_TURN = """SELECT id FROM (SELECT id, owner IS NOT :first_owner AS other,
-        row_number() OVER (PARTITION BY owner ORDER BY id) AS turn FROM events WHERE {where})
-    ORDER BY other, other * turn, id LIMIT :limit OFFSET :skip"""
+_JOB_OF_PROCESS = """SELECT job FROM events WHERE id IN (SELECT event FROM about WHERE name = 'pid:' || ?) AND job != ''
+    ORDER BY id DESC LIMIT 1"""
+_ABOUT = ("pid", "device", "job", "job_id", "uid")
+# The condition of each field of `Query`.
+_CONDITIONS = {
+    "since_unix_seconds": "time >= :since_unix_seconds",
+    "types": "type IN (SELECT value FROM json_each(:types))",
+    "subject": "subject = :subject",
+    "owner": "owner = :owner",
+    **dict.fromkeys(_ABOUT, "id IN (SELECT event FROM about WHERE name = '{0}:' || :{0})"),
+}
+# First all events of one owner, then one event of each other owner in turn.
+_IN_TURN = """owner IS NOT :first_owner,
+    (owner IS NOT :first_owner) * row_number() OVER (PARTITION BY owner ORDER BY id), id"""
+
+_log = logging.getLogger(__name__)
 
 
 class Storage:
     """Stores events for a limited time in limited space, in memory without a `folder`. Not thread-safe.
 
-    The retention time does not count while the machine is off. It uses no wall clock, which may be wrong after a start.
+    The retention time is running time, so that it depends on no wall clock, which may be wrong after a start.
     `max_bytes` limits the file with its write-ahead log. The audit trail and the other events have half of it each, and
     may use what the other half does not need. In each half, the owner with the most bytes loses its oldest events.
-    An error closes the file, and the next call opens it again. `clock` has the seconds since the machine's start.
+    An error closes the file, and the next call opens it again. `clock` is monotonic.
     """
 
     def __init__(
@@ -139,7 +118,7 @@ class Storage:
         self._bytes = min(max_bytes, MEMORY_BYTES) if folder is None else max(max_bytes - _WAL_BYTES, max_bytes // 2)
         self._wall_clock = wall_clock
         self._clock = clock
-        # On the clock, the start of the running time: the time in which exporters have had this file open.
+        # On the clock, the start of the running time.
         self._running_since_seconds = 0.0
         self._connection: sqlite3.Connection | None = None
 
@@ -152,11 +131,44 @@ class Storage:
         All of that is one commit, which also opens the file if necessary. Without events, it is maintenance.
         """
         rows = [(event, _row(event)) for event in events]
-        return self._attempt(lambda connection: self._transaction(connection, rows))
+        stored: list[Event] = []
+        with self._opened() as connection, connection:  # commits, or rolls back
+            connection.execute("BEGIN IMMEDIATE")
+            now = self._clock() - self._running_since_seconds
+            connection.execute("UPDATE running_time SET seconds = ?", (now,))
+            connection.execute("DELETE FROM events WHERE stored < ?", (now - self._retention_seconds,))
+            self._make_room(connection, sum(_PAGE_BYTES + 4 * len(row["detail"]) for _, row in rows))
+            (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
+            for event, row in rows:
+                if _is_new(connection, event):
+                    # Ids are based on the clock, so that they increase after a restart also without a folder.
+                    last = max(last + 1, int(self._wall_clock() * 1000))
+                    connection.execute(_INSERT, {**row, "id": last, "stored": now})
+                    _store_names(connection, _event({**row, "id": last}))
+                    stored.append(event)
+        return stored
 
     def read(self, query: Query) -> Page:
         """Return the events that match a query. Raises StorageError."""
-        return self._attempt(lambda connection: _read(connection, query))
+        latest = query.after is None and query.since_unix_seconds is None
+        order = "id DESC" if latest else "id" if query.first_owner is None else _IN_TURN
+        select = f"SELECT id FROM events WHERE {_where(query)} ORDER BY {order} LIMIT :limit OFFSET :skip"  # noqa: S608
+        values = {**asdict(query), "types": json.dumps(query.types), "limit": query.limit + 1}
+        found: list[Event] = []
+        size, more = 0, False
+        with self._opened() as connection:
+            (newest,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
+            # The details are read one by one: sorted with them, thousands of ends would take as many times their size.
+            for (id_,) in connection.execute(select, values):
+                row = connection.execute(_BY_ID, (id_,)).fetchone()
+                size += len(row["detail"])
+                more = len(found) == query.limit or (bool(found) and size > _PAGE_TEXT)
+                if more:
+                    break
+                found.append(_event(row))
+        if latest:
+            return Page(tuple(reversed(found)), newest, more=False)
+        return Page(tuple(found), found[-1].id if more else max(newest, query.after or 0), more)
 
     def close(self) -> None:
         """Close the file. Without a folder, all events are lost."""
@@ -165,18 +177,18 @@ class Storage:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
 
-    def _attempt(self, operation: Callable[[sqlite3.Connection], T]) -> T:
-        """Run an operation on the open file."""
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
         try:
-            return operation(self._open())
+            if self._connection is None:
+                self._connection = self._open()
+            yield self._connection
         except (sqlite3.Error, OSError) as error:
             if self._path is not None:
                 self.close()
             raise StorageError(self._error_text(error)) from error
 
     def _open(self) -> sqlite3.Connection:
-        if self._connection is not None:
-            return self._connection
         if self._path is not None:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.touch(mode=0o600)  # the mode of SQLite's other files too
@@ -192,61 +204,28 @@ class Storage:
         except BaseException:
             connection.close()
             raise
-        self._connection = connection
         return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):
+        if version not in (0, 1, _VERSION):
             raise StorageError(f"{self._path} was written by another version (its format is {version}, not {_VERSION})")
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(found)
-        known = {row["name"] for row in connection.execute("PRAGMA table_info(events)")}
-        later = [
-            f"ALTER TABLE events ADD COLUMN {name} {_LATER_COLUMNS[name]};" for name in _LATER_COLUMNS.keys() - known
-        ]
-        places = "" if connection.execute("PRAGMA table_info(places)").fetchone() else _PLACES_SCHEMA
-        schema = (_SCHEMA, *later, _LATER_SCHEMA, places, f"PRAGMA user_version = {_VERSION};")
-        connection.executescript(f"BEGIN IMMEDIATE; {' '.join(schema)} COMMIT;")
-        self._start_running_time(connection)
-
-    def _start_running_time(self, connection: sqlite3.Connection) -> None:
-        """Continue the running time of the file."""
-        # While the machine stays on, its clock shows how long the file was closed. If the clock shows less than when
-        # the file was last used, the machine has been restarted, and the file was closed for at least what the clock
-        # shows.
-        now = self._clock()
-        first = "INSERT INTO running_time SELECT 0.0, ? WHERE NOT EXISTS (SELECT 1 FROM running_time)"
-        connection.execute(first, (now,))
-        seconds, last_seconds = connection.execute("SELECT seconds, monotonic_seconds FROM running_time").fetchone()
-        running_seconds = seconds + (now - last_seconds if now >= last_seconds else now)
-        self._running_since_seconds = now - running_seconds
-        # Events of an earlier exporter count from now on.
-        connection.execute(
-            "UPDATE events SET owner = coalesce(owner, json_extract(detail, '$.caller'), ''), stored = ? "
-            "WHERE stored IS NULL",
-            (running_seconds,),
-        )
-
-    def _transaction(self, connection: sqlite3.Connection, rows: Sequence[tuple[Event, dict[str, Any]]]) -> list[Event]:
-        stored: list[Event] = []
-        with connection:  # commits, or rolls back
+        with connection:
             connection.execute("BEGIN IMMEDIATE")
-            running_seconds = self._clock() - self._running_since_seconds
-            connection.execute("DELETE FROM events WHERE stored < ?", (running_seconds - self._retention_seconds,))
-            self._make_room(connection, sum(_PAGE_BYTES + 2 * len(row["detail"]) for _, row in rows))
-            times = (running_seconds, running_seconds + self._running_since_seconds)
-            connection.execute("UPDATE running_time SET seconds = ?, monotonic_seconds = ?", times)
-            (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
-            for event, row in rows:
-                if _is_new(connection, event):
-                    # Ids are based on the clock, so that they increase after a restart also without a folder.
-                    last = row["id"] = max(last + 1, int(self._wall_clock() * 1000))
-                    row["stored"] = running_seconds
-                    connection.execute(_INSERT, row)
-                    stored.append(event)
-        return stored
+            for kind, name in connection.execute(_NOT_TAKEN_OVER).fetchall() if version == 1 else ():
+                connection.execute(f"DROP {kind} IF EXISTS {name}")
+            for statement in _SCHEMA:
+                connection.execute(statement)
+            if version == 0:
+                connection.execute("INSERT INTO running_time VALUES (0.0)")
+            elif version == 1:
+                _take_over(connection)
+            connection.execute(f"PRAGMA user_version = {_VERSION}")
+        (running_seconds,) = connection.execute("SELECT seconds FROM running_time").fetchone()
+        self._running_since_seconds = self._clock() - running_seconds
 
     def _make_room(self, connection: sqlite3.Connection, needed_bytes: int) -> None:
         """Delete old events of the audit trail or of the others, whichever use more space.
@@ -304,14 +283,12 @@ def _row(event: Event) -> dict[str, Any]:
         "time": event.time_unix_seconds,
         "pid": None if event.pid is None else str(event.pid),
         "detail": detail_json(event.detail),
-        "subject": _text(event.subject or None),
-        **{name: _text(getattr(event, name)) for name in ("gpu", "uuid", "workload", "rank", "owner", "job")},
+        **{name: _text(getattr(event, name)) for name in _TEXTS},
     }
 
 
-def _event(row: sqlite3.Row) -> Event:
-    columns: dict[str, Any] = {name: row[name] for name in ("id", "type", "gpu", "uuid", "workload", "rank")}
-    columns |= {name: row[name] or "" for name in ("subject", "owner", "job")}
+def _event(row: Mapping[str, Any] | sqlite3.Row) -> Event:
+    columns: dict[str, Any] = {name: row[name] for name in ("id", "type", *_TEXTS)}
     pid = None if row["pid"] is None else json_pid(row["pid"])
     return Event(time_unix_seconds=row["time"], pid=pid, detail=json.loads(row["detail"]), **columns)
 
@@ -321,57 +298,54 @@ def _text(value: str | None) -> str | None:
     return None if value is None else value.encode("utf-8", "replace").decode()
 
 
-def _where(query: Query) -> str:
-    """Return the condition of a query in SQL; the names in it are fields of the query, and `type0` and so on."""
-    filters = {
-        "time >= :since_unix_seconds": query.since_unix_seconds,
-        _OF_PROCESS: query.pid,
-        _OF_JOB: query.job,
-        _OF_DEVICE: query.device,
-        _OF_JOB_ID: query.job_id,
-        "subject = :subject": query.subject,
-        "json_extract(detail, '$.uid') = :uid": query.uid,
-        "owner = :owner": query.owner,
+def _store_names(connection: sqlite3.Connection, event: Event) -> None:
+    """Store what an event is about."""
+    detail = event.detail
+    parts = [*detail.get("results", ()), *detail.get("devices", ())]
+    pids = {str(pid) for pid in (event.pid, *(part.get("pid") for part in parts)) if pid is not None}
+    jobs: set[Any] = {event.job}
+    if not event.job:  # as of an action: the last jobs of its processes
+        jobs |= {job for pid in pids for (job,) in connection.execute(_JOB_OF_PROCESS, (pid,))}
+    about = {
+        "pid": pids,
+        "device": {event.uuid, *(part.get("uuid") for part in parts)},
+        "job": {*jobs, event.workload, *(part.get("workload") for part in parts)},
     }
-    types = f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})"
-    where = " AND ".join([types, *(condition for condition, value in filters.items() if value is not None)])
+    if event.type == "process_ended":
+        # A number is an id of Slurm or Ray: users choose the names of workloads.
+        chosen = {name for name in (event.job, event.workload) if name and not name.isdecimal()}
+        about["job_id"] = {detail.get("slurm_job_id"), detail.get("ray_job_id"), *chosen}
+        about["uid"] = {detail.get("uid")}
+    names = [f"{of}:{name}" for of, found in about.items() for name in found if name not in (None, "")]
+    connection.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", [(event.id, _text(name)) for name in names])
+
+
+def _take_over(connection: sqlite3.Connection) -> None:
+    """Store what the events of a file of format 1 are about, and delete the events that cannot be read."""
+    for name, unknown in {"subject": "''", "owner": "''", "job": "''", "stored": "0"}.items():
+        connection.execute(f"UPDATE events SET {name} = {unknown} WHERE {name} IS NULL")  # noqa: S608 - constant names
+    damaged = []
+    for (id_,) in connection.execute("SELECT id FROM events ORDER BY id").fetchall():
+        try:
+            _store_names(connection, _event(connection.execute(_BY_ID, (id_,)).fetchone()))
+        except (ValueError, TypeError, AttributeError):
+            damaged.append((id_,))
+    connection.executemany("DELETE FROM events WHERE id = ?", damaged)
+    if damaged:
+        _log.warning("deleted %d damaged events of an earlier version", len(damaged))
+
+
+def _where(query: Query) -> str:
+    """Return the condition of a query in SQL; the names in it are fields of the query."""
+    given = [text.format(name) for name, text in _CONDITIONS.items() if getattr(query, name) is not None]
+    where = " AND ".join(given)
     if query.newest_of_each:
         where += f" AND id IN (SELECT max(id) FROM events WHERE {where} GROUP BY uuid, pid)"  # noqa: S608 - constant names
     if query.last_of_subject:
-        where += f" AND {_LAST_OF_SUBJECT}"
+        where += " AND id IN (SELECT max(id) FROM events WHERE subject != '' GROUP BY subject)"
     # Which event is the newest one does not depend on the page.
     if query.after is not None:
         where += " AND id > :after"
     if query.before is not None:
         where += " AND id < :before"
     return where
-
-
-def _read(connection: sqlite3.Connection, query: Query) -> Page:
-    (newest,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
-    latest = query.after is None and query.since_unix_seconds is None
-    after = query.after or 0
-    where = _where(query)
-    values = {field.name: getattr(query, field.name) for field in fields(query)}
-    values |= {f"type{i}": type_ for i, type_ in enumerate(query.types)}
-    values["limit"] = query.limit + 1
-    select = f"SELECT {', '.join(_COLUMNS)} FROM events WHERE"  # noqa: S608 - constant names
-    rows: Iterable[sqlite3.Row]
-    if query.first_owner is None:
-        order = "DESC" if latest else "ASC"
-        rows = connection.execute(f"{select} {where} ORDER BY id {order} LIMIT :limit", values)
-    else:
-        # The details are read one by one: sorted with them, thousands of ends would take as many times their size.
-        ids = connection.execute(_IN_TURN.format(where=where), values)
-        rows = (connection.execute(f"{select} id = ?", id_).fetchone() for id_ in ids)
-    found: list[Event] = []
-    size, more = 0, False
-    for row in rows:
-        size += len(row["detail"])
-        more = len(found) == query.limit or (bool(found) and size > _PAGE_TEXT)
-        if more:
-            break
-        found.append(_event(row))
-    if latest:
-        return Page(tuple(reversed(found)), max(newest, after), more=False)
-    return Page(tuple(found), found[-1].id if more else max(newest, after), more)

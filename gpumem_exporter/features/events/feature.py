@@ -13,7 +13,7 @@ STOP_SECONDS = 1.0
 
 
 def _build(node: Node) -> Parts:
-    from gpumem_exporter.features.events.event_log import EventLog, events_check
+    from gpumem_exporter.features.events.event_log import EventLog
     from gpumem_exporter.features.events.event_metrics import EventMetrics
     from gpumem_exporter.features.events.event_recorder import Recorder
     from gpumem_exporter.features.events.event_routes import events_router
@@ -52,7 +52,7 @@ def _build(node: Node) -> Parts:
             events_router(log, node.renderer, profile_of=node.profile_of_error, hide_identities=hide_identities),
             jobs_router(log, recorder, node.renderer, profiles_of=node.profiles_of, hide_identities=hide_identities),
         ],
-        checks={"events": lambda: events_check(log.status())},
+        checks={"events": log.check},
         chores={"record_expired_reports": lambda: recorder.sweep(node.snapshot())},
         tasks=[partial(recorder.restore_ends, node.store, node.host, clock=node.clock, silent_seconds=SILENT_SECONDS)],
         start=log.start,

@@ -21,7 +21,6 @@ from gpumem_exporter.features.oom.oom_events import OomDeduplicator, last_ooms
 _NEAR_SECONDS = 5.0
 # The last errors of a process among which an error before a restart of the exporter is found.
 _MAX_ERRORS = 100
-_RETRY_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -100,35 +99,25 @@ class OomRecorder(ErrorRecorder):
 
     async def restore(self) -> None:
         """Restore the errors of the last hour that an earlier run stored, and note which ended a process."""
-        # An earlier exporter may still use the storage: until no stored error would be shown any more, this retries.
-        end_seconds = self.clock() + SHOWN_SECONDS
-        while self.clock() < end_seconds:
-            try:
-                since_unix_seconds = self.wall_clock() - SHOWN_SECONDS
-                query = Query(
-                    since_unix_seconds=since_unix_seconds, types=("oom",), newest_of_each=True, limit=MAX_SHOWN
-                )
-                ooms = last_ooms(await self.journal.pages(query), self.clock(), self.wall_clock())
-                self.last.restore(ooms)
-                without_end = [oom for oom in ooms if not await self._has_stored_end(oom)]
-                # By then each process that runs has reported again.
-                await asyncio.sleep(self.store.report_expiry_seconds)
-                snapshot = self.store.snapshot(self.clock())
-                for oom in without_end:
-                    if _has_ended(oom, snapshot):
-                        self.last.process_ended(oom.session, oom.happened_seconds)
-            except StorageError:
-                await asyncio.sleep(_RETRY_SECONDS)  # the event log has logged the error
-            except Exception:  # noqa: BLE001 - the exporter works without them
-                _log.exception("the out-of-memory errors before this start cannot be restored")
-                return
-            else:
-                return
+        try:
+            since_unix_seconds = self.wall_clock() - SHOWN_SECONDS
+            query = Query(since_unix_seconds=since_unix_seconds, types=("oom",), newest_of_each=True, limit=MAX_SHOWN)
+            ooms = last_ooms(await self.journal.pages(query), self.clock(), self.wall_clock())
+            self.last.restore(ooms)
+            without_end = [oom for oom in ooms if not await self._has_stored_end(oom)]
+            # By then each process that runs has reported again.
+            await asyncio.sleep(self.store.report_expiry_seconds)
+            snapshot = self.store.snapshot(self.clock())
+            for oom in without_end:
+                if _has_ended(oom, snapshot):
+                    self.last.process_ended(oom.session, oom.happened_seconds)
+        except Exception:  # noqa: BLE001 - the exporter works without them
+            _log.exception("the out-of-memory errors before this start cannot be restored")
 
     async def _has_stored_end(self, oom: LastOom) -> bool:
         """Return whether the end of an error's process is stored, and note it."""
         query = Query(types=("process_ended",), subject=process_subject(oom.session))
-        for event in (await self.journal.page(query)).events:
+        for event in await self.journal.pages(query):
             last: float | None = event.detail["last_report_unix_seconds"]
             passed_seconds = 0.0 if last is None else last - oom.happened_unix_seconds
             self.last.process_ended(oom.session, oom.happened_seconds + passed_seconds)

@@ -11,7 +11,6 @@ import trustme
 
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.edge.web_access import WebAccess
-from gpumem_exporter.features.events.event_log import EventLogStatus, events_check
 from gpumem_exporter.node.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.page.health import Health, HealthDocument
 from gpumem_exporter.page.live import NodeView
@@ -21,13 +20,10 @@ from tests.support.waiting import wait_until_equal
 
 WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, stuck=False, error="")
 
-KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None, waiting=0, dropped=0)
 
-
-def health(snapshot: Snapshot, events: EventLogStatus = KEEPING, **poller: Any) -> HealthDocument:
+def health(snapshot: Snapshot, **poller: Any) -> HealthDocument:
     polling: Any = SimpleNamespace(status=lambda _: dataclasses.replace(WELL, **poller))
-    checks = {"events": lambda: events_check(events)}
-    return Health(polling, source="nvml", version="1.2.3", checks=checks).document(snapshot)
+    return Health(polling, source="nvml", version="1.2.3", checks={}).document(snapshot)
 
 
 def test_a_healthy_node_is_ok() -> None:
@@ -64,27 +60,6 @@ def test_a_check_shows_what_is_wrong(
     document = health(snapshot, **poller)
     assert (document["status"], document["checks"][check]["status"]) == (status, status)
     assert re.search(detail, document["checks"][check]["detail"])
-
-
-@pytest.mark.parametrize(
-    ("events", "status", "named"),
-    [
-        (
-            {"error": "/e/events.db: disk full", "waiting": 3, "dropped": 2},
-            "degraded",
-            r"/e/events.db: disk full\b.*\b3\b.*\b2\b",
-        ),
-        ({"alive": False}, "degraded", "event log has stopped"),
-        ({"busy_seconds": 7.2}, "degraded", r"\b7 s\b"),
-    ],
-)
-def test_events_that_cannot_be_stored_are_degraded_with_the_reason(
-    events: dict[str, Any], status: str, named: str
-) -> None:
-    document = health(Snapshot(0.0, node(device())), dataclasses.replace(KEEPING, **events))
-    check = document["checks"]["events"]
-    assert (document["status"], check["status"]) == (status, status)
-    assert re.search(named, check["detail"])
 
 
 def test_an_invalid_token_file_is_degraded_until_it_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import StorageError
-from gpumem_exporter.core.event import Event, Page, Query
+from gpumem_exporter.core.event import EVENT_TYPES, Event, Page, Query
 from gpumem_exporter.features.events.event_storage import FILE_NAME, MEMORY_BYTES, Storage
+from tests.support.builders import UUIDS
+from tests.support.paths import REPOSITORY
 
 DAY = 86400.0
 
@@ -80,7 +82,7 @@ def test_a_query_returns_the_events_that_meet_all_conditions(bench: Bench) -> No
     bench.now += 10
     bench.put(1, type="device_lost", pid=8, uuid="GPU-1")
     bench.put(2, type="action", detail={"number": 2, "results": results})
-    bench.put(3, pid=7, uuid="GPU-0", detail={"number": 3, "results": results, "slurm_job_id": "7"})
+    bench.put(3, pid=7, uuid="GPU-0", detail={"number": 3, "slurm_job_id": "7"})
     bench.put(4, type="process_ended", detail={"number": 4, "devices": [{"uuid": "GPU-1"}], "slurm_job_id": "7"})
     bench.put(5, type="process_ended", detail={"number": 5, "ray_job_id": "7"})
     assert bench.numbers(pid="7") == [0, 2, 3]
@@ -136,107 +138,64 @@ def test_an_event_with_only_after_is_stored_only_after_that_type(bench: Bench) -
     assert bench.numbers() == [2, 3]
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-def test_a_clock_that_jumps_ahead_deletes_no_event(tmp_path: Path, restarted: bool) -> None:
+def test_the_retention_time_is_the_running_time_whatever_the_wall_clock_shows(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.put(1)
     bench.now += DAY
     bench.put(2)
     bench.jumped = 40 * DAY
     bench.put(3, time_unix_seconds=bench.now + bench.jumped)
-    if restarted:
-        bench.storage.close()
-        bench.again()
-    bench.now += 3600
+    bench.storage.close()
+    bench.now += 30 * DAY
+    bench.again()
     bench.storage.append(())
     assert bench.numbers() == [1, 2, 3]
     bench.jumped = 0.0
     bench.put(4)
-    bench.now += 6 * DAY
+    bench.now += 6.5 * DAY
     bench.storage.append(())
     assert bench.numbers() == [2, 3, 4]
-    bench.now += 2 * DAY
+    bench.now += DAY
     bench.storage.append(())
     assert bench.numbers() == []
     bench.storage.close()
 
 
-@pytest.mark.parametrize(("off_days", "up_days", "kept"), [(30, 1, [1]), (0, 7.5, [])])
-def test_the_retention_time_continues_after_a_restart_of_the_machine(
-    tmp_path: Path, off_days: float, up_days: float, kept: list[int]
-) -> None:
-    clock, wall = 1e6, 1.7e9
-
-    def storage() -> Storage:
-        return Storage(
-            tmp_path, wall_clock=lambda: wall, clock=lambda: clock, retention_seconds=7 * DAY, max_bytes=64 << 20
-        )
-
-    first = storage()
-    first.append([oom(1, time_unix_seconds=wall)])
-    first.close()
-    clock, wall = up_days * DAY, wall + (off_days + up_days) * DAY
-    second = storage()
-    second.append(())
-    assert [event.detail["number"] for event in second.read(Query()).events] == kept
-    second.close()
-
-
-# The schemas of the files of versions 0.2 and 0.3.
-SCHEMA_0_2 = """CREATE TABLE events (id INTEGER PRIMARY KEY, type TEXT NOT NULL, time REAL NOT NULL, gpu TEXT,
-uuid TEXT, pid TEXT, workload TEXT, rank TEXT, detail TEXT NOT NULL, subject TEXT);
-CREATE INDEX events_time ON events (time);
-CREATE INDEX events_subject ON events (subject, id) WHERE subject IS NOT NULL;
-PRAGMA user_version = 1;"""
-SCHEMA_0_3 = f"""{SCHEMA_0_2}
-ALTER TABLE events ADD COLUMN owner TEXT;
-ALTER TABLE events ADD COLUMN stored REAL;
-ALTER TABLE events ADD COLUMN job TEXT;
-CREATE TABLE running_time (seconds REAL NOT NULL, monotonic_seconds REAL NOT NULL);
-INSERT INTO running_time VALUES (50.0, 50.0);
-CREATE INDEX events_owner ON events (owner);
-CREATE INDEX events_stored ON events (stored);
-CREATE INDEX events_job ON events (job) WHERE job != '';"""
-
-
-@pytest.mark.parametrize("schema", [SCHEMA_0_2, SCHEMA_0_3], ids=["0.2", "0.3"])
-def test_a_file_of_an_earlier_exporter_loses_nothing(tmp_path: Path, schema: str) -> None:
-    results = [{"uuid": "GPU-0", "pid": 7, "workload": "llm"}, {"uuid": "GPU-1", "pid": "1@5", "workload": ""}]
-    action = json.dumps({"number": 1, "caller": "uid:7", "results": results})
-    started = json.dumps({"number": 2, "devices": [{"uuid": "GPU-1"}, {"uuid": "GPU-2"}]})
-
-    def insert(connection: sqlite3.Connection, id_: int, type_: str, pid: str | None, detail: str) -> None:
-        row = (id_, type_, 9.0, pid, "llm" if pid else None, detail)
-        connection.execute("INSERT INTO events (id, type, time, pid, workload, detail) VALUES (?, ?, ?, ?, ?, ?)", row)
-
+def test_a_file_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        connection.executescript(schema)
-        insert(connection, 5, "action", None, action)
-        insert(connection, 6, "process_started", "8", started)
+        connection.executescript((REPOSITORY / "tests" / "data" / "events_format_1.sql").read_text())
+        before = connection.execute("SELECT id, type, detail, owner, job FROM events ORDER BY id").fetchall()
+        connection.execute("UPDATE events SET detail = '{' WHERE id = 1700000040001")
         connection.commit()
     bench = Bench(tmp_path)
-    bench.put(3, type="process_ended", pid=8, workload="llm", job="llm~aa")
-    assert bench.numbers(job="llm~aa", after=0) == [2, 3], "also of the running process that reported to it"
-    assert bench.numbers() == [1, 2, 3]
-    assert bench.numbers(owner="uid:7") == [1]
+
+    def found(types: tuple[str, ...] = EVENT_TYPES, **about: Any) -> list[int]:
+        return [event.id - 1_700_000_000_000 for event in bench.page(after=0, types=types, **about).events]
+
+    for _ in range(2):  # the second time, it has the new format
+        events = bench.page(after=0, types=(*EVENT_TYPES, "action_asked")).events
+        kept = [(each.id, each.type, json.dumps(each.detail), each.owner, each.job) for each in events]
+        assert kept == [row for row in before if row[0] != 1700000040001], "all but the damaged one"
+        assert found(pid="7") == [0, 30000, 30001, 35001, 35003, 45000]
+        assert found(pid="5@77:1003") == [3, 35002, 45003]
+        assert found(device=UUIDS[1]) == [1, 2, 35001, 40000, 45001, 45002]
+        assert found(job="llm") == found(job="llm~1") == [0, 1, 30000, 30001, 35001, 35003, 45000, 45001]
+        assert found(job="4712~1") == [2, 35004, 45002]
+        assert found(job_id="4711") == found(job_id="llm") == found(uid=1001) == [45000, 45001]
+        assert (found(job_id="02000000"), found(job_id="4712")) == ([45002], [])
+        bench.put(1, subject="process:s7", type="process_ended")
+        assert found(subject="process:s7") == [0, 45000], "a duplicate"
+        bench.storage.close()
+        bench.again()
+    bench.storage.append(())
+    bench.now += 7 * DAY - 8
+    bench.storage.append(())
+    assert found() == [40000, 45000, 45001, 45002, 45003], "they expire as before"
+    bench.now += DAY
+    bench.storage.append(())
     bench.storage.close()
     with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        # The earlier exporter can still write to it.
-        insert(connection, 7, "action", None, action.replace('"number": 1', '"number": 4'))
-        connection.commit()
-    bench.again()
-    bench.storage.append(())
-    assert sorted(bench.numbers()) == [1, 2, 3, 4]
-    assert sorted(bench.numbers(pid="1@5")) == [1, 4]
-    assert sorted(bench.numbers(device="GPU-1")) == [1, 2, 4]
-    assert bench.numbers(device="GPU-2") == [2]
-    assert sorted(bench.numbers(job="llm")) == [1, 2, 3, 4]
-    bench.now += 8 * DAY
-    bench.storage.append(())
-    assert bench.numbers() == []
-    bench.storage.close()
-    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        assert connection.execute("SELECT count(*) FROM places").fetchone() == (0,)
+        assert connection.execute("SELECT count(*) FROM about").fetchone() == (0,)
 
 
 def test_the_owner_with_the_most_events_loses_its_oldest_first_also_after_a_restart(tmp_path: Path) -> None:
@@ -286,7 +245,8 @@ def test_a_flood_of_one_kind_deletes_its_own_oldest_events_and_not_the_other(kep
         bench.put(*range(10), type=flood, detail={"number": batch, "x": "y" * 20_000})
     assert bench.numbers(types=(kept,)) == [1]
     assert 0 < bench.numbers(types=(flood,), after=0)[0] < bench.numbers(types=(flood,))[-1] == 119
-    (pages,) = bench.storage._open().execute("PRAGMA page_count").fetchone()
+    assert bench.storage._connection is not None
+    (pages,) = bench.storage._connection.execute("PRAGMA page_count").fetchone()
     assert 4 << 20 < pages * 4096 <= MEMORY_BYTES
     bench.storage.close()
 
