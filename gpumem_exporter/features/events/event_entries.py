@@ -18,7 +18,6 @@ FOLD_SECONDS = 600.0
 """Starts and ends of a job, and its errors on a device, that are further apart are separate entries."""
 
 _LOCAL_CALLER = re.compile(r"(?:unix|loopback):uid=(\d+)")
-_FOLDED = ("process_started", "process_ended")
 _COUNTED = {"process_started": "starts", "process_ended": "ends", "oom": "errors"}
 
 
@@ -42,13 +41,12 @@ class Entry:
     @property
     def title(self) -> str:
         """One or two words: what happened."""
-        if self.folded and not self.errors:
-            return "ran" if self.starts and self.ends else "started" if self.starts else "ended"
-        event = self.event
-        if event.type == "action":
-            action = str(event.detail.get("action"))
+        if self.folded and self.starts and self.ends:
+            return "ran"
+        if self.event.type == "action":
+            action = str(self.event.detail.get("action"))
             return COMMAND_NAMES.get(action, action)
-        return _WORDS[event.type][0] if event.type in _WORDS else event.type
+        return _WORDS[self.event.type][0] if self.event.type in _WORDS else self.event.type
 
     @property
     def severity(self) -> str:
@@ -58,21 +56,17 @@ class Entry:
     @property
     def text(self) -> str:
         """One line: whose event it is, and its values. Empty if another version wrote the event with other values."""
+        event = self.event
+        if self.starts + self.ends > 1:
+            name = event.workload or event.detail.get("command") or "processes without a workload"
+            started = f"{name}: {counted(max(self.starts, self.ends), 'process', 'processes')}"
+            if self.starts == self.ends == 1:
+                return _process(event)
+            return f"{started} started, {self.ends} ended" if 0 < self.ends < self.starts else started
         try:
-            return self._folded_text() if self.folded else _WORDS[self.event.type][2](self.event)
+            return _WORDS[event.type][2](event) + (f"; {self.errors} times" if self.errors > 1 else "")
         except (AttributeError, KeyError, TypeError):
             return ""
-
-    def _folded_text(self) -> str:
-        event = self.event
-        if self.errors:
-            return f"{_WORDS[event.type][2](event)}; {self.errors} times"
-        if self.starts == self.ends == 1:
-            return _process(event)
-        name = event.workload or event.detail.get("command") or "processes without a workload"
-        if self.starts and self.ends and self.starts != self.ends:
-            return f"{name}: {counted(self.starts, 'process', 'processes')} started, {self.ends} ended"
-        return f"{name}: {counted(max(self.starts, self.ends), 'process', 'processes')}"
 
 
 def fold(events: Iterable[Event]) -> list[Entry]:
@@ -85,51 +79,37 @@ def fold(events: Iterable[Event]) -> list[Entry]:
     entries: dict[int, Entry] = {}
     last: dict[tuple[object, ...], int] = {}
     """The key of the entry that the next start or end of a job joins, or its next error on a device."""
-
-    def joined(new: Entry, of: tuple[object, ...]) -> Entry:
-        earlier = entries.get(last.get(of, -1))
-        if earlier is None or abs(new.event.time_unix_seconds - earlier.event.time_unix_seconds) > FOLD_SECONDS:
-            return new
-        del entries[last[of]]
-        return _joined(earlier, new)
-
-    commands: dict[str, object] = {}
+    commands: dict[str, Any] = {}
     """The commands of processes without a workload, by subject: an end may have another spelling of it."""
     for number, event in enumerate(events):
-        name: object = event.workload
-        if not name and event.type in _FOLDED:
-            command = event.detail.get("command") or f"pid {event.pid}"
-            name = commands.setdefault(event.subject, command) if event.subject else command
-        job = (event.owner, name)
-        if event.type == "oom":
-            errors = (event.owner, name or event.pid, event.uuid)
-            entries[number] = new = joined(_entry(event), errors)
-            last[errors] = number
-            if not new.folded:
-                last.pop(job, None)
-        elif event.type in _FOLDED:
-            entries[number] = joined(_entry(event), job)
-            last[job] = number
-        else:
+        if event.type not in _COUNTED:
             entries[number] = Entry(event)
+            continue
+        is_error, name = event.type == "oom", event.workload or f"pid {event.pid}"
+        if not event.workload and not is_error:
+            name = commands.setdefault(event.subject or name, event.detail.get("command") or name)
+        job = (event.owner, name)
+        key = (*job, event.uuid) if is_error else job
+        earlier = entries.get(last.get(key, -1))
+        if earlier and abs(event.time_unix_seconds - earlier.event.time_unix_seconds) <= FOLD_SECONDS:
+            del entries[last[key]]
+        else:
+            earlier = None
+            if is_error:
+                last.pop(job, None)
+        entries[number] = _joined(earlier, event)
+        last[key] = number
     return list(entries.values())
 
 
-def _entry(event: Event) -> Entry:
-    counts = {_COUNTED[event.type]: 1}
-    return Entry(event, **counts, first_unix_seconds=event.time_unix_seconds)
-
-
-def _joined(earlier: Entry, later: Entry) -> Entry:
-    before, event = earlier.event, later.event
-    differing: dict[str, Any] = {name: None for name in PLACE if getattr(before, name) != getattr(event, name)}
-    return Entry(
-        replace(event, **differing),
-        starts=earlier.starts + later.starts,
-        ends=earlier.ends + later.ends,
-        errors=earlier.errors + later.errors,
-        first_unix_seconds=min(earlier.first_unix_seconds, later.first_unix_seconds),
-    )
+def _joined(earlier: Entry | None, event: Event) -> Entry:
+    time, counted_as = event.time_unix_seconds, _COUNTED[event.type]
+    if earlier is None:
+        return Entry(event, **{counted_as: 1}, first_unix_seconds=time)
+    differing: dict[str, Any] = {name: None for name in PLACE if getattr(earlier.event, name) != getattr(event, name)}
+    counts = {counted_as: getattr(earlier, counted_as) + 1}
+    first_unix_seconds = min(earlier.first_unix_seconds, time)
+    return replace(earlier, event=replace(event, **differing), first_unix_seconds=first_unix_seconds, **counts)
 
 
 def _device(event: Event) -> str:

@@ -1,9 +1,11 @@
-"""`GET /api/v1/events`: what happened on the node. `GET /api/v1/events/{id}`: one event, with what came before."""
+"""`GET /api/v1/events`: what happened on the node. `GET /api/v1/jobs/{id}`: the memory of the processes of a job."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request, Response
@@ -15,14 +17,16 @@ from gpumem_client.wire.errors import StorageError
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.actions.action_routes import KnownFields, words
 from gpumem_exporter.core.caller import Caller, Rights
-from gpumem_exporter.core.event import AUDIT_TYPES, EVENT_TYPES, Event, Page, Query
+from gpumem_exporter.core.event import AUDIT_TYPES, EVENT_TYPES, PLACE, Event, Page, Query
 from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
+from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.problems import ProblemCode, ProblemError, problems
 from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
-from gpumem_exporter.edge.request_guard import EVENTS_PATH
+from gpumem_exporter.edge.request_guard import EVENTS_PATH, JOBS_PATH
 from gpumem_exporter.features.events.event_entries import Entry, fold
+from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.page.oom import explanation
 
 MAX_LISTED = 1000
@@ -31,23 +35,25 @@ _BEFORE_SECONDS = 600.0
 _MAX_BEFORE = 8
 # The number of events of the device, and of the job, that are folded to the entries before an event.
 _BEFORE_PAGE = 100
+# A page of a job has at most 1000 processes and 1 MiB of events.
+_MAX_PAGES = 8
 # The values that `--web.hide-identities` hides. The end of a process also has its user as a number, and its
 # Slurm job, whose user Slurm names.
 _IDENTITIES = (*IDENTITY_FIELDS, "uid", "slurm_job_id")
-
-
-def _restore_plus(value: object) -> object:
-    """Replace the space that an unescaped `+` of a time zone becomes in a query."""
-    return value.replace(" ", "+") if isinstance(value, str) else value
 
 
 class EventParameters(KnownFields):
     """The parameters of a query for events."""
 
     after: int | None = Field(None, ge=0, le=2**63 - 1, description="only events with a greater id")
-    since: Annotated[AwareDatetime, BeforeValidator(_restore_plus)] | None = Field(
-        None, description="only events at or after this time: Unix seconds, or RFC 3339"
-    )
+    since: (
+        Annotated[
+            AwareDatetime,
+            # In a query, the unescaped `+` of a time zone is a space.
+            BeforeValidator(lambda value: value.replace(" ", "+") if isinstance(value, str) else value),
+        ]
+        | None
+    ) = Field(None, description="only events at or after this time: Unix seconds, or RFC 3339")
     type: Annotated[tuple[Literal[EVENT_TYPES], ...], BeforeValidator(words)] = Field(  # type: ignore[valid-type]
         (), description="only events of these types, separated by commas"
     )
@@ -73,25 +79,13 @@ class EventParameters(KnownFields):
         "`folded` has their numbers",
     )
 
-    @property
-    def latest(self) -> bool:
-        """Whether the reply has the last events."""
-        return self.after is None and self.since is None
-
     def query(self) -> Query:
         """Return the query for the event log."""
         since = None if self.since is None else self.since.timestamp()
         # The last 100 entries may stand for many more events.
-        limit = MAX_LISTED if self.fold and self.latest else self.limit
-        return Query(
-            after=self.after,
-            since_unix_seconds=since,
-            types=tuple(dict.fromkeys(self.type)) or EVENT_TYPES,
-            pid=self.pid,
-            job=self.job,
-            device=self.device,
-            limit=limit,
-        )
+        limit = MAX_LISTED if self.fold and self.after is None and since is None else self.limit
+        about = self.model_dump(include={"after", "pid", "job", "device"})
+        return Query(since_unix_seconds=since, types=self.type or EVENT_TYPES, limit=limit, **about)
 
 
 class FoldedDocument(TypedDict):
@@ -164,31 +158,87 @@ class OneEventDocument(TypedDict):
     before: list[EventDocument]
 
 
+class JobParameters(KnownFields):
+    """The parameters of a query for a job."""
+
+    uid: int | None = Field(None, ge=0, lt=2**32, description="only processes of this user")
+
+
+class JobDeviceDocument(TypedDict):
+    """The memory of a process on one device. Unknown values are null."""
+
+    gpu: str | None
+    uuid: str
+    used_peak_bytes: int | None
+    used_mean_bytes: int | None
+    reserved_highest_bytes: int | None
+    idle_cache_mean_bytes: int | None
+
+
+class JobProcessDocument(TypedDict):
+    """A process of a job. `end_unix_seconds` is null while it reports."""
+
+    pid: int | str
+    uid: Annotated[int | None, Field(description="its user; null if only a token vouches for the process")]
+    job: Annotated[str | None, Field(description="the id of its job in `/api/v1/live`")]
+    workload: str | None
+    rank: str | None
+    first_report_unix_seconds: float
+    end_unix_seconds: float | None
+    devices: list[JobDeviceDocument]
+
+
+class JobProfileDocument(TypedDict):
+    """The memory profile of an out-of-memory error: `GET /api/v1/profiles/{id}`."""
+
+    id: str
+    unix_seconds: float
+    pid: int | str
+    rank: str
+
+
+class JobDocument(TypedDict):
+    """The processes of a job that reported to this exporter: first the caller's, in the order of their ends.
+
+    `more`: it has more than fit into a reply. The missing ones are the latest of the users with the most processes.
+    `profiles`: of its out-of-memory errors, newest first; only of processes that the caller may act on.
+    """
+
+    job_id: str
+    processes: list[JobProcessDocument]
+    more: bool
+    profiles: list[JobProfileDocument]
+
+
 def events_router(
     log: Journal,
+    recorder: Recorder,
     renderer: Renderer,
     *,
     profile_of: Callable[[Caller, Event], str | None],
+    profiles_of: Callable[[Caller, str], Sequence[Mapping[str, Any]]],
     hide_identities: bool,
 ) -> APIRouter:
-    """Return the route of events.
+    """Return the routes of events and of jobs.
 
-    `profile_of` returns the id of the memory profile of an out-of-memory error, if the caller sees it. With
-    `hide_identities`, users, commands and pods are hidden from callers that may not act on every process.
+    `profile_of` returns the id of the memory profile of an out-of-memory error, if the caller sees it, and
+    `profiles_of` those of a job, newest first. With `hide_identities`, users, commands, pods and others' processes of a
+    job are hidden from callers that may not act on every process.
     """
     router = APIRouter(tags=["events"])
+    reading_job = asyncio.Lock()
+    """One reply about a job is built at a time: each may have thousands of processes."""
 
     async def read(query: Query) -> Page:
         try:
             return await log.page(query)
         except StorageError as error:
-            raise unreadable(error) from None
+            detail = f"the events cannot be read: {error}; repeat the request later, and see /health"
+            raise ProblemError(ProblemCode.NO_EVENTS, detail, {"Retry-After": "1"}) from None
 
     def visible(request: Request, events: Sequence[Event]) -> tuple[Event, ...]:
         caller: Caller = Exchange.of(request).caller
-        seen = tuple(events)
-        if caller.rights is not Rights.ALL:
-            seen = events_for_user(events, caller, hide_identities=hide_identities)
+        seen = events_for_caller(events, caller, hide_identities=hide_identities)
         # A profile arrives after the event, and may make room for others before the event.
         return tuple(
             replace(event, detail={**event.detail, "profile": profile_of(caller, event)})
@@ -211,10 +261,8 @@ def events_router(
         """
         page = await read(parameters.query())
         page = replace(page, events=visible(request, page.events))
-        most = parameters.limit if parameters.latest else MAX_LISTED
-        return json_response(
-            await renderer.render(lambda: encoded(events_document(page, folded=parameters.fold, most=most)))
-        )
+        build = partial(events_document, page, folded=parameters.fold, most=parameters.limit)
+        return json_response(await renderer.render(lambda: encoded(build())))
 
     @router.get(
         EVENTS_PATH + "/{number}", responses={200: json_reply(OneEventDocument), **problems(401, 403, 404, 422, 503)}
@@ -234,13 +282,54 @@ def events_router(
         before = {each.id: each for query in queries for each in visible(request, (await read(query)).events)}
         return json_response(await renderer.render(lambda: encoded(one_event_document(about, before.values()))))
 
+    @router.get(JOBS_PATH + "/{job_id}", responses={200: json_reply(JobDocument), **problems(401, 403, 404, 422, 503)})
+    async def job(
+        request: Request,
+        job_id: Annotated[str, Path(max_length=MAX_LABEL_LENGTH)],
+        parameters: Annotated[JobParameters, QueryParameters()],
+    ) -> Response:
+        """Peaks and means of the processes of a job, from their first report on.
+
+        The job's name is its id of Slurm or Ray, or, unless that is a number, its workload or its id in `/api/v1/live`.
+        The values of ended processes come from their `process_ended` events; the values of running processes count from
+        the exporter's start. The callers that may read events may read jobs. A process that is in a cgroup of
+        slurmstepd has the job of that cgroup, whatever it reports; `uid` leaves out what other users claim.
+        """
+        caller: Caller = Exchange.of(request).caller
+        owner = caller.share if hide_identities and caller.rights is not Rights.ALL else None
+        query = Query(
+            after=0,
+            types=("process_ended",),
+            job_id=job_id,
+            uid=parameters.uid,
+            owner=owner,
+            first_owner=caller.share,
+            limit=MAX_LISTED,
+        )
+        async with reading_job:
+            processes: list[tuple[str, dict[str, Any]]] = []
+            for _ in range(_MAX_PAGES):
+                page = await read(replace(query, skip=len(processes)))
+                processes += [(event.owner, _job_process(event)) for event in page.events]
+                if not page.more:
+                    break
+            processes += [
+                (event.owner, {**_job_process(event), "end_unix_seconds": None})
+                for event in recorder.running(job_id)
+                if owner in (None, event.owner) and parameters.uid in (None, event.detail["uid"])
+            ]
+            if not processes:
+                known = recorder.workloads() if owner is None else ()
+                advice = did_you_mean(job_id, known, "`gpumem-exporter info` shows the jobs that run")
+                detail = f"no process of job {job_id!r} has reported to this exporter; {advice}"
+                raise ProblemError(ProblemCode.UNKNOWN_JOB, detail)
+            processes.sort(key=lambda each: each[0] != caller.share)
+            document = {"job_id": job_id, "processes": [process for _, process in processes], "more": page.more}
+            return json_response(
+                await renderer.render(lambda: encoded({**document, "profiles": list(profiles_of(caller, job_id))}))
+            )
+
     return router
-
-
-def unreadable(error: StorageError) -> ProblemError:
-    """Return the problem of a request that needs events, when they cannot be read."""
-    detail = f"the events cannot be read: {error}; repeat the request later, and see /health"
-    return ProblemError(ProblemCode.NO_EVENTS, detail, {"Retry-After": "1"})
 
 
 def one_event_document(event: Event, earlier: Iterable[Event]) -> OneEventDocument:
@@ -256,12 +345,14 @@ def one_event_document(event: Event, earlier: Iterable[Event]) -> OneEventDocume
     }
 
 
-def events_for_user(events: Sequence[Event], caller: Caller, *, hide_identities: bool) -> tuple[Event, ...]:
-    """Return the events for a caller that may only act on its own processes."""
+def events_for_caller(events: Sequence[Event], caller: Caller, *, hide_identities: bool) -> Sequence[Event]:
+    """Return what a caller may see of events: only a caller that may act on every process sees all of it."""
+    if caller.rights is Rights.ALL:
+        return events
     visible = [event for event in events if event.type not in AUDIT_TYPES or event.detail.get("caller") == caller.key]
     if hide_identities:
-        visible = [replace(event, detail=_without_identities(event.detail)) for event in visible]
-    return tuple(visible)
+        return [replace(event, detail=_without_identities(event.detail)) for event in visible]
+    return visible
 
 
 def _without_identities(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,29 +371,30 @@ def events_document(page: Page, *, folded: bool = False, most: int = MAX_LISTED)
     return {"events": [_event(entry) for entry in entries[-most:]], "next_after": page.next_after, "more": page.more}
 
 
-def _event(entry: Entry) -> EventDocument:
-    event = entry.event
+def _event(entry: Entry) -> Any:
+    event, counts = entry.event, FoldedDocument.__annotations__
     return {
         "id": event.id,
         "type": event.type,
         "time": iso_time(event.time_unix_seconds),
         "unix_seconds": event.time_unix_seconds,
-        "gpu": event.gpu,
-        "uuid": event.uuid,
-        "pid": event.pid,
-        "workload": event.workload,
-        "rank": event.rank,
+        **{name: getattr(event, name) for name in PLACE},
         "job": event.job or None,
         "detail": dict(event.detail),
-        "title": entry.title,
-        "text": entry.text,
-        "severity": entry.severity,
-        "folded": None
-        if not entry.folded
-        else {
-            "starts": entry.starts,
-            "ends": entry.ends,
-            "errors": entry.errors,
-            "first_unix_seconds": entry.first_unix_seconds,
-        },
+        **{name: getattr(entry, name) for name in ("title", "text", "severity")},
+        "folded": {name: getattr(entry, name) for name in counts} if entry.folded else None,
+    }
+
+
+def _job_process(event: Event) -> dict[str, Any]:
+    names = tuple(JobDeviceDocument.__annotations__)
+    return {
+        "pid": event.pid,
+        "uid": event.detail.get("uid"),
+        "job": event.job or None,
+        "workload": event.workload,
+        "rank": event.rank,
+        "first_report_unix_seconds": event.detail.get("first_report_unix_seconds"),
+        "end_unix_seconds": event.time_unix_seconds,
+        "devices": [{name: row.get(name) for name in names} for row in event.detail.get("devices", ())],
     }

@@ -19,7 +19,6 @@ def _build(node: Node) -> Parts:
     from gpumem_exporter.features.events.event_routes import events_router
     from gpumem_exporter.features.events.event_storage import Storage
     from gpumem_exporter.features.events.events_settings import EventsSettings
-    from gpumem_exporter.features.events.job_route import jobs_router
     from gpumem_exporter.node.job_ids import job_of_process
     from gpumem_exporter.reports.process_liveness import SILENT_SECONDS
     from gpumem_exporter.settings import PROFILES_SHARE
@@ -46,12 +45,16 @@ def _build(node: Node) -> Parts:
         job_of=job_of_process,
     )
     node.journal, node.processes = log, recorder
-    hide_identities = settings.web_hide_identities
+    router = events_router(
+        log,
+        recorder,
+        node.renderer,
+        profile_of=node.profile_of_error,
+        profiles_of=node.profiles_of,
+        hide_identities=settings.web_hide_identities,
+    )
     return Parts(
-        routers=[
-            events_router(log, node.renderer, profile_of=node.profile_of_error, hide_identities=hide_identities),
-            jobs_router(log, recorder, node.renderer, profiles_of=node.profiles_of, hide_identities=hide_identities),
-        ],
+        routers=[router],
         checks={"events": log.check},
         chores={"record_expired_reports": lambda: recorder.sweep(node.snapshot())},
         tasks=[partial(recorder.restore_ends, node.store, node.host, clock=node.clock, silent_seconds=SILENT_SECONDS)],

@@ -11,7 +11,7 @@ from gpumem_exporter.core.event import Event, Page, Query
 from gpumem_exporter.features.events.event_routes import (
     EventParameters,
     events_document,
-    events_for_user,
+    events_for_caller,
     one_event_document,
 )
 
@@ -22,9 +22,15 @@ def query(**given: Any) -> Query:
 
 def test_each_parameter_becomes_part_of_the_query() -> None:
     given = query(
-        after="7", since="12.5", type=["oom,device_lost", "oom"], pid="4711", job="llm~1", device="GPU-1", limit="1000"
+        after="7",
+        since="12.5",
+        type=["oom,device_lost", "action"],
+        pid="4711",
+        job="llm~1",
+        device="GPU-1",
+        limit="1000",
     )
-    assert given == Query(7, 12.5, ("oom", "device_lost"), "4711", job="llm~1", device="GPU-1", limit=1000)
+    assert given == Query(7, 12.5, ("oom", "device_lost", "action"), "4711", job="llm~1", device="GPU-1", limit=1000)
     assert query(pid="1@4026532007").pid == "1@4026532007"
     assert query(fold="1", limit="40").limit == 1000, "the last folded events come from the last thousand"
     assert query(fold="1", limit="40", after="7").limit == 40
@@ -79,13 +85,13 @@ def test_identities_beside_an_error_are_hidden_like_those_of_its_process() -> No
     device = {"total_bytes": 10, "jobs": [job]}
     error = Event("oom", 1.7e9, pid=7, detail={"number": 1, "device": device, "allocator": None}, id=9)
     ada = Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1000)
-    (shown,) = events_for_user([error], ada, hide_identities=False)
+    (shown,) = events_for_caller([error], ada, hide_identities=False)
     assert shown == error
-    (hidden,) = events_for_user([error], ada, hide_identities=True)
+    (hidden,) = events_for_caller([error], ada, hide_identities=True)
     assert hidden.detail["device"] == {"total_bytes": 10, "jobs": [{**job, "command": None, "user": None}]}
     assert "secret" not in str(one_event_document(hidden, [hidden]))
     unknown = replace(error, detail={**error.detail, "device": {"total_bytes": 10}})
-    (hidden,) = events_for_user([unknown], ada, hide_identities=True)
+    (hidden,) = events_for_caller([unknown], ada, hide_identities=True)
     assert hidden.detail["device"] == {"total_bytes": 10}, "no list of jobs is not an empty list"
 
 
@@ -93,5 +99,5 @@ def test_the_user_of_an_ended_process_is_hidden_as_a_name_and_as_a_number() -> N
     detail = {"reason": "it exited", "user": "eve", "uid": 1002, "slurm_job_id": "7", "ray_job_id": "01"}
     ended = Event("process_ended", 1.7e9, pid=7, detail=detail, id=9)
     ada = Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1000)
-    (hidden,) = events_for_user([ended], ada, hide_identities=True)
+    (hidden,) = events_for_caller([ended], ada, hide_identities=True)
     assert hidden.detail == {**detail, "user": None, "uid": None, "slurm_job_id": None}
