@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -13,17 +13,21 @@ from typing import Any
 from gpumem_exporter.core.event import Event, Query, process_subject
 from gpumem_exporter.core.naming import command_of, json_pid
 from gpumem_exporter.core.recorders import Journal, ProcessRecorder
-from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import (
+    DeviceReading,
+    NodeReading,
+    ProcessFacts,
+    ProcessKey,
+    ReportingProcess,
+    Snapshot,
+)
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.features.events.device_events import DeviceHistory
 from gpumem_exporter.features.events.process_usage import GAP_SECONDS, DeviceUsage
 from gpumem_exporter.node.host import Host
 
 MAX_STARTS_PER_MINUTE = 1024
 """The maximum number of processes of a user whose start in a minute, and whose end, is an event."""
 _STARTS_WITHOUT_END = Query(after=0, types=("process_started",), last_of_subject=True, limit=1000)
-# After a reboot, every process has ended. The queue of events has room for more of one user.
-_MAX_ENDS = 256
 # A report of a process that has exited is read a moment after its end, or after a pause of the exporter.
 _MAX_ENDED = 256
 _FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "start_time_ticks", "command"))
@@ -86,7 +90,8 @@ class Recorder(ProcessRecorder):
         self._job_of = job_of
         gap_seconds = max(GAP_SECONDS, report_expiry_seconds, reading_expiry_seconds)
         self._new_usage = partial(DeviceUsage, gap_seconds)
-        self._devices = DeviceHistory()
+        # The number of readings in a row in which a device failed, by uuid, of the devices in the last reading.
+        self._failures: dict[str, int] = {}
         self._lock = threading.Lock()
         self._minute = 0
         # The number of starts in the minute, by `ProcessKey.share`.
@@ -109,15 +114,13 @@ class Recorder(ProcessRecorder):
                 if report.sequence >= tracked.process.report.sequence:
                     tracked.take_report(process)
                 return
-            events: list[Event] = []
             if tracked is not None:
                 # An exec, or a second start of the reporter, keeps the start time.
                 reason = "another process has its pid"
                 if tracked.process.report.process.start_time_ticks == report.process.start_time_ticks:
                     reason = "another reporter represents the process"
-                events += self._end(process.key, reason, process.received_unix_seconds)
-            events += self._start(process)
-        self._put(events)
+                self._end(process.key, reason, process.received_unix_seconds)
+            self._start(process)
 
     def take_reading(self, reading: NodeReading) -> None:
         """Record a reading of the driver."""
@@ -133,14 +136,15 @@ class Recorder(ProcessRecorder):
             self._reading, self._used = reading, used
             for tracked in self._tracked.values():
                 self._apply_reading(tracked)
-        self._put(self._devices.take_reading(reading))
+        for event in self._device_events(reading):
+            self._log.put((event,))
 
     def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
         """Record that processes are removed from the store, each with the reason; unknown processes are ignored."""
         now_unix_seconds = self._wall_clock()
         with self._lock:
-            events = [event for key, reason in ended for event in self._end(key, reason, now_unix_seconds)]
-        self._put(events)
+            for key, reason in ended:
+                self._end(key, reason, now_unix_seconds)
 
     def late_process(self, session: str, owner_uid: int | None) -> ReportingProcess | None:
         """Return the process of a session of this user, with its last report, also if it has ended lately."""
@@ -200,18 +204,38 @@ class Recorder(ProcessRecorder):
             await asyncio.sleep(store.report_expiry_seconds)  # by then each process that runs has reported again
             with self._lock:
                 reported = {process_subject(tracked.session) for tracked in self._tracked.values()}
-            started = [event for event in started if event.subject not in reported]
-            ended = [event for event in started if has_ended(event)][:_MAX_ENDS]
-            self._put(_ended_unseen(event, self._wall_clock()) for event in ended)
-            started = [event for event in started if event not in ended]
+            waiting, started = started, []
+            for event in waiting:
+                if event.subject not in reported:
+                    if has_ended(event):
+                        self._log.put((_ended_unseen(event, self._wall_clock()),))
+                    else:
+                        started.append(event)
 
-    def _put(self, events: Iterable[Event]) -> None:
-        for event in events:
-            self._log.put((event,))
+    def _device_events(self, reading: NodeReading) -> Iterator[Event]:
+        """Compare a reading with the one before. Only the poller's thread calls it.
+
+        A device is lost when it stops answering, and it returns when it answers again. A device without an error that
+        is no longer listed was removed on purpose (a GPU was unbound, a MIG device was destroyed).
+        """
+        before, self._failures = self._failures, {}
+        for device in reading.devices:
+            if not device.uuid:
+                continue  # the driver cannot identify the device, so that its return could not be detected
+            known = before.get(device.uuid)
+            failures = self._failures[device.uuid] = 0 if device.up else (known or 0) + 1
+            # A MIG device may fail once while it is being destroyed, so only the second failure counts.
+            if failures == (2 if device.parent_uuid else 1):
+                yield _device_event("device_lost", device, reading)
+            elif device.up and known != 0:
+                # An exporter that starts while a device is lost has no uuid of it before the device returns: whether it
+                # was lost depends on its last event.
+                only_after = "device_lost" if known is None or device.parent_uuid else ""
+                yield _device_event("device_returned", device, reading, only_after)
 
     # With the lock
 
-    def _start(self, process: ReportingProcess) -> list[Event]:
+    def _start(self, process: ReportingProcess) -> None:
         minute = int(process.received_seconds // 60)
         if minute != self._minute:
             self._minute, self._starts = minute, Counter()
@@ -224,15 +248,15 @@ class Recorder(ProcessRecorder):
         self._apply_reading(tracked)  # the process may exit before the next poll
         if left_out:
             self._log.count_left_out(2)
-            return []
-        return [self._started_event(process)]
+        else:
+            self._log.put((self._started_event(process),))
 
-    def _end(self, key: ProcessKey, reason: str, now_unix_seconds: float) -> list[Event]:
+    def _end(self, key: ProcessKey, reason: str, now_unix_seconds: float) -> None:
         tracked = self._tracked.pop(key, None)
-        if tracked is None:
-            return []
-        self._ended.append(tracked.process)
-        return [] if tracked.left_out else [self._ended_event(tracked, reason, now_unix_seconds)]
+        if tracked is not None:
+            self._ended.append(tracked.process)
+            if not tracked.left_out:
+                self._log.put((self._ended_event(tracked, reason, now_unix_seconds),))
 
     def _apply_reading(self, tracked: _TrackedProcess) -> None:
         """Copy the process' values from the last reading."""
@@ -330,4 +354,20 @@ def _ended_unseen(started: Event, now_unix_seconds: float) -> Event:
                 {"gpu": each["gpu"], "uuid": each["uuid"], **DeviceUsage().row()} for each in detail["devices"]
             ],
         },
+    )
+
+
+def _device_event(type_: str, device: DeviceReading, reading: NodeReading, only_after: str = "") -> Event:
+    return Event(
+        type_,
+        reading.taken_unix_seconds,
+        gpu=device.gpu,
+        uuid=device.uuid,
+        detail={
+            "error": device.error or None,
+            **{name: getattr(device, name) for name in ("name", "pci_bus_id")},
+            "driver_version": reading.driver_version,
+        },
+        subject=f"device:{device.uuid}",
+        only_after=only_after,
     )

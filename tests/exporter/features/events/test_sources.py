@@ -14,7 +14,6 @@ from gpumem_exporter.actions.action_events import action_event
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
-from gpumem_exporter.features.events.device_events import DeviceHistory
 from gpumem_exporter.features.events.event_recorder import MAX_STARTS_PER_MINUTE
 from gpumem_exporter.features.events.process_usage import DeviceUsage
 from gpumem_exporter.features.oom.oom_events import MAX_OF_OWNER_PER_MINUTE, MAX_PER_MINUTE
@@ -235,10 +234,12 @@ LOST, RETURNED = ("device_lost", "1", ""), ("device_returned", "1", "")
 def test_a_device_that_stops_answering_is_lost_and_returns_when_it_answers(
     before: NodeReading | None, after: NodeReading, expected: list[tuple[str, str, str]]
 ) -> None:
-    history = DeviceHistory()
+    bench = Bench()
     if before is not None:
-        history.take_reading(before)
-    events = history.take_reading(after)
+        bench.recorder.take_reading(before)
+        bench.log.events.clear()
+    bench.recorder.take_reading(after)
+    events = bench.log.events
     assert [(event.type, event.gpu, event.only_after) for event in events] == expected
     assert [event.detail["error"] for event in events if event.type == "device_lost"] == ["GPU is lost"] * (
         LOST in expected
