@@ -55,7 +55,7 @@ class Audit:
 
     async def record(self, submitted: SubmittedAction) -> None:
         """Record a new action; return when it is on disk, or when the disk fails."""
-        await self.journal.wait_until_kept(self.journal.put([requested_event(submitted)]))
+        await self.journal.wait_until_kept(self.journal.put(requested_event(submitted)))
 
     def finished(self, action: Action) -> None:
         """Count, log and record the end of an action, and poll the driver."""
@@ -69,7 +69,7 @@ class Audit:
         """Record the end of an action. A dry run has no event."""
         if action.dry_run or action.unlisted:
             return
-        stored = self.journal.put([action_event(action, self._wall_clock())])
+        stored = self.journal.put(action_event(action, self._wall_clock()))
         if self.durable:
             self._ends = {known: end for known, end in self._ends.items() if not end.done()}
             self._ends[action.id] = stored

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 from gpumem_exporter.core.event import Event, Page, Query
@@ -12,8 +12,8 @@ from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProce
 class Journal:
     """The log of events, for the parts that record and read events. Thread-safe."""
 
-    def put(self, events: Sequence[Event]) -> Future[bool]:
-        """Queue events; the future is true after their commit, and false if they are dropped."""
+    def put(self, event: Event) -> Future[bool]:
+        """Queue an event; the future is true after its commit, and false if it is dropped."""
         dropped: Future[bool] = Future()
         dropped.set_result(False)
         return dropped
@@ -22,7 +22,7 @@ class Journal:
         """Count events that are not recorded, because their user has too many."""
 
     async def wait_until_kept(self, committed: Future[bool]) -> None:
-        """Wait until events are committed; not long, if the disk fails or is slow."""
+        """Wait until an event is committed; not long, if the disk fails or is slow."""
 
     async def page(self, query: Query) -> Page:
         """Return the events that match a query. Raises StorageError."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,8 +28,8 @@ class RecordedLog(Journal):
         self.futures: list[Future[bool]] = []
         self.left_out: list[int] = []
 
-    def put(self, events: Sequence[Event]) -> Future[bool]:
-        self.events += events
+    def put(self, event: Event) -> Future[bool]:
+        self.events.append(event)
         self.futures.append(Future())
         return self.futures[-1]
 

@@ -17,6 +17,7 @@ from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.event import AUDIT_TYPES, Event, Page, Query
 from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.shares import Shares
+from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.events.event_storage import Storage
 from gpumem_exporter.node.failures import FailureLog
 from gpumem_exporter.page.health import Check, check
@@ -26,7 +27,7 @@ MAX_WAITING = 4096
 MAX_READERS = 16
 # An event with long lists, such as an action on many processes, counts once for each of this number of items.
 _ITEMS = 16
-# A commit takes no more events when it has this number.
+# The maximum number of events in one commit.
 _BATCH = 256
 _MAINTENANCE_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
@@ -40,39 +41,35 @@ _log = logging.getLogger(__name__)
 
 
 class _Waiting:
-    """Events that wait for one common commit."""
+    """An event that waits for its commit."""
 
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.events = tuple(events)
+    def __init__(self, event: Event) -> None:
+        self.event = event
         self.committed: Future[bool] = Future()
         self.committed.set_running_or_notify_cancel()  # no caller can cancel it
-        self.share = f"{events[0].type in AUDIT_TYPES}:{events[0].owner}"
-        self.size = len(events) + sum(event.items for event in events) // _ITEMS
+        self.share = f"{event.type in AUDIT_TYPES}:{event.owner}"
+        self.size = 1 + event.items // _ITEMS
 
 
 class EventLog(Journal):
     """Stores and reads events in its own thread, which alone uses the storage. Thread-safe.
 
-    `on_dropped` receives the number of dropped events in the thread that dropped them. `on_committed` receives the new
-    events after a commit, before they can be read, in the log's thread. If more than `max_waiting` events are in the
-    queue while the disk hangs, the owner with the most loses its latest events. An
-    owner's actions and its other events have a share each.
+    If more than `max_waiting` events are in the queue while the disk hangs, the owner with the most loses its latest
+    events. An owner's actions and its other events have a share each.
     """
 
     def __init__(
         self,
         storage: Storage,
+        metrics: EventMetrics,
         *,
         clock: Callable[[], float],
-        on_dropped: Callable[[int], None],
-        on_committed: Callable[[Sequence[Event]], None],
         retry_seconds: float = _RETRY_SECONDS,
         max_waiting: int = MAX_WAITING,
     ) -> None:
         self._storage = storage
         self._clock = clock
-        self._on_dropped = on_dropped
-        self._on_committed = on_committed
+        self._metrics = metrics
         self._retry_seconds = retry_seconds
         self._failures = FailureLog(_log, clock)
         self._changed = threading.Condition()
@@ -104,12 +101,9 @@ class EventLog(Journal):
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
-    def put(self, events: Sequence[Event]) -> Future[bool]:
-        """Queue events for one common commit. Never blocks. If one of them cannot be stored, all of them are dropped.
-
-        The future is true after the commit, and false if the events are dropped.
-        """
-        new = _Waiting(events)
+    def put(self, event: Event) -> Future[bool]:
+        """Queue an event. Never blocks. The future is true after the commit, and false if the event is dropped."""
+        new = _Waiting(event)
         lost = [new]
         with self._changed:
             if not self._stopping:
@@ -130,7 +124,7 @@ class EventLog(Journal):
 
     def count_left_out(self, count: int) -> None:
         """Count events that are not recorded as dropped ones."""
-        self._on_dropped(count)
+        self._metrics.count_dropped(count)
 
     def read(self, query: Query) -> Future[Page]:
         """Query events without blocking. The future raises StorageError on an error, or if too many queries wait."""
@@ -181,7 +175,7 @@ class EventLog(Journal):
     def check(self) -> Check:
         """Return whether events are stored. Never waits for the disk."""
         with self._changed:
-            waiting = sum(len(each.events) for each in (*self._batch, *self._waiting))
+            waiting = len(self._batch) + len(self._waiting)
         lost = f"; {waiting} waiting, {self._dropped} dropped" if waiting or self._dropped else ""
         busy_since, now = self._busy_since_seconds, self._clock()
         busy_seconds = 0.0 if busy_since is None else now - busy_since
@@ -219,19 +213,16 @@ class EventLog(Journal):
         with self._changed:
             if self._clock() < self._due_seconds and (self._error or not self._waiting):
                 return
-            count = sum(len(each.events) for each in self._batch)
-            while self._waiting and count < _BATCH:
+            while self._waiting and len(self._batch) < _BATCH:
                 self._batch.append(self._waiting.popleft())
                 self._shares.drop(self._batch[-1].share, self._batch[-1].size)
-                count += len(self._batch[-1].events)
         self._store(list(self._batch))
 
     def _store(self, batch: list[_Waiting]) -> bool:
         """Store the first events of the batch; returns False if the storage fails."""
-        events = [event for each in batch for event in each.events]
         self._busy_since_seconds = self._clock()
         try:
-            new_events = self._storage.append(events)
+            new_events = self._storage.append([each.event for each in batch])
         except StorageError as error:
             self._error = str(error)
             self._failures.failed("events", self._error)
@@ -241,8 +232,7 @@ class EventLog(Journal):
             # The disk works, but an event cannot be stored. It must not block the others.
             if len(batch) > 1:
                 return all(self._store([each]) for each in batch)
-            types = ",".join(sorted({event.type for event in events}))
-            _log.exception("an event cannot be stored", extra={"fields": {"types": types}})
+            _log.exception("an event cannot be stored", extra={"fields": {"type": batch[0].event.type}})
             self._batch.remove(batch[0])
             self._drop(batch)
             return True
@@ -252,7 +242,7 @@ class EventLog(Journal):
             self._failures.recovered("events")
             self._failures.recovered("event queue")
         del self._batch[: len(batch)]
-        self._on_committed(new_events)
+        self._metrics.count_events(new_events)
         for each in batch:
             each.committed.set_result(True)
         return True
@@ -274,10 +264,9 @@ class EventLog(Journal):
         """Count and complete events that are not stored; in any thread."""
         if not lost:
             return
-        count = sum(len(each.events) for each in lost)
         with self._changed:
-            self._dropped += count
+            self._dropped += len(lost)
             self._failures.failed("event queue", "events are dropped; gpumem_events_dropped_total counts them")
-        self._on_dropped(count)
+        self._metrics.count_dropped(len(lost))
         for each in lost:
             each.committed.set_result(False)

@@ -137,7 +137,7 @@ class Recorder(ProcessRecorder):
             for tracked in self._tracked.values():
                 self._apply_reading(tracked)
         for event in self._device_events(reading):
-            self._log.put((event,))
+            self._log.put(event)
 
     def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
         """Record that processes are removed from the store, each with the reason; unknown processes are ignored."""
@@ -208,7 +208,7 @@ class Recorder(ProcessRecorder):
             for event in waiting:
                 if event.subject not in reported:
                     if has_ended(event):
-                        self._log.put((_ended_unseen(event, self._wall_clock()),))
+                        self._log.put(_ended_unseen(event, self._wall_clock()))
                     else:
                         started.append(event)
 
@@ -249,14 +249,14 @@ class Recorder(ProcessRecorder):
         if left_out:
             self._log.count_left_out(2)
         else:
-            self._log.put((self._started_event(process),))
+            self._log.put(self._started_event(process))
 
     def _end(self, key: ProcessKey, reason: str, now_unix_seconds: float) -> None:
         tracked = self._tracked.pop(key, None)
         if tracked is not None:
             self._ended.append(tracked.process)
             if not tracked.left_out:
-                self._log.put((self._ended_event(tracked, reason, now_unix_seconds),))
+                self._log.put(self._ended_event(tracked, reason, now_unix_seconds))
 
     def _apply_reading(self, tracked: _TrackedProcess) -> None:
         """Copy the process' values from the last reading."""

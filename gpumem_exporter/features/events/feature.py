@@ -23,7 +23,7 @@ def _build(node: Node) -> Parts:
     from gpumem_exporter.reports.process_liveness import SILENT_SECONDS
     from gpumem_exporter.settings import PROFILES_SHARE
 
-    settings, metrics = node.settings, EventMetrics(node.registry)
+    settings = node.settings
     storage = Storage(
         node.folder,
         retention_seconds=settings.of(EventsSettings).storage_retention,
@@ -33,9 +33,8 @@ def _build(node: Node) -> Parts:
     )
     log = EventLog(
         storage,
+        EventMetrics(node.registry),
         clock=time.monotonic,  # its thread waits in real time, whatever clock the other parts use
-        on_dropped=metrics.count_dropped,
-        on_committed=metrics.count_events,
     )
     recorder = Recorder(
         log,

@@ -62,10 +62,9 @@ class OomRecorder(ErrorRecorder):
             self.last.put(last_ooms(events, self.clock(), now))
             stored = self._known.within_limit(process.key, events, now)
             self.journal.count_left_out(len(events) - len(stored))
-            if stored:
-                job = self.job_of(process)
-                complete = [replace(event, job=job, detail=self._with_device(event, now)) for event in stored]
-                self._uncommitted[session] = self.journal.put(complete)
+            for event in stored:
+                complete = replace(event, job=self.job_of(process), detail=self._with_device(event, now))
+                self._uncommitted[session] = self.journal.put(complete)  # the commit of the last is that of all
         return self._uncommitted.get(session)
 
     def _with_device(self, event: Event, now_unix_seconds: float) -> Mapping[str, Any]:

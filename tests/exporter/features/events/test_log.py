@@ -3,7 +3,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.event import Event, Page, Query
 from gpumem_exporter.features.events.event_log import EventLog
+from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.events.event_storage import Storage
 from tests.support.waiting import patient, wait_for
 
@@ -53,22 +54,32 @@ class ScriptedDisk(Storage):
         super().close()
 
 
+class CountedEvents(EventMetrics):
+    def __init__(self) -> None:
+        self.dropped = 0
+        self.stored: list[str | None] = []
+
+    def count_events(self, events: Iterable[Event]) -> None:
+        self.stored += [event.workload for event in events]
+
+    def count_dropped(self, count: int) -> None:
+        self.dropped += count
+
+
 class Bench:
     def __init__(self, max_waiting: int = 100) -> None:
         self.disk = ScriptedDisk()
-        self.dropped: list[int] = []
-        self.counted: list[str | None] = []
+        self.counted = CountedEvents()
         self.log = EventLog(
             self.disk,
+            self.counted,
             clock=time.monotonic,
-            on_dropped=self.dropped.append,
-            on_committed=lambda events: self.counted.extend(event.workload for event in events),
             retry_seconds=0.01,
             max_waiting=max_waiting,
         )
 
-    def put(self, *names: str) -> Future[bool]:
-        return self.log.put([Event("oom", 1.0, workload=name) for name in names])
+    def put(self, name: str) -> Future[bool]:
+        return self.log.put(Event("oom", 1.0, workload=name))
 
     def stored(self) -> list[str | None]:
         return [event.workload for event in self.log.read(Query(after=0, limit=1000)).result(WAIT).events]
@@ -93,15 +104,15 @@ def test_each_new_event_is_counted_once_after_the_commit(bench: Bench) -> None:
     bench.disk.error = "disk full"
     bench.log.start()
     bench.until(lambda: bench.state() == "degraded disk full")
-    first = [Event("oom", 1.0, workload="a", subject="s"), Event("oom", 1.0, workload="b")]
-    committed = bench.log.put(first)
+    bench.log.put(Event("oom", 1.0, workload="a", subject="s"))
+    committed = bench.put("b")
     assert bench.state() == "degraded disk full; 2 waiting, 0 dropped"
-    assert bench.counted == []
+    assert bench.counted.stored == []
     bench.disk.error = ""
     assert committed.result(WAIT)
-    assert bench.log.put([Event("oom", 2.0, workload="again", subject="s")]).result(WAIT)
-    assert bench.log.put([Event("device_lost", 2.0, workload="other", subject="s")]).result(WAIT)
-    assert bench.counted == ["a", "b", "other"] == bench.stored()
+    assert bench.log.put(Event("oom", 2.0, workload="again", subject="s")).result(WAIT)
+    assert bench.log.put(Event("device_lost", 2.0, workload="other", subject="s")).result(WAIT)
+    assert bench.counted.stored == ["a", "b", "other"] == bench.stored()
 
 
 def test_a_hung_disk_blocks_no_caller_and_the_check_shows_the_duration(bench: Bench) -> None:
@@ -139,25 +150,24 @@ def test_queries_do_not_delay_the_retries_of_a_failing_disk(bench: Bench) -> Non
 
 def test_events_beyond_the_queue_are_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(max_waiting=3)
-    bench.put("a", "b")
+    for name in ("a", "b", "c"):
+        bench.put(name)
     with caplog.at_level(logging.WARNING):
-        assert bench.put("c", "d").result(0) is False
-        bench.put("e")
-        assert bench.put("f").result(0) is False
-        assert bench.put("g").result(0) is False
-    assert bench.dropped == [2, 1, 1]
-    assert bench.state() == "degraded the event log has stopped; 3 waiting, 4 dropped"
+        assert bench.put("d").result(0) is False
+        assert bench.put("e").result(0) is False
+    assert bench.counted.dropped == 2
+    assert bench.state() == "degraded the event log has stopped; 3 waiting, 2 dropped"
     assert len(caplog.records) == 1
     bench.log.start()
-    assert bench.stored() == ["a", "b", "e"]
+    assert bench.stored() == ["a", "b", "c"]
     assert bench.log.stop(WAIT)
 
 
 def test_starts_of_processes_do_not_push_out_the_actions_of_their_owner() -> None:
     bench = Bench(max_waiting=4)
-    audit = [bench.log.put([Event("action", 0.0)]) for _ in range(2)]
+    audit = [bench.log.put(Event("action", 0.0)) for _ in range(2)]
     others = [bench.put("a") for _ in range(6)]
-    audit += [bench.log.put([Event("action", 0.0)])]
+    audit += [bench.log.put(Event("action", 0.0))]
     assert [future.done() for future in others] == [False] * 2 + [True] * 4
     assert [future.done() for future in audit] == [False] * 2 + [True]
     bench.log.start()
@@ -167,10 +177,10 @@ def test_starts_of_processes_do_not_push_out_the_actions_of_their_owner() -> Non
 
 def test_the_owner_that_fills_the_queue_loses_its_latest_events() -> None:
     bench = Bench(max_waiting=40)
-    first = bench.log.put([Event("oom", 0.0, owner="uid:2")])
-    flood = [bench.log.put([Event("oom", 0.0, owner="uid:1")]) for _ in range(60)]
-    large = bench.log.put([Event("action", 0.0, owner="uid:1", detail={"results": [{}] * 160})])
-    others = [bench.log.put([Event("oom", 0.0, owner=f"uid:{number}")]) for number in range(3, 13)]
+    first = bench.log.put(Event("oom", 0.0, owner="uid:2"))
+    flood = [bench.log.put(Event("oom", 0.0, owner="uid:1")) for _ in range(60)]
+    large = bench.log.put(Event("action", 0.0, owner="uid:1", detail={"results": [{}] * 160}))
+    others = [bench.log.put(Event("oom", 0.0, owner=f"uid:{number}")) for number in range(3, 13)]
     assert not any(future.done() for future in (first, large, *others))
     assert [future.done() for future in flood] == [False] * 18 + [True] * 42
     bench.log.start()
@@ -186,8 +196,8 @@ def test_an_event_that_cannot_be_stored_does_not_block_the_others(
     bench.log.start()
     assert [future.result(WAIT) for future in one_batch] == [True, False, True, True]
     assert bench.put("d").result(WAIT)
-    assert bench.counted == bench.stored() == ["a", "b", "c", "d"]
-    assert bench.dropped == [1]
+    assert bench.counted.stored == bench.stored() == ["a", "b", "c", "d"]
+    assert bench.counted.dropped == 1
     assert "cannot be written" in caplog.text
 
 
@@ -201,17 +211,17 @@ def test_queued_events_are_stored_and_the_storage_is_closed_on_stop() -> None:
     assert bench.put("late").result(0) is False
     with pytest.raises(StorageError):
         bench.log.read(Query()).result(0)
-    assert bench.dropped == [1]
+    assert bench.counted.dropped == 1
 
 
 def test_events_that_could_not_be_stored_before_stop_count_as_dropped() -> None:
     bench = Bench()
     bench.disk.error = "disk full"
-    committed = bench.put("a", "b")
+    committed = bench.put("a")
     bench.log.start()
     assert bench.log.stop(WAIT)
     assert committed.result(0) is False
-    assert bench.dropped == [2]
+    assert bench.counted.dropped == 1
 
 
 def test_queries_beyond_the_limit_are_rejected(bench: Bench) -> None:
