@@ -38,7 +38,6 @@ Exit codes: 0 shown, also after Ctrl-C; 1 the exporter does not answer; 2 wrong 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PAGE = 1000
 _POLL_SECONDS = 1.0
-_LONGEST_RETRY_SECONDS = 10.0
 # `--follow` waits this long for an exporter that does not answer.
 _LONGEST_OUTAGE_SECONDS = 600.0
 
@@ -125,19 +124,15 @@ def _read(api: ExporterApi, query: Mapping[str, Any], *, patient: bool) -> dict[
 
     The ids of events increase over a restart, so nothing is shown twice.
     """
-    failed_seconds, pause_seconds = None, _POLL_SECONDS
+    end_seconds = 0.0
     while True:
         try:
             return api.get(f"/api/v1/events?{urlencode(query)}")
         except (ExporterUnreachableError, ExporterAnswerError) as error:
             lasts = isinstance(error, ExporterAnswerError) and error.status not in (429, 503)
-            if not patient or lasts:
+            if not patient or lasts or 0 < end_seconds < time.monotonic():
                 raise
-            now = time.monotonic()
-            if failed_seconds is None:
-                failed_seconds = now
+            if not end_seconds:
+                end_seconds = time.monotonic() + _LONGEST_OUTAGE_SECONDS
                 note(f"waiting for the exporter: {error}")
-            elif now - failed_seconds > _LONGEST_OUTAGE_SECONDS:
-                raise
-        time.sleep(pause_seconds * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
-        pause_seconds = min(2 * pause_seconds, _LONGEST_RETRY_SECONDS)
+        time.sleep(_POLL_SECONDS * random.uniform(0.8, 1.2))  # noqa: S311 - jitter

@@ -1,16 +1,22 @@
-"""What people read of events: titles, texts, severities, and short jobs as one entry."""
+"""What people read of events: titles, texts, severities, short jobs as one entry, and lines of a terminal."""
 
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
 
-from gpumem_exporter.core.event import EVENT_TYPES, Event
+from gpumem_exporter.cli.render.columns import event_line
+from gpumem_exporter.core.event import EVENT_TYPES, Event, Page
 from gpumem_exporter.features.events.event_entries import FOLD_SECONDS, Entry, fold
+from gpumem_exporter.features.events.event_routes import events_document
+from tests.support.golden import assert_golden
+from tests.support.live_documents import GIB
+from tests.support.live_documents import event as listed_event
 
-GIB = 1 << 30
+_NOON = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
 OOM = {
     "requested_bytes": 2 * GIB,
     "device_free_bytes": GIB,
@@ -52,48 +58,40 @@ def runs(count: int, every_seconds: float = 60.0, **changes: Any) -> list[Event]
 
 
 @pytest.mark.parametrize(
-    ("of", "title", "severity", "parts"),
+    ("detail", "parts"),
     [
+        ({"allocator": {"reserved_bytes": 30 * GIB, "fragmented_bytes": 1}}, ("GPU 3", "2.0 GiB", "1.0 GiB")),
+        ({"device_free_bytes": 9 * GIB, "limit_bytes": 31 * GIB}, ("2.0 GiB", "30.0 GiB of its limit of 31.0 GiB")),
         (
-            event("oom", detail={**OOM, "allocator": {"reserved_bytes": 30 * GIB, "fragmented_bytes": 1}}, rank="2"),
-            "out of memory",
-            "warning",
-            ("llm rank 2", "GPU 3", "2.0 GiB", "1.0 GiB"),
-        ),
-        (
-            event("oom", detail={**OOM, "device_free_bytes": 9 * GIB, "limit_bytes": 31 * GIB}),
-            "out of memory",
-            "warning",
-            ("2.0 GiB", "30.0 GiB of its limit of 31.0 GiB"),
-        ),
-        (
-            event("oom", detail={**OOM, "allocator": {"reserved_bytes": 30 * GIB, "fragmented_bytes": GIB}}),
-            "out of memory",
-            "warning",
+            {"allocator": {"reserved_bytes": 30 * GIB, "fragmented_bytes": GIB}},
             ("1.0 GiB was free", "1.0 GiB fragmented"),
-        ),
-        (event("oom", detail={"requested_bytes": None}, workload=""), "out of memory", "warning", ("pid 7",)),
-        (event("device_lost", detail={"error": "fell off the bus"}), "device lost", "critical", ("fell off the bus",)),
-        (event("device_returned"), "device back", "info", ("GPU 3",)),
-        (event("process_ended", detail={"reason": "it exited"}), "ended", "info", ("llm (pid 7)", "it exited")),
-        (event("action", detail=ACTION), "clear", "info", ("llm:", "freed 3.0 GiB", "by uid 1001", "make room")),
-        (event("action", detail={**ACTION, "state": "expired"}), "clear", "info", ("llm: expired", "3.0 GiB")),
-        (
-            event("policy_stopped", detail={"rule": "hoard", "reason": "in vain", "until": "2026-01-31T12:00:00.000Z"}),
-            "rule stopped",
-            "warning",
-            ("hoard: in vain; until 2026-01-31 12:00 UTC",),
         ),
     ],
 )
-def test_an_event_has_a_title_a_severity_and_a_text(
-    of: Event, title: str, severity: str, parts: tuple[str, ...]
+def test_an_error_names_what_was_free_and_fragments_that_would_have_been_enough(
+    detail: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
-    entry = Entry(of)
-    assert (entry.title, entry.severity) == (title, severity)
-    assert [part for part in parts if part not in entry.text] == []
-    # Fragmentation is named only if the fragmented memory would have been enough.
+    entry = Entry(event("oom", detail={**OOM, **detail}, rank="2"))
+    assert (entry.title, entry.severity) == ("out of memory", "warning")
+    assert [part for part in ("llm rank 2", *parts) if part not in entry.text] == []
     assert ("fragmented" in entry.text) == any("fragmented" in part for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("of", "severity", "text"),
+    [
+        (event("device_lost", detail={"error": "fell off"}), "critical", "GPU 3 does not answer: fell off"),
+        (event("device_returned"), "info", "GPU 3 answers again"),
+        (event("action", detail={**ACTION, "state": "expired"}), "info", "llm: expired, freed 3.0 GiB, by uid 1001"),
+        (
+            event("policy_stopped", detail={"rule": "hoard", "reason": "in vain", "until": "2026-01-31T12:00:00.000Z"}),
+            "warning",
+            "hoard: in vain; until 2026-01-31 12:00 UTC",
+        ),
+    ],
+)
+def test_an_event_has_a_severity_and_a_text(of: Event, severity: str, text: str) -> None:
+    assert (Entry(of).severity, Entry(of).text.partition(" (")[0]) == (severity, text)
 
 
 def test_a_clear_of_several_processes_names_their_workload_once() -> None:
@@ -192,3 +190,53 @@ def test_errors_of_a_job_on_a_device_are_one_entry_whatever_restarts_between() -
     assert re.search(r"\b20 times", errors.text)
     alone = [event("oom", seconds, workload="", detail=OOM) for seconds in (0.0, 5.0, 5.0 + FOLD_SECONDS + 1)]
     assert [each.errors for each in fold(alone)] == [2, 1]
+
+
+def test_an_event_of_another_day_has_its_date_and_one_of_version_0_2_its_time_and_type() -> None:
+    assert event_line(listed_event(2, "b", _NOON - 86400), _NOON, 60).plain.split() == ["03-03", "12:00:00", "b"]
+    old = {"id": 1, "type": "device_lost", "unix_seconds": _NOON, "detail": {}}
+    assert event_line(old, _NOON, 80).plain.split() == ["12:00:00", "device_lost"]
+
+
+def test_text_of_an_event_cannot_control_the_terminal() -> None:
+    hostile = "\x1b[2J\x1b]0;x\x07\r\n\u202e[red]x[/red]\x9b"
+    texts = dict.fromkeys(("error", "reason", "action", "state", "requested_by", "rule"), hostile)
+    detail = {**OOM, **texts, "freed_bytes": 0, "results": []}
+    identity = dict.fromkeys(("gpu", "uuid", "workload", "rank", "pid"), hostile)
+    types = ("oom", "device_lost", "process_ended", "action", hostile)
+    listed = [listed_event(number, type_, _NOON, **identity, detail=detail) for number, type_ in enumerate(types)]
+    assert all(event_line(each, _NOON, 100).plain.isprintable() for each in listed)
+
+
+def _day() -> list[Event]:
+    """A day of a node: the ranks of a job, short jobs, an out-of-memory error, a lost device, an action, a policy."""
+    midnight = _NOON - 12 * 3600
+    job: dict[str, Any] = {"workload": "llm-pretrain", "owner": "uid:1001"}
+    of_eval: dict[str, Any] = {"workload": "nightly-eval", "owner": "uid:1002", "detail": {"reason": "it exited"}}
+    of_indexer: dict[str, Any] = {"workload": "rag-indexer", "owner": "uid:1003", "gpu": "4", "uuid": "GPU-4"}
+    clear = {"action": "empty_cache", "state": "done", "freed_bytes": 9 * GIB, "reason": "room for the release run"}
+    ranks = [{"pid": pid, "workload": "llm-pretrain"} for pid in range(4)]
+    caller = "unix:uid=1001:pid=7"
+    stopped = {"rule": "idle-notebooks", "reason": "3 clears freed nothing that lasted"}
+    return [
+        *(Event("process_started", midnight - 3600 + rank, pid=rank, rank=str(rank), **job) for rank in range(4)),
+        *(
+            Event(type_, midnight + 10_000 + 60 * run + after, pid=100 + run, **of_eval)
+            for run in range(14)
+            for type_, after in (("process_started", 0), ("process_ended", 20))
+        ),
+        Event("oom", midnight + 13_324, pid=4711, detail={**OOM, "device_free_bytes": GIB // 2}, **of_indexer),
+        Event("device_lost", midnight + 20_000, gpu="7", uuid="GPU-7", detail={"error": "GPU is lost"}),
+        Event("device_returned", midnight + 20_090, gpu="7", uuid="GPU-7"),
+        Event(
+            "action", _NOON - 60, workload="llm-pretrain", detail={**clear, "requested_by": caller, "results": ranks}
+        ),
+        Event("policy_stopped", _NOON - 30, detail=stopped),
+    ]
+
+
+def test_the_lines_of_a_day() -> None:
+    page = Page(tuple(_day()), 0, more=False)
+    lines = [event_line(dict(each), _NOON, 80).plain for each in events_document(page, folded=True)["events"]]
+    assert max(map(len, lines)) <= 80
+    assert_golden("events.txt", "\n".join(lines) + "\n")

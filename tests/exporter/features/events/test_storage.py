@@ -320,14 +320,6 @@ def test_events_about_a_job_are_found_by_its_id_and_by_its_workload(bench: Bench
     assert bench.numbers(job="llm", after=0) == [1, 2, 4, 5]
 
 
-def test_a_job_that_ended_is_found_by_any_of_its_names_but_a_number_is_no_workload(bench: Bench) -> None:
-    for number, (slurm, workload) in enumerate([("4711", "llm"), (None, "4711"), (None, "llm")]):
-        detail = {"slurm_job_id": slurm, "ray_job_id": None, "number": number}
-        bench.put(number, type="process_ended", pid=number, workload=workload, job=f"{workload}~aa", detail=detail)
-    found = {name: bench.numbers(job_id=name, after=0) for name in ("4711", "llm", "llm~aa", "4711~aa")}
-    assert found == {"4711": [0], "llm": [0, 2], "llm~aa": [0, 2], "4711~aa": [1]}
-
-
 def test_no_owner_hides_the_processes_of_a_job(bench: Bench) -> None:
     """A page has the caller's own first, then one of each other owner in turn."""
 
