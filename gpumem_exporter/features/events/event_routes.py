@@ -389,12 +389,9 @@ def _event(entry: Entry) -> Any:
 def _job_process(event: Event) -> dict[str, Any]:
     names = tuple(JobDeviceDocument.__annotations__)
     return {
-        "pid": event.pid,
-        "uid": event.detail.get("uid"),
+        **{name: getattr(event, name) for name in ("pid", "workload", "rank")},
         "job": event.job or None,
-        "workload": event.workload,
-        "rank": event.rank,
-        "first_report_unix_seconds": event.detail.get("first_report_unix_seconds"),
+        **{name: event.detail.get(name) for name in ("uid", "first_report_unix_seconds")},
         "end_unix_seconds": event.time_unix_seconds,
         "devices": [{name: row.get(name) for name in names} for row in event.detail.get("devices", ())],
     }
