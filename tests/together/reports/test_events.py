@@ -19,10 +19,8 @@ from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
 from gpumem_exporter.features.events.event_storage import FILE_NAME
 from tests.conftest import StartExporter
-from tests.emulation.fixtures import StartTorch
-from tests.emulation.node import EmulatedNode
 from tests.support.builders import UUIDS, report
-from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 EVENTS = "/api/v1/events"
@@ -156,34 +154,3 @@ def test_health_shows_a_folder_that_cannot_be_created_until_it_can(
     wait_for(lambda: stores(exporter), "the folder")
     assert stored(exporter) == [("w1", 1), ("w1", 2)]
     assert (in_the_way / "events" / FILE_NAME).exists()
-
-
-# --- real processes on the emulated node
-
-
-def test_a_process_that_survives_a_killed_exporter_has_started_once(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
-) -> None:
-    exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "events"))
-    lives, dies = (start_torch(GPUMEM_EXPORTER_URL=exporter.url) for _ in range(2))
-    for process in (lives, dies):
-        process.call("start_client")
-        process.call("alloc", nbytes=3 << 20, device=0)
-    exporter.wait_for_processes(lives.pid, dies.pid)
-    dies.kill()
-    wait_for(lambda: exporter.events(type="process_ended"), "its end")
-    assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
-    exporter.start()
-    exporter.wait_for_processes(lives.pid)
-    exporter.act("empty_cache", target={"pid": lives.pid})
-    (ended,) = exporter.events(type="process_ended")
-    assert ended["pid"] == dies.pid
-    died = ended["detail"]["reason"]
-    assert ended["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
-    assert [event["type"] for event in exporter.events(pid=lives.pid)] == ["process_started", "action"]
-    lives.call("stop_client")
-    wait_for(lambda: len(exporter.events(type="process_ended")) == 2, "its last report")
-    last = exporter.events(pid=lives.pid)[-1]
-    assert last["type"] == "process_ended"
-    assert "" != died != last["detail"]["reason"] != ""
-    assert last["detail"]["devices"][0]["allocated_bytes"] == 3 << 20

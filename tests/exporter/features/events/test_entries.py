@@ -122,14 +122,6 @@ def test_short_jobs_are_one_entry_at_their_last_end() -> None:
     assert re.findall(r"\d+", fold(runs(3)[:-1])[0].text) == ["3", "2"], "one still runs"
 
 
-def test_the_starts_of_ranks_are_one_entry_and_their_ends_another() -> None:
-    starts = [process(pid, pid / 10, "process_started", rank=str(pid)) for pid in range(4)]
-    ends = [process(pid, 86400 + pid, "process_ended", rank=str(pid)) for pid in range(4)]
-    started, ended = fold([*starts, *ends])
-    assert [(each.title, each.starts, each.ends) for each in (started, ended)] == [("started", 4, 0), ("ended", 0, 4)]
-    assert [re.findall(r"\d+", each.text) for each in (started, ended)] == [["4"], ["4"]]
-
-
 @pytest.mark.parametrize(
     "second",
     [

@@ -7,10 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
-from gpumem_exporter.core.event import Event, Page, Query
+from gpumem_exporter.core.event import Event, Query
 from gpumem_exporter.features.events.event_routes import (
     EventParameters,
-    events_document,
     events_for_caller,
     one_event_document,
 )
@@ -66,18 +65,6 @@ def test_an_invalid_parameter_is_named(name: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:
         query(**{name: value})
     assert [error["loc"][0] for error in caught.value.errors()] == [name]
-
-
-def test_the_document_of_an_event_has_its_time_as_text_and_as_seconds() -> None:
-    page = Page((Event("oom", 1.7e9 + 0.25, pid=7, detail={"number": 1}, id=9),), 9, more=True)
-    document: Any = events_document(page)
-    (event,) = document["events"]
-    assert (document["next_after"], document["more"]) == (9, True)
-    assert (event["time"], event["unix_seconds"]) == ("2023-11-14T22:13:20.250Z", 1700000000.25)
-    known = {"id": 9, "type": "oom", "pid": 7, "detail": {"number": 1}}
-    assert {name: event[name] for name in known} == known
-    assert [event[name] for name in ("gpu", "uuid", "workload", "rank")] == [None] * 4
-    assert "subject" not in event
 
 
 def test_identities_beside_an_error_are_hidden_like_those_of_its_process() -> None:

@@ -16,7 +16,7 @@ from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.features.events.event_recorder import MAX_STARTS_PER_MINUTE
 from gpumem_exporter.features.events.process_usage import DeviceUsage
-from gpumem_exporter.features.oom.oom_events import MAX_OF_OWNER_PER_MINUTE, MAX_PER_MINUTE
+from gpumem_exporter.features.oom.oom_events import MAX_OF_OWNER_PER_MINUTE
 from tests.support.builders import MIB, UUIDS, device, node, sample
 from tests.support.recorder_bench import RecorderBench as Bench
 from tests.support.recorder_bench import oom
@@ -60,20 +60,6 @@ def test_a_repeated_error_is_one_event_and_acknowledged_after_its_commit(caplog:
     assert [event.detail["number"] for event in ooms] == [1, 2, 3]
     assert len({event.subject for event in ooms}) == 3
     assert len(caplog.records) == 3
-
-
-def test_a_process_has_a_limited_number_of_errors_in_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench()
-    for first in range(0, 1000, 10):
-        bench.report(7, *(oom(1 + first + number) for number in range(10)))
-    bench.report(8, oom(1), session="of-another")
-    assert [event.pid for event in bench.log.of("oom")] == ["7@1"] * MAX_PER_MINUTE + ["8@1"]
-    assert sum(bench.log.left_out) == 1000 - MAX_PER_MINUTE
-    assert [last.number for last in bench.snapshot().ooms] == [1000, 1], "the metrics have each last error"
-    assert len(caplog.records) == MAX_PER_MINUTE + 1 + 1
-    bench.unix += 60
-    assert bench.report(7, oom(1001)) is not None
-    assert bench.log.events[-1].detail["number"] == 1001
 
 
 def test_a_user_has_a_limited_number_of_errors_and_starts_in_a_minute() -> None:
