@@ -13,14 +13,7 @@ from typing import Any
 from gpumem_exporter.core.event import Event, Query, process_subject
 from gpumem_exporter.core.naming import command_of, json_pid
 from gpumem_exporter.core.recorders import Journal, ProcessRecorder
-from gpumem_exporter.core.samples import (
-    DeviceReading,
-    NodeReading,
-    ProcessFacts,
-    ProcessKey,
-    ReportingProcess,
-    Snapshot,
-)
+from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.events.process_usage import GAP_SECONDS, DeviceUsage
 from gpumem_exporter.node.host import Host
@@ -150,8 +143,8 @@ class Recorder(ProcessRecorder):
         """Return the process of a session of this user, with its last report, also if it has ended lately."""
         with self._lock:
             known = (*(tracked.process for tracked in self._tracked.values()), *self._ended)
-        process = next((each for each in known if each.report.process.session == session), None)
-        return process if process is not None and process.owner_uid == owner_uid else None
+        wanted = (session, owner_uid)
+        return next((each for each in known if (each.report.process.session, each.owner_uid) == wanted), None)
 
     def gpu_of(self, uuid: str) -> str | None:
         """Return the NVML index of a device in the last reading."""
@@ -225,13 +218,23 @@ class Recorder(ProcessRecorder):
             known = before.get(device.uuid)
             failures = self._failures[device.uuid] = 0 if device.up else (known or 0) + 1
             # A MIG device may fail once while it is being destroyed, so only the second failure counts.
-            if failures == (2 if device.parent_uuid else 1):
-                yield _device_event("device_lost", device, reading)
-            elif device.up and known != 0:
-                # An exporter that starts while a device is lost has no uuid of it before the device returns: whether it
-                # was lost depends on its last event.
-                only_after = "device_lost" if known is None or device.parent_uuid else ""
-                yield _device_event("device_returned", device, reading, only_after)
+            lost = failures == (2 if device.parent_uuid else 1)
+            if lost or (device.up and known != 0):
+                yield Event(
+                    "device_lost" if lost else "device_returned",
+                    reading.taken_unix_seconds,
+                    gpu=device.gpu,
+                    uuid=device.uuid,
+                    detail={
+                        "error": device.error or None,
+                        **{name: getattr(device, name) for name in ("name", "pci_bus_id")},
+                        "driver_version": reading.driver_version,
+                    },
+                    subject=f"device:{device.uuid}",
+                    # An exporter that starts while a device is lost has no uuid of it before the device returns:
+                    # whether it was lost depends on its last event.
+                    only_after="device_lost" if not lost and (known is None or device.parent_uuid) else "",
+                )
 
     # With the lock
 
@@ -354,20 +357,4 @@ def _ended_unseen(started: Event, now_unix_seconds: float) -> Event:
                 {"gpu": each["gpu"], "uuid": each["uuid"], **DeviceUsage().row()} for each in detail["devices"]
             ],
         },
-    )
-
-
-def _device_event(type_: str, device: DeviceReading, reading: NodeReading, only_after: str = "") -> Event:
-    return Event(
-        type_,
-        reading.taken_unix_seconds,
-        gpu=device.gpu,
-        uuid=device.uuid,
-        detail={
-            "error": device.error or None,
-            **{name: getattr(device, name) for name in ("name", "pci_bus_id")},
-            "driver_version": reading.driver_version,
-        },
-        subject=f"device:{device.uuid}",
-        only_after=only_after,
     )
