@@ -29,10 +29,7 @@ class Journal:
         return Page((), query.after or 0, more=False)
 
     async def pages(self, query: Query, *, max_rows: int | None = None) -> list[Event]:
-        """Return the events of all pages, oldest first, or the latest that have `max_rows`.
-
-        Waits until they can be read: an earlier exporter may still use the storage.
-        """
+        """Return the events of all pages, or the latest that have `max_rows`. Waits until the storage can be read."""
         return []
 
 
