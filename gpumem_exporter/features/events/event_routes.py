@@ -46,14 +46,11 @@ class EventParameters(KnownFields):
     """The parameters of a query for events."""
 
     after: int | None = Field(None, ge=0, le=2**63 - 1, description="only events with a greater id")
-    since: (
-        Annotated[
-            AwareDatetime,
-            # In a query, the unescaped `+` of a time zone is a space.
-            BeforeValidator(lambda value: value.replace(" ", "+") if isinstance(value, str) else value),
-        ]
-        | None
-    ) = Field(None, description="only events at or after this time: Unix seconds, or RFC 3339")
+    # In a query, the unescaped `+` of a time zone is a space.
+    since: Annotated[
+        AwareDatetime | None,
+        BeforeValidator(lambda value: value.replace(" ", "+") if isinstance(value, str) else value),
+    ] = Field(None, description="only events at or after this time: Unix seconds, or RFC 3339")
     type: Annotated[tuple[Literal[EVENT_TYPES], ...], BeforeValidator(words)] = Field(  # type: ignore[valid-type]
         (), description="only events of these types, separated by commas"
     )

@@ -62,8 +62,9 @@ class OomRecorder(ErrorRecorder):
             self.last.put(last_ooms(events, self.clock(), now))
             stored = self._known.within_limit(process.key, events, now)
             self.journal.count_left_out(len(events) - len(stored))
+            job = self.job_of(process)
             for event in stored:
-                complete = replace(event, job=self.job_of(process), detail=self._with_device(event, now))
+                complete = replace(event, job=job, detail=self._with_device(event, now))
                 self._uncommitted[session] = self.journal.put(complete)  # the commit of the last is that of all
         return self._uncommitted.get(session)
 
