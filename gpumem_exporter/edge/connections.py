@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -37,7 +37,7 @@ class Limits:
     head_bytes: int = 64 << 10
     """The size of request line and headers."""
     request_seconds: float = 10.0
-    """The time until a whole request has arrived: TLS handshake, headers and body."""
+    """The time until the headers of a request have arrived, with the TLS handshake before; the same for the body."""
     handshake_seconds: float = 3.0
     """The time for a TLS handshake, once it has its turn."""
     unread_seconds: float = 30.0
@@ -80,70 +80,51 @@ class Connection:
     """The size of the long reply that is being sent."""
     waiting_since_seconds: float = field(init=False)
     """Since when the exporter has waited for the next step of its client; infinite while it works on a request."""
-    _allowed_seconds: float = field(init=False)
-    """The time that the client has for this step."""
-    _requests: int = 0
-    """The number of requests whose headers have arrived and that are not answered."""
-    _in_head: bool = True
-    """Whether the next bytes are of the headers of a request."""
-    _head_bytes: int = 0
+    due_seconds: float = field(init=False)
+    """When it is ended, unless its client does the next step before."""
+    _is_idle: bool = field(init=False)
+    """Whether no byte of the next request has arrived."""
+    _permitted_bytes: int = field(init=False)
+    """What may arrive until the headers of the next request are complete."""
 
     def __post_init__(self) -> None:
         self.owner = owner_of(self.peer)
-        self._wait(self.limits.request_seconds)
+        self._permitted_bytes = self.limits.head_bytes
+        self.wait(self.limits.request_seconds)
 
-    @property
-    def due_seconds(self) -> float:
-        """When it is ended, unless its client does the next step before."""
-        return self.waiting_since_seconds + self._allowed_seconds
+    def wait(self, seconds: float) -> None:
+        """Note that the client has the next step, and this time for it."""
+        self._is_idle = False
+        self.waiting_since_seconds = self.clock()
+        self.due_seconds = self.waiting_since_seconds + seconds
 
-    def _wait(self, seconds: float) -> None:
-        self.waiting_since_seconds, self._allowed_seconds = self.clock(), seconds
+    def work(self) -> None:
+        """Note that the exporter has the next step, and any time for it."""
+        self._is_idle = False
+        self.waiting_since_seconds = self.due_seconds = math.inf
+
+    def rest(self) -> None:
+        """Note that a request is answered."""
+        # uvicorn closes an idle connection after the same time, but waits until its client has read the last reply.
+        self.wait(self.limits.idle_seconds)
+        self._is_idle = True
 
     def receive(self, size: int) -> None:
         """Count received bytes, before they are parsed."""
-        if self._in_head:
-            if not self._requests and not self._head_bytes:
-                self._wait(self.limits.request_seconds)
-            self._head_bytes += size
+        if self._is_idle:
+            self.wait(self.limits.request_seconds)
+        self._permitted_bytes -= size
+
+    def start_request(self, body_bytes: int) -> None:
+        """Note that the headers of a request have arrived."""
+        self._permitted_bytes = body_bytes + self.limits.head_bytes
 
     def check_head(self) -> None:
         """End the connection if the received bytes are a head that is too long."""
         # The parser keeps an unfinished header, and would keep it for ever.
-        if self._head_bytes > self.limits.head_bytes:
+        if self._permitted_bytes < 0:
             _log.debug("a connection of %s ended: its headers are too long", self.owner)
             self.abort()
-
-    def start_request(self) -> None:
-        """Note that the headers of a request have arrived. Raises OverflowError if too many requests wait."""
-        if self._requests > self.limits.pipelined_requests:
-            raise OverflowError("too many requests wait for an earlier one")
-        self._requests += 1
-        self._in_head = False
-        self._head_bytes = 0
-
-    def wait_for_body(self) -> None:
-        """Note that the client must send the body of the request that is answered next."""
-        self._in_head = False
-        self._head_bytes = 0
-        if self.due_seconds == math.inf:  # the exporter answered an earlier request meanwhile
-            self._wait(self.limits.request_seconds)
-
-    def work(self) -> None:
-        """Note that a request has arrived with its body: the exporter has the next step."""
-        self._in_head = True
-        self.waiting_since_seconds = math.inf
-
-    def wait_for_reader(self) -> None:
-        """Note that the client must read before the exporter can go on; `work` follows."""
-        self._wait(self.limits.unread_seconds)
-
-    def end_request(self) -> None:
-        """Note that a request is answered."""
-        self._requests -= 1
-        if not self._requests:
-            # uvicorn closes an idle connection after the same time, but waits until its client has read the last reply.
-            self._wait(self.limits.request_seconds if self._head_bytes else self.limits.idle_seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -216,13 +197,10 @@ class Connections:
     def start_reply(self, connection: Connection, size: int) -> None:
         """Count a long reply before it is sent, and end other connections if all long replies are too large."""
         connection.unread_bytes = size
-        of_owner = {owner: sum(each.unread_bytes for each in owned) for owner, owned in self._owners.items()}
-        while sum(of_owner.values()) > self.limits.unread_bytes:
+        while (total := sum(map(_unread_bytes, self._owners.values()))) > self.limits.unread_bytes:
             # The owner first: many connections with short replies count together.
-            owner = max(of_owner, key=of_owner.__getitem__)
-            heaviest = max(self._owners[owner], key=attrgetter("unread_bytes"))
-            of_owner[owner] -= heaviest.unread_bytes
-            if not any(of_owner.values()):
+            heaviest = max(max(self._owners.values(), key=_unread_bytes), key=attrgetter("unread_bytes"))
+            if heaviest.unread_bytes == total:
                 break  # a single reply is never too large
             self._end(heaviest, "it does not read its reply")
 
@@ -246,3 +224,7 @@ class Connections:
         _log.debug("a connection of %s ended: %s", connection.owner, why)
         self.remove(connection)
         connection.abort()
+
+
+def _unread_bytes(connections: Iterable[Connection]) -> int:
+    return sum(each.unread_bytes for each in connections)

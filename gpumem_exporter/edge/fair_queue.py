@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from functools import partial
@@ -150,43 +150,40 @@ class FairRequests:
         headers = dict(scope["headers"])
         length = int(headers.get(b"content-length", b"0"))
         is_chunked = b"transfer-encoding" in headers
-        waits_for_body_turn = length > _SHORT_BODY_BYTES
-        # Writes (reports, actions) and scrapes do not wait for reads.
-        is_read = not waits_for_body_turn and scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/api/")
+        waits_for_turn = length > _SHORT_BODY_BYTES
         arrived = not length and not is_chunked
         if arrived:
             connection.work()
         else:
-            connection.wait_for_body()
+            connection.wait(connection.limits.request_seconds)
 
-        async def receive_next() -> Message:
-            nonlocal arrived
+        async def receive_in_turn() -> Message:
+            nonlocal arrived, waits_for_turn
+            if waits_for_turn:
+                await exchange.turn.enter_async_context(self._bodies.of(connection.owner))
+                waits_for_turn = False
             message = await receive()
             if not arrived and not message.get("more_body"):
                 arrived = True
                 connection.work()
             return message
 
-        async def receive_in_turn() -> Message:
-            nonlocal waits_for_body_turn
-            if waits_for_body_turn:
-                await exchange.turn.enter_async_context(self._bodies.of(connection.owner))
-                waits_for_body_turn = False
-            return await receive_next()
-
         async def send_in_time(message: Message) -> None:
+            nonlocal waits_for_turn
             # A client that sends or reads slowly, or follows a stream, would occupy the turn.
             await exchange.turn.aclose()
+            waits_for_turn = False
             # A client that expects a reply sends the body only afterwards.
             if not arrived and message["type"] == "http.response.start" and not is_chunked and b"expect" not in headers:
-                await _drop_body(receive_next)
+                await _drop_body(receive_in_turn)
             await self._send(connection, message, send)
 
         app = self._app
         try:
             if is_chunked:  # behind the body, more headers may follow, which no limit sees
                 app = ProblemError(ProblemCode.LENGTH_REQUIRED, "a body needs a Content-Length").response()
-            elif is_read:
+            elif scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/api/"):
+                # Writes (reports, actions) and scrapes do not wait for reads.
                 try:
                     await exchange.turn.enter_async_context(self._reads.of(connection.owner))
                 except ProblemError as refusal:
@@ -194,7 +191,6 @@ class FairRequests:
             await app(scope, receive_in_turn, send_in_time)
         finally:
             await exchange.turn.aclose()
-            connection.end_request()
             if not arrived:  # what else arrives would be parsed as another request
                 connection.close()
 
@@ -202,24 +198,27 @@ class FairRequests:
         """Send a part of a reply; a long one in pieces, each of which waits until the client has read the others."""
         # Otherwise every slow client would have a copy of its reply, with TLS an encrypted one that no limit sees.
         body = message.get("body", b"")
-        pieces: Iterable[Message] = (message,)
         if len(body) > _PIECE_BYTES:
             self._connections.start_reply(connection, len(body))
-            pieces = _pieces(message)
         try:
-            for piece in pieces:
+            for piece in _pieces(message):
                 # uvicorn would write to a connection that has ended, if an earlier request of it is answered.
                 if not connection.is_open:
                     break
-                connection.wait_for_reader()
+                connection.wait(connection.limits.unread_seconds)
                 await send(piece)
                 connection.work()
         finally:
             connection.unread_bytes = 0
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            connection.rest()  # now, because uvicorn has just scheduled the next request of the connection
 
 
 def _pieces(message: Message) -> Iterator[Message]:
-    body, more_body = message["body"], message.get("more_body", False)
+    body, more_body = message.get("body", b""), message.get("more_body", False)
+    if len(body) <= _PIECE_BYTES:
+        yield message
+        return
     for start in range(0, len(body), _PIECE_BYTES):
         end = start + _PIECE_BYTES
         # A copy: a view would keep all of the body.

@@ -1,8 +1,8 @@
 """The server: uvicorn with connections counted by owner, TLS on the TCP sockets only, and limits of each client.
 
-This module uses four names that uvicorn does not document: the class `HttpToolsProtocol`, its callback
-`on_headers_complete` and its attribute `scope`, and the method `Server.shutdown`. A contract test fails with a uvicorn
-that lacks one. Without them, no request has an exchange, and every request fails.
+This module uses six names that uvicorn does not document: the class `HttpToolsProtocol`, its callback
+`on_headers_complete` and its attributes `scope`, `headers` and `pipeline`, and the method `Server.shutdown`. A contract
+test fails with a uvicorn that lacks one. Without them, every request fails.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ class _Requests(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start the request. An error ends the connection."""
-        self.connection.start_request()
+        if len(self.pipeline) >= self.connection.limits.pipelined_requests:
+            raise OverflowError("too many requests wait for an earlier one")
+        self.connection.start_request(int(dict(self.headers).get(b"content-length", b"0")))
         self.scope["state"]["exchange"] = Exchange(self.connection)
         super().on_headers_complete()
 

@@ -1,4 +1,4 @@
-"""The four names of uvicorn that the edge uses and that uvicorn does not document."""
+"""The names of uvicorn that the edge uses and that uvicorn does not document."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 
-async def test_the_protocol_calls_back_for_each_request_and_has_its_scope() -> None:
+class Transport(asyncio.Transport):
+    def pause_reading(self) -> None:
+        pass
+
+
+async def test_the_protocol_calls_back_for_each_request_and_has_its_scope_its_headers_and_the_earlier_ones() -> None:
     seen: list[tuple[str, str]] = []
+    waiting: list[tuple[int, list[tuple[bytes, bytes]]]] = []
 
     class Protocol(HttpToolsProtocol):
         def on_headers_complete(self) -> None:
             self.scope["state"]["exchange"] = "set"
+            waiting.append((len(self.pipeline), self.headers))
             super().on_headers_complete()
 
     async def application(scope: dict[str, Any], *_: object) -> None:
@@ -28,10 +35,11 @@ async def test_the_protocol_calls_back_for_each_request_and_has_its_scope() -> N
     assert config.http_protocol_class is Protocol
     state = ServerState()
     protocol = Protocol(config=config, server_state=state, app_state={})
-    protocol.connection_made(asyncio.Transport())
-    protocol.data_received(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n")
+    protocol.connection_made(Transport())
+    protocol.data_received(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
     await asyncio.sleep(0)
     assert seen == [("/first", "set")]
+    assert waiting == [(number, [(b"host", b"x")]) for number in (0, 0, 1)]
     (task,) = state.tasks
     task.cancel()
     await asyncio.wait([task])

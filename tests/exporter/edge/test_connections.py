@@ -102,40 +102,19 @@ def test_a_user_a_machine_or_a_network_of_ipv6_addresses_is_an_owner() -> None:
     assert owner_of(Peer("fe80::1%eth0")) == owner_of(Peer("fe80::2%eth0"))
 
 
-def receive_head(connection: Connection) -> None:
-    connection.receive(100)
-    connection.start_request()
-
-
 def receive_half_a_body(connection: Connection) -> None:
-    receive_head(connection)
-    connection.wait_for_body()
+    connection.receive(100)
+    connection.start_request(2_000_000)
+    connection.wait(LIMITS.request_seconds)
     connection.receive(1_000_000)
 
 
-def write_a_reply(connection: Connection) -> None:
-    receive_head(connection)
-    connection.work()
-    connection.wait_for_reader()
-
-
-def answer(connection: Connection) -> None:
-    write_a_reply(connection)
-    connection.work()
-    connection.end_request()
-
-
-def answer_and_receive_a_byte(connection: Connection) -> None:
-    answer(connection)
+def answer_and_receive_two_bytes(connection: Connection) -> None:
+    clock = connection.clock
+    connection.rest()
     connection.receive(1)
-
-
-def receive_a_body_behind_another_request(connection: Connection) -> None:
-    receive_head(connection)
-    connection.start_request()
-    connection.work()
-    connection.end_request()
-    connection.wait_for_body()
+    connection.clock = lambda: clock() + 9  # the second byte gives the client no more time
+    connection.receive(1)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +123,8 @@ def receive_a_body_behind_another_request(connection: Connection) -> None:
         (lambda connection: None, 10),
         (lambda connection: connection.receive(1), 10),
         (receive_half_a_body, 10),
-        (write_a_reply, 30),
-        (answer, 75),
-        (answer_and_receive_a_byte, 10),
-        (receive_a_body_behind_another_request, 10),
+        (Connection.rest, 75),
+        (answer_and_receive_two_bytes, 10),
     ],
 )
 def test_each_step_of_a_client_has_its_time(
@@ -165,37 +142,24 @@ def test_each_step_of_a_client_has_its_time(
 
 def test_the_exporter_has_any_time(connections: Connections, clock: Clock, ended: list[Connection]) -> None:
     held = connect(connections, "1", clock)
-    receive_head(held)
-    held.work()
+    held.rest()
+    held.work()  # its next request had arrived before
     clock.seconds += 3600
     held.receive(1)  # the next request
     connections.end_late()
     assert not ended
-    held.end_request()
-    clock.seconds += 10.1
-    connections.end_late()
-    assert ended == [held]
 
 
 def test_bytes_of_a_body_are_not_of_a_head_and_others_are_limited(ended: list[Connection]) -> None:
     one = connection("1")
     receive_half_a_body(one)
-    one.check_head()
-    one.work()
+    one.receive(1_000_000)
     one.receive(LIMITS.head_bytes)
     one.check_head()
     assert not ended
     one.receive(1)
     one.check_head()
     assert ended == [one]
-
-
-def test_a_number_of_requests_waits_for_an_earlier_one() -> None:
-    one = connection("1")
-    for _ in range(1 + LIMITS.pipelined_requests):
-        one.start_request()
-    with pytest.raises(OverflowError):
-        one.start_request()
 
 
 def test_the_owner_with_the_most_unread_bytes_loses_first(connections: Connections, ended: list[Connection]) -> None:
