@@ -451,8 +451,7 @@ def caller_router(*, callers: Callers, allowed: tuple[str, ...], snapshot: Calla
     @router.get(CALLER_PATH, responses={200: json_reply(CallerDocument), **problems(403)})
     async def caller(request: Request) -> Response:
         """The rights of the caller, and the number of processes that it may act on."""
-        found = await callers.of(request.scope)
-        refusal = callers.refusal(found, request.scope)
+        found, refusal = await callers.examine(request.scope)
         document: CallerDocument = {
             "uid": found.uid,
             "rights": found.rights.value,

@@ -59,11 +59,6 @@ class Rule:
     token: TokenFile | None
     """Required from every client; None admits every user of this machine."""
 
-    def admit(self, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
-        """Raise the ProblemError of a client that is refused."""
-        if (problem := self.refusal(peer, headers)) is not None:
-            raise problem
-
     def refusal(self, peer: Peer, headers: Mapping[bytes, bytes]) -> ProblemError | None:
         """Return why a client is refused; None if it is admitted.
 
@@ -113,40 +108,33 @@ class Callers:
     places: PeerPlaces = field(default_factory=PeerPlaces)
 
     async def of(self, scope: Mapping[str, Any]) -> Caller:
-        """Return the caller of an ASGI request. It has no rights if the rule refuses the request."""
-        peer = Exchange.of(scope).peer
-        caller = _identified(peer)
-        if self.rule.refusal(peer, dict(scope["headers"])) is not None:
-            return caller
-        if self.rule.token is not None:
-            return replace(caller, rights=Rights.ALL, token=self.rule.token.path.name)
-        place, certain = peer.where or await self.places.of(peer)
-        if not place.known:
-            return replace(caller, place=place)
-        has_all = place.here and certain and peer.uid in (0, self.owner_uid)
-        return replace(caller, rights=Rights.ALL if has_all else Rights.OWN, place=place)
-
-    async def admit(self, scope: Mapping[str, Any]) -> Caller:
-        """Return the caller of an ASGI request, which may act at least on its own processes.
-
-        Raises ProblemError as `Rule.admit` does, and with 403 if the caller is in an unknown place.
-        """
-        caller = await self.of(scope)
-        if (problem := self.refusal(caller, scope)) is not None:
-            raise problem
+        """Return the caller of an ASGI request."""
+        caller, _ = await self.examine(scope)
         return caller
 
-    def refusal(self, caller: Caller, scope: Mapping[str, Any]) -> ProblemError | None:
-        """Return why a caller has no rights; None if it has some."""
-        problem = self.rule.refusal(Exchange.of(scope).peer, dict(scope["headers"]))
-        if problem is not None or caller.rights is not Rights.NONE:
-            return problem
-        return ProblemError(
-            ProblemCode.UNKNOWN_CALLER,
-            f"{self.rule.what}: the exporter cannot see where the process of {caller} runs, as through `kubectl "
-            "port-forward`; use the unix socket, on Kubernetes from the exporter's container with `kubectl exec`, or "
-            f"start the exporter with {self.rule.flag} and send that token",
-        )
+    async def examine(self, scope: Mapping[str, Any]) -> tuple[Caller, ProblemError | None]:
+        """Return the caller of an ASGI request, and why it has no rights; None if it has some.
+
+        With rights, a caller may act at least on its own processes. The error is the one of the rule, or a 403 if the
+        caller is in an unknown place.
+        """
+        peer = Exchange.of(scope).peer
+        caller = _identified(peer)
+        if (problem := self.rule.refusal(peer, dict(scope["headers"]))) is not None:
+            return caller, problem
+        if self.rule.token is not None:
+            return replace(caller, rights=Rights.ALL, token=self.rule.token.path.name), None
+        place, certain = peer.where or await self.places.of(peer)
+        caller = replace(caller, place=place)
+        if not place.known:
+            return caller, ProblemError(
+                ProblemCode.UNKNOWN_CALLER,
+                f"{self.rule.what}: the exporter cannot see where the process of {caller} runs, as through `kubectl "
+                "port-forward`; use the unix socket, on Kubernetes from the exporter's container with `kubectl exec`, "
+                f"or start the exporter with {self.rule.flag} and send that token",
+            )
+        has_all = place.here and certain and peer.uid in (0, self.owner_uid)
+        return replace(caller, rights=Rights.ALL if has_all else Rights.OWN), None
 
     def require_all(self, caller: Caller, what: str) -> None:
         """Raise a ProblemError (403) for a caller that may only act on its own processes."""
@@ -303,11 +291,13 @@ class Guard:
             # A client with the token is not a web page, and may use any name of the exporter.
             self.own_names.require_own_host(headers)
         if reports:
-            rule.admit(peer, headers)
+            problem = rule.refusal(peer, headers)
         else:
-            exchange.caller = caller = await self.callers.admit(scope)
-            if path in (ALERTS_PATH, RELOAD_PATH) or path.startswith(NVML_PATH + "/"):
-                self.callers.require_all(caller, path)
+            exchange.caller, problem = await self.callers.examine(scope)
+        if problem is not None:
+            raise problem
+        if path in (ALERTS_PATH, RELOAD_PATH) or path.startswith(NVML_PATH + "/"):
+            self.callers.require_all(exchange.caller, path)
         # A reload has no body, so its Content-Type does not matter.
         if scope["method"] == "POST" and path != RELOAD_PATH:
             _require_json(headers, b"gzip" if path == PROFILES_PATH else b"identity")
@@ -362,13 +352,9 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that returns the whole body, then the messages of the connection: `http.disconnect`."""
-    replayed_once = False
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
-        nonlocal replayed_once
-        if replayed_once:
-            return await receive()
-        replayed_once = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return first.pop() if first else await receive()
 
     return replayed
