@@ -3,7 +3,8 @@
     sitecustomize.py -> 0.3.0-1f3a9c0e2b44/gpumem_client/bootstrap/sitecustomize.py
     0.3.0-1f3a9c0e2b44/gpumem_client/...
 
-A job has this folder in its PYTHONPATH, so its Python imports `sitecustomize`.
+A job has this folder in its PYTHONPATH, so its Python imports `sitecustomize`. Versions stay: a job keeps its own, of
+which it loads a few modules only when it uses them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,8 @@ import hashlib
 import importlib.resources
 import logging
 import os
-import re
-import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -26,14 +24,11 @@ from gpumem_client.wire.errors import GpumemError
 from gpumem_client.wire.peer import user_name
 from gpumem_client.wire.trust import WRITABLE_BY_OTHERS
 from gpumem_exporter import __version__
+from gpumem_exporter.edge.listeners import umask
 
-KEPT_SECONDS = 30 * 86400.0
-"""How long a version stays after another one replaced it."""
 _PACKAGE = "gpumem_client"
 _ENTRY = f"{_PACKAGE}/bootstrap/sitecustomize.py"
 _LINK = "sitecustomize.py"
-_VERSION = re.compile(r".+-[0-9a-f]{12}")
-_UNFINISHED = re.compile(r"[.]new-[a-z0-9_]{8}")
 # Jobs of root write bytecode. The exporter creates its folders: jobs with umask 0 would let every user write there.
 _BYTECODE = "__pycache__"
 
@@ -45,27 +40,30 @@ class ClientDirectoryError(GpumemError):
 
 
 def put_client(folder: Path) -> None:
-    """Put the client of this exporter's version into a folder, and remove versions that were replaced long ago.
+    """Put the client of this exporter's version into a folder.
 
     Every user can read it and only the exporter's user can write to it, whatever the umask. Call it before jobs can
-    connect: it writes about 400 KiB.
+    connect and before threads start: it writes about 400 KiB.
 
     Raises:
         ClientDirectoryError: another user could change what jobs import, or the folder cannot be written.
     """
     try:
-        with _opened(folder) as opened:
-            replaced = _current(opened)
-            _make_folder(opened / _BYTECODE)
+        with umask(0o022), _opened(folder) as opened:
+            (opened / _BYTECODE).mkdir(exist_ok=True)
             files = _files()
             version = f"{__version__}-{_digest(files)}"
             if not _is_complete(opened / version, files):
                 _write_version(opened, version, files)
             _require_safe(folder, opened)
-            if version != replaced:
-                _make_current(opened, version, replaced)
+            link, target = opened / _LINK, Path(version, _ENTRY)
+            if not link.is_symlink() or link.readlink() != target:
+                # A job that is starting gets all of one version: its link is replaced at once.
+                new = opened / f".{_LINK}.{os.getpid()}"
+                new.unlink(missing_ok=True)
+                new.symlink_to(target)
+                new.replace(link)
                 _log.info("client installed", extra={"fields": {"directory": folder, "version": version}})
-            _remove_old(opened, version)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ClientDirectoryError(
@@ -78,20 +76,16 @@ def _opened(folder: Path) -> Iterator[Path]:
     """Make the folder if it is missing, and yield a path that keeps naming this folder. Raises OSError."""
     _require_safe_parents(folder)
     # In a sticky folder, another user may make the folder first: what counts is the owner of the folder that is open.
-    _make_folder(folder)
+    folder.mkdir(exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         opened = Path(f"/proc/self/fd/{descriptor}")
         _require_safe(folder, opened)
+        if (opened / _LINK).exists() and not (opened / _LINK).is_symlink():
+            raise OSError(0, f"{_LINK} in it is a file of another program: name an empty folder")
         yield opened
     finally:
         os.close(descriptor)
-
-
-def _make_folder(folder: Path) -> None:
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(0o755)
-        folder.chmod(0o755)
 
 
 def _require_safe_parents(folder: Path) -> None:
@@ -153,57 +147,16 @@ def _is_complete(version: Path, files: Mapping[str, bytes]) -> bool:
 def _write_version(folder: Path, version: str, files: Mapping[str, bytes]) -> None:
     """Write the folder of a version."""
     # Under another name, which is replaced at the end: the folder of a version is always complete.
-    new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
-    try:
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder, ignore_cleanup_errors=True) as made:
+        new = Path(made, "new")
         for path, text in files.items():
             file = new / path
-            file.parent.mkdir(parents=True, exist_ok=True)
+            (file.parent / _BYTECODE).mkdir(parents=True, exist_ok=True)
             file.write_bytes(text)
-            (file.parent / _BYTECODE).mkdir(exist_ok=True)
-        for parent, _, names in os.walk(new):
-            Path(parent).chmod(0o755)
-            for name in names:
-                Path(parent, name).chmod(0o644)
-        if (folder / version).is_dir():
-            # The rest of a version that was removed before, or a version with changes.
-            (folder / version).rename(tempfile.mkdtemp(prefix=".new-", dir=folder))
-        new.rename(folder / version)
-    except OSError:
-        shutil.rmtree(new, ignore_errors=True)
-        if not _is_complete(folder / version, files):  # or a second exporter has just written it
-            raise
-
-
-def _current(folder: Path) -> str | None:
-    """Return the version that jobs import now; None before the first one."""
-    link = folder / _LINK
-    if link.is_symlink():
-        return link.readlink().parts[0]
-    if link.exists():
-        raise OSError(0, f"{link} is a file of another program: name an empty folder")
-    return None
-
-
-def _make_current(folder: Path, version: str, replaced: str | None) -> None:
-    # A job that is starting gets all of one version: its link is replaced at once, after the folder is there.
-    new = folder / f".{_LINK}.{os.getpid()}"
-    new.unlink(missing_ok=True)
-    new.symlink_to(f"{version}/{_ENTRY}")
-    new.replace(folder / _LINK)
-    if replaced is not None and (folder / replaced).is_dir():
-        os.utime(folder / replaced)  # from now on it is old
-
-
-def _remove_old(folder: Path, version: str) -> None:
-    """Remove versions that were replaced long ago."""
-    # A job keeps its version, of which it loads a few modules only when it uses them.
-    oldest = time.time() - KEPT_SECONDS
-    for entry in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a second exporter removes it
-            # An operator may have named a folder with other programs' folders in it.
-            is_version = _VERSION.fullmatch(entry.name) and (entry / _PACKAGE).is_dir()
-            is_old = entry.name != version and entry.lstat().st_mtime < oldest
-            if is_old and (is_version or _UNFINISHED.fullmatch(entry.name)):
-                shutil.rmtree(entry, ignore_errors=True)
-                if not entry.exists():
-                    _log.info("old client removed", extra={"fields": {"version": entry.name}})
+        try:
+            if (folder / version).is_dir():  # with changes
+                (folder / version).rename(Path(made, "changed"))
+            new.rename(folder / version)
+        except OSError:
+            if not _is_complete(folder / version, files):  # or a second exporter has just written it
+                raise

@@ -168,14 +168,14 @@ class Listeners:
         """
         try:
             # Mode 0755 whatever the umask: with root's 077 no other user could reach the socket.
-            with _umask(0o022), contextlib.suppress(FileExistsError):
+            with umask(0o022), contextlib.suppress(FileExistsError):
                 Path(path).parent.mkdir()
             _require_own_folder(Path(path).parent)
             _remove_unused_socket(path)
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.sockets.append(sock)
             # Mode 0666: each request is authorized by the credentials of the peer or by a token.
-            with _umask(0o111):
+            with umask(0o111):
                 sock.bind(path)
             self.socket_file = SocketFile.at(path)
             sock.listen(BACKLOG)
@@ -252,7 +252,7 @@ def _require_own_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _umask(mask: int) -> Iterator[None]:
+def umask(mask: int) -> Iterator[None]:
     """Create files with their final mode."""
     # A later chmod could reach a file that another user put at the path.
     before = os.umask(mask)

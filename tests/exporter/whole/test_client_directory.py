@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter import client_directory
-from gpumem_exporter.client_directory import KEPT_SECONDS, ClientDirectoryError, put_client
+from gpumem_exporter.client_directory import ClientDirectoryError, put_client
 from tests.support.other_user import OTHER_UID, needs_root
 from tests.support.paths import REPOSITORY
 
@@ -65,26 +64,11 @@ def test_a_version_that_is_not_complete_is_written_again(folder: Path) -> None:
         assert (folder / version / "gpumem_client" / name).read_text() == (CLIENT / "gpumem_client" / name).read_text()
 
 
-def test_a_version_stays_for_a_while_after_it_was_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_stays_after_it_was_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = put_version(folder, "1.0", monkeypatch)
-    long_ago = time.time() - KEPT_SECONDS - 60
-    os.utime(folder / old, (long_ago, long_ago))  # it was current for a long time
     new = put_version(folder, "1.1", monkeypatch)
     assert versions(folder) == [old, new]
-    os.utime(folder / old, (long_ago, long_ago))
-    os.utime(folder / new, (long_ago, long_ago))
-    assert put_version(folder, "1.1", monkeypatch) == new
-    assert versions(folder) == [new]
     assert put_version(folder, "1.0", monkeypatch) == old  # a downgrade
-
-
-def test_old_folders_of_other_programs_stay(folder: Path) -> None:
-    (folder / "model-0123456789ab").mkdir(parents=True)
-    folder.chmod(0o755)
-    long_ago = time.time() - KEPT_SECONDS - 60
-    os.utime(folder / "model-0123456789ab", (long_ago, long_ago))
-    put_client(folder)
-    assert (folder / "model-0123456789ab").is_dir()
 
 
 def test_a_write_that_fails_leaves_the_version_before_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
