@@ -1,4 +1,4 @@
-"""Work that no request triggers: chores once a second, and files read on SIGHUP."""
+"""Work that no request triggers: chores once a second, on the event loop or in a thread, and files read on SIGHUP."""
 
 from __future__ import annotations
 
@@ -8,24 +8,81 @@ import ctypes
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.node.failures import FailureLog
+
 INTERVAL_SECONDS = 1.0
+_MIN_WAIT_SECONDS = 0.05
 RELEASE_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 
 
+def _run(chores: Mapping[str, Callable[..., object]], failures: FailureLog, *given: Snapshot) -> None:
+    """Run the chores in their order. A failing chore does not affect the others."""
+    for name, chore in chores.items():
+        try:
+            chore(*given)
+        except Exception as error:  # noqa: BLE001 - neither the other chores nor the next round may stop
+            failures.failed(name, repr(error), exc_info=True)
+        else:
+            failures.recovered(name)
+
+
 async def keep_house(chores: Mapping[str, Callable[[], None]]) -> None:
-    """Run the chores in their order once a second, until cancelled. A failing chore does not affect the others."""
+    """Run the chores on the event loop once a second, until cancelled."""
+    failures = FailureLog(_log, time.monotonic)
     while True:
         await asyncio.sleep(INTERVAL_SECONDS)
-        for name, chore in chores.items():
-            try:
-                chore()
-            except Exception:  # noqa: BLE001 - neither the other chores nor the next round may stop
-                _log.exception("housekeeping failed", extra={"fields": {"chore": name}})
+        _run(chores, failures)
+
+
+class EachSecond:
+    """Calls `snapshot` once a second in its thread, and with the result each of the `chores`.
+
+    One thread for all of them: at rest, to wake a thread takes longer than its work.
+    """
+
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        chores: Mapping[str, Callable[[Snapshot], None]],
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._snapshot = snapshot
+        self._chores = chores
+        self._clock = clock
+        self._origin_seconds = wall_clock() - clock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="gpumem-second", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. It can be started once."""
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Stop the thread; a chore that runs longer is abandoned."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+
+    def _work(self) -> None:
+        failures = FailureLog(_log, time.monotonic)
+        while not self._stopping.wait(self._seconds_to_next()):
+            taken: list[Snapshot] = []
+            _run({"snapshot": lambda taken=taken: taken.append(self._snapshot())}, failures)
+            for snapshot in taken:
+                _run(self._chores, failures, snapshot)
+
+    def _seconds_to_next(self) -> float:
+        """Return the time until the middle of the next second, so that a delay leaves no second without a row."""
+        return max((0.5 - self._clock() - self._origin_seconds) % 1.0, _MIN_WAIT_SECONDS)
 
 
 async def release_free_memory() -> None:

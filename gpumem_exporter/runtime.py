@@ -17,7 +17,6 @@ from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, Snapshot
 from gpumem_exporter.core.series import Past
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.each_second import EachSecond
 from gpumem_exporter.edge.fair_queue import HeldRequests
 from gpumem_exporter.edge.listeners import SocketFile, parse_listen_address
 from gpumem_exporter.edge.peer import PeerPlaces
@@ -26,6 +25,7 @@ from gpumem_exporter.edge.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.features import features
 from gpumem_exporter.features.feature import Node
+from gpumem_exporter.housekeeping import EachSecond
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Instruments, Registry
 from gpumem_exporter.node.host import Host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.each_second import EachSecond
+from gpumem_exporter.housekeeping import EachSecond
 from tests.support.waiting import patient, wait_for
 
 
@@ -22,4 +22,4 @@ def test_a_failing_chore_of_a_second_affects_no_other(caplog: pytest.LogCaptureF
     wait_for(lambda: len(seen) >= 2, "two seconds")
     thread.stop(patient(10))
     assert seen[0] is snapshot
-    assert [record.levelname for record in caplog.records if record.name.endswith("each_second")] != []
+    assert [record.levelname for record in caplog.records if record.name.endswith("housekeeping")] != []
