@@ -21,7 +21,6 @@ from gpumem_client.wire.trust import WRITABLE_BY_OTHERS
 BACKLOG = 1024
 PROBE_SECONDS = 1.0
 _IN_USE = "; if that is not an exporter, choose another --web.listen-address"
-_NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 _log = logging.getLogger(__name__)
@@ -186,37 +185,20 @@ class Listeners:
         """Listen on a TCP address, or raise BindError. Without a host, listen on every address of the machine."""
         try:
             if not address.host:
-                self._add_every_address(address.port)
+                # One socket for both families, unless the kernel has no IPv6.
+                both = socket.has_dualstack_ipv6()
+                family = socket.AF_INET6 if both else socket.AF_INET
+                self.sockets.append(
+                    socket.create_server(("", address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+                )
                 return
+            # A name such as localhost has one address of each family, and each of them gets a socket.
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, _, _, _, where in dict.fromkeys(found):
-                self._listen(family, where)
+                self.sockets.append(socket.create_server(where, family=family, backlog=BACKLOG))
         except OSError as error:
             fix = f"{_by_whom(address)}{_IN_USE}" if error.errno == errno.EADDRINUSE else ""
             raise BindError(f"cannot listen on {address}: {_reason(error)}{fix}") from error
-
-    def _add_every_address(self, port: int) -> None:
-        try:
-            self._listen(socket.AF_INET6, ("::", port), dual_stack=True)
-        except OSError as error:
-            if error.errno not in _NO_IPV6:
-                raise
-            self._listen(socket.AF_INET, ("0.0.0.0", port))
-
-    def _listen(self, family: int, where: tuple[object, ...], *, dual_stack: bool = False) -> None:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            # Without it, a restart fails while the kernel still keeps connections of the earlier exporter.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                # A name such as localhost has one address of each family, and each of them gets a socket.
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual_stack else 1)
-            sock.bind(where)
-            sock.listen(BACKLOG)
-        except OSError:
-            sock.close()
-            raise
-        self.sockets.append(sock)
 
 
 def bind(addresses: Iterable[str], unix_path: str = "") -> Listeners:
@@ -291,7 +273,8 @@ def _authority(sock: socket.socket) -> str:
 
 
 def _reason(error: OSError) -> str:
-    text = error.strerror or str(error)
+    # `create_server` appends the address.
+    text = (error.strerror or str(error)).partition(" (while attempting")[0]
     return text[:1].lower() + text[1:]
 
 
@@ -337,14 +320,7 @@ def _add_from_systemd(listeners: Listeners, descriptor: int) -> None:
     if not listening or sock.type != socket.SOCK_STREAM or sock.family not in families:
         raise wrong
     if sock.family == socket.AF_UNIX:
-        listeners.socket_file = _file_of(sock, listeners.unix_path)
-
-
-def _file_of(sock: socket.socket, other: str) -> SocketFile:
-    path = sock.getsockname()
-    if other or not isinstance(path, str) or not path:
-        raise BindError("--web.systemd-socket: the exporter takes one unix socket, and it must have a path")
-    try:
-        return SocketFile.at(path, owned=False)
-    except OSError as error:
-        raise BindError(f"--web.systemd-socket: the socket {path} of systemd: {error.strerror}") from None
+        path = sock.getsockname()
+        if listeners.unix_path or not os.path.lexists(path):
+            raise BindError("--web.systemd-socket: the exporter takes one unix socket, and it must have a path")
+        listeners.socket_file = SocketFile.at(path, owned=False)
