@@ -74,21 +74,9 @@ def invoke(words: Sequence[str]) -> int:
         return ended.exit_code
     except click.UsageError as error:
         # click gives no context if the value of an option is missing.
-        command = error.ctx.command_path if error.ctx else " ".join([PROGRAM, *_command_words(words)])
+        named = [word for word in words[:1] if word in COMMANDS]
+        command = error.ctx.command_path if error.ctx else " ".join([PROGRAM, *named])
         raise ConfigurationError(f"{usage_text(error)}; see {command} --help".replace("?; ", "? ")) from error
-
-
-def _command_words(words: Sequence[str]) -> list[str]:
-    """Return the first words, which name the command."""
-    named: list[str] = []
-    command: click.Command | None = _application
-    context = click.Context(_application, resilient_parsing=True)
-    for word in words:
-        command = command.get_command(context, word) if isinstance(command, click.Group) else None
-        if command is None:
-            break
-        named.append(word)
-    return named
 
 
 class _Commands(CommandGroup):
