@@ -64,19 +64,19 @@ def _add_description(app: FastAPI, runtime: Runtime) -> None:
 
     @functools.cache
     def described(*, users: bool) -> dict[str, Any]:
-        from gpumem_exporter.openapi import Credentials, describe
+        from gpumem_exporter.openapi import describe
 
-        credentials = Credentials(
+        return describe(
+            app,
+            telemetry_path=runtime.settings.web_telemetry_path,
             action_token=runtime.callers.rule.token is not None,
             report_token=runtime.reports_rule.token is not None,
             users=users,
         )
-        return describe(app, telemetry_path=runtime.settings.web_telemetry_path, credentials=credentials)
 
-    def openapi() -> dict[str, Any]:
-        return described(users=runtime.web is not None and len(runtime.web.users) > 0)
-
-    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
+    app.openapi = lambda: described(  # type: ignore[method-assign]  # as FastAPI documents it
+        users=runtime.web is not None and len(runtime.web.users) > 0
+    )
 
 
 def _api_routers(runtime: Runtime) -> list[APIRouter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query
@@ -36,36 +35,26 @@ _SCHEMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """The credentials that an exporter requires: whether it has token files, and users with passwords."""
+def describe(
+    app: FastAPI, *, telemetry_path: str, action_token: bool, report_token: bool, users: bool
+) -> dict[str, Any]:
+    """Return the OpenAPI document of an exporter that has these token files, and users with passwords."""
 
-    action_token: bool
-    report_token: bool
-    users: bool
-
-    def schemes(self) -> dict[str, Any]:
-        """Return the security schemes; basic authentication only if there are users."""
-        return {name: scheme for name, scheme in _SCHEMES.items() if name != "password" or self.users}
-
-    def of_route(self, method: str, path: str) -> list[dict[str, list[str]]]:
+    def credentials(method: str, path: str) -> list[dict[str, list[str]]]:
         """Return the alternatives for a request, which has at most one credential."""
         reports = is_report(method.upper(), path)
-        if reports and self.report_token:
+        if reports and report_token:
             names = ["reportToken"]
-        elif not reports and is_restricted(path) and self.action_token:
+        elif not reports and is_restricted(path) and action_token:
             names = ["actionToken"]
-        elif self.users:
-            names = ["password", "actionToken"] if self.action_token else ["password"]
+        elif users:
+            names = ["password", "actionToken"] if action_token else ["password"]
         elif reports:
             names = ["", "reportToken"]
         else:
             names = ["", "actionToken"] if is_restricted(path) else []
         return [{name: []} if name else {} for name in names]
 
-
-def describe(app: FastAPI, *, telemetry_path: str, credentials: Credentials) -> dict[str, Any]:
-    """Return the OpenAPI document of the whole API."""
     document = get_openapi(
         title=app.title,
         version=app.version,
@@ -77,8 +66,9 @@ def describe(app: FastAPI, *, telemetry_path: str, credentials: Credentials) -> 
         for method, operation in operations.items():
             # FastAPI's summary is the name of the function.
             operation["summary"] = operation["description"].partition("\n")[0].rstrip(".")
-            operation["security"] = credentials.of_route(method, path)
-    document.setdefault("components", {})["securitySchemes"] = credentials.schemes()
+            operation["security"] = credentials(method, path)
+    schemes = {name: scheme for name, scheme in _SCHEMES.items() if name != "password" or users}
+    document.setdefault("components", {})["securitySchemes"] = schemes
     schemas = document["components"].setdefault("schemas", {})
     report = GenerateJsonSchema(ref_template=_REF).generate(report_core_schema())
     _, replies = TypeAdapter.json_schemas(

@@ -29,19 +29,18 @@ class Held(Enum):
     """Why a request is held no longer."""
 
     WOKEN = auto()
+    """What it waits for has happened, or the exporter stops."""
     LATE = auto()
     """The time is over."""
     GONE = auto()
     """The client disconnected."""
-    STOPPING = auto()
-    """The exporter stops."""
 
 
 class HeldRequests:
     """All requests that are held, by what they wait for: a process or the id of an action."""
 
     def __init__(self) -> None:
-        self._held: defaultdict[Hashable, set[asyncio.Future[Held]]] = defaultdict(set)
+        self._held: defaultdict[Hashable, set[asyncio.Future[None]]] = defaultdict(set)
         self._stopping = False
 
     def __len__(self) -> int:
@@ -50,16 +49,14 @@ class HeldRequests:
     async def hold(self, key: Hashable, seconds: float, receive: Receive) -> Held:
         """Hold a request, whose body has been read, until `wake(key)` and for this time at most."""
         if self._stopping:
-            return Held.STOPPING
-        woken: asyncio.Future[Held] = asyncio.get_running_loop().create_future()
+            return Held.WOKEN
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held[key].add(woken)
         # uvicorn does not cancel the handler of a client that disconnected; `receive` reports it.
         disconnected = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((woken, disconnected), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if woken.done():
-                return woken.result()
-            return Held.GONE if disconnected.done() else Held.LATE
+            return Held.WOKEN if woken.done() else Held.GONE if disconnected.done() else Held.LATE
         finally:
             disconnected.cancel()
             self._held[key].discard(woken)
@@ -68,18 +65,15 @@ class HeldRequests:
 
     def wake(self, key: Hashable) -> None:
         """End the requests that wait for this."""
-        self._end(key, Held.WOKEN)
+        for woken in self._held.get(key, ()):
+            if not woken.done():
+                woken.set_result(None)
 
     def stop(self) -> None:
         """End every held request now and each later one at once, because the exporter stops."""
         self._stopping = True
         for key in self._held:
-            self._end(key, Held.STOPPING)
-
-    def _end(self, key: Hashable, why: Held) -> None:
-        for woken in self._held.get(key, ()):
-            if not woken.done():
-                woken.set_result(why)
+            self.wake(key)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -1,8 +1,8 @@
 """The server: uvicorn with connections counted by owner, TLS on the TCP sockets only, and limits of each client.
 
-This module uses six names that uvicorn does not document: the class `HttpToolsProtocol`, its callback
-`on_headers_complete` and its attributes `scope`, `headers` and `pipeline`, and the method `Server.shutdown`. A contract
-test fails with a uvicorn that lacks one. Without them, every request fails.
+This module uses names that uvicorn does not document: the class `HttpToolsProtocol`, its callback
+`on_headers_complete` and its attributes `scope`, `headers` and `pipeline`, and the methods `startup` and `shutdown` of
+the server. A contract test fails with a uvicorn that lacks one. Without them, every request fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gpumem_exporter.edge.connections import Connection, Connections, Exchange, Limits
@@ -60,14 +60,18 @@ class LimitedServer(uvicorn.Server):
         self._tls = tls
         self._on_started = on_started
         self._on_stopping = on_stopping
-        self._app = FairRequests(app, self.connections)
         self._handshakes = Turns(limits.handshakes, running_of_owner=max(1, limits.handshakes // 4))
         self._read_buffer = memoryview(bytearray(_READ_BYTES))
         options |= {"interface": "asgi3", "loop": "uvloop", "ws": "none", "lifespan": "on", "log_config": None}
         options |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
         protocol: Any = self._protocol
         super().__init__(
-            uvicorn.Config(self._pass_on, http=protocol, timeout_keep_alive=int(limits.idle_seconds), **options)
+            uvicorn.Config(
+                FairRequests(app, self.connections),
+                http=protocol,
+                timeout_keep_alive=int(limits.idle_seconds),
+                **options,
+            )
         )
 
     def stop(self) -> None:
@@ -86,22 +90,18 @@ class LimitedServer(uvicorn.Server):
             return 1  # the log has the reason
         return 0
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then call `on_started`."""
+        await super().startup(sockets)
+        if self.started:
+            self._end_late_connections()
+            self._on_started()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop: first end the requests that wait."""
         # uvicorn waits for all requests to end, and a held one may take a whole report interval.
         self._on_stopping()
         await super().shutdown(sockets)
-
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request. When the application has started, call `on_started`: the sockets listen already."""
-
-        async def send_and_start(message: Message) -> None:
-            await send(message)
-            if message["type"] == "lifespan.startup.complete":
-                self._end_late_connections()
-                self._on_started()
-
-        await self._app(scope, receive, send_and_start if scope["type"] == "lifespan" else send)
 
     def _end_late_connections(self) -> None:
         asyncio.get_running_loop().call_later(_SEARCH_SECONDS, self._end_late_connections)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -45,6 +47,7 @@ async def test_the_protocol_calls_back_for_each_request_and_has_its_scope_its_he
     await asyncio.wait([task])
 
 
-def test_the_server_has_a_step_before_its_end() -> None:
-    assert list(inspect.signature(uvicorn.Server.shutdown).parameters) == ["self", "sockets"]
-    assert inspect.iscoroutinefunction(uvicorn.Server.shutdown)
+@pytest.mark.parametrize("step", [uvicorn.Server.startup, uvicorn.Server.shutdown])
+def test_the_server_has_a_step_at_its_start_and_before_its_end(step: Callable[..., object]) -> None:
+    assert list(inspect.signature(step).parameters) == ["self", "sockets"]
+    assert inspect.iscoroutinefunction(step)

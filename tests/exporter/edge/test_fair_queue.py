@@ -280,6 +280,6 @@ async def test_a_request_is_held_until_it_is_woken_or_late_or_its_client_or_the_
     assert await leaving is Held.GONE
     assert len(requests) == 1
     requests.stop()
-    assert await other is Held.STOPPING
-    assert await hold("late") is Held.STOPPING
+    assert await other is Held.WOKEN
+    assert await hold("late") is Held.WOKEN
     assert len(requests) == 0
