@@ -34,7 +34,7 @@ from gpumem_exporter.metrics.collector_types import Metric
 from gpumem_exporter.metrics.instruments import Registry
 from gpumem_exporter.metrics.registry import described
 from gpumem_exporter.settings import ACTION_WORDS
-from gpumem_exporter.settings_sources import models
+from gpumem_exporter.settings_sources import settings_model
 
 HERE = Path(__file__).resolve().parent
 CHART_SCHEMA = HERE.parent / "deploy" / "helm" / "gpumem-exporter" / "values.schema.json"
@@ -189,8 +189,7 @@ def _keys(section: Any) -> dict[str, bool]:
 
 def _rules_of_settings() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the JSON schema of each setting that the chart leaves to its user, by key."""
-    rules = {key: rule for model in models() for key, rule in model.model_json_schema()["properties"].items()}
-    for key, rule in rules.items():
+    for key, rule in settings_model().model_json_schema()["properties"].items():
         if key in FIXED_BY_THE_CHART:
             continue
         kept = {name: value for name, value in rule.items() if name not in ("default", "description", "title")}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_origin
 import click
 
 from gpumem_exporter.settings import ENVIRONMENT_PREFIX, setting_key
-from gpumem_exporter.settings_sources import load_settings, models
+from gpumem_exporter.settings_sources import load_settings, settings_model
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -82,7 +82,7 @@ serve = click.Command(
         click.Option(
             ["--config.file", "config_file"], metavar="PATH", help="YAML file whose keys are the options below"
         ),
-        *(_option(name, field) for model in models() for name, field in model.model_fields.items()),
+        *(_option(name, field) for name, field in settings_model().model_fields.items()),
     ],
     callback=_serve,
     help=_DESCRIPTION,

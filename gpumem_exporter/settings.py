@@ -2,16 +2,15 @@
 
 One rule derives the three names from a field of `Settings`: `report_max_processes` is the flag
 `--report.max-processes`, the variable `GPUMEM_REPORT_MAX_PROCESSES` and the key `report.max-processes`.
-Each feature has a model of its own settings; `settings_sources` reads all of them.
+Each feature has a model of its own settings; `settings_sources` reads all of them as one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from gpumem_exporter.actions.action_options import DEFAULT_ACTIONS
 from gpumem_exporter.actions.kinds import COMMAND_NAMES
@@ -136,7 +135,7 @@ Part = TypeVar("Part", bound=SettingsModel)
 
 
 class Settings(SettingsModel):
-    """The settings of the core; `of` returns the settings of a feature."""
+    """The settings of the core; `settings_sources` adds the fields of the features."""
 
     web_listen_address: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_addresses)] = Field(
         default=(":9844",), description="TCP addresses to listen on; `:9844` is port 9844 of every address"
@@ -204,14 +203,6 @@ class Settings(SettingsModel):
     ] = Field(default="info", description="debug, info, warning or error")
     log_format: Literal["logfmt", "json"] = Field(default="logfmt", description="logfmt or json")
 
-    _of_features: tuple[SettingsModel, ...] = PrivateAttr(default=())
-
-    def with_features(self, parts: Iterable[SettingsModel]) -> Settings:
-        """Return a copy that has the settings of features."""
-        copied = self.model_copy()
-        copied._of_features = tuple(parts)  # noqa: SLF001 - of this class
-        return copied
-
     def of(self, model: type[Part]) -> Part:
         """Return the settings of a feature; the defaults if none were read."""
-        return next((part for part in self._of_features if isinstance(part, model)), None) or model()
+        return self if isinstance(self, model) else model()

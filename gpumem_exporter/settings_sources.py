@@ -5,35 +5,33 @@ A flag takes precedence over the environment, the environment over the file, the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.core.yaml_file import YamlFile, expected, shown
 from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.features import features
-from gpumem_exporter.settings import (
-    CollectorSettings,
-    Part,
-    Settings,
-    SettingsModel,
-    environment_name,
-    setting_key,
-)
+from gpumem_exporter.settings import CollectorSettings, Settings, environment_name, setting_key
 
 
-def models() -> list[type[SettingsModel]]:
-    """Return the models of all settings: of the core, of the collectors, and of each feature."""
+@functools.cache
+def settings_model() -> type[Settings]:
+    """Return the model of all settings: of the core, of the collectors, and of each feature."""
     of_features = {name: feature.settings for name, feature in features().items() if feature.settings}
     modules = {name: f"gpumem_exporter.features.{name}.{name}_settings" for name in of_features}
     found = [getattr(importlib.import_module(modules[name]), model) for name, model in of_features.items()]
-    return [Settings, CollectorSettings, *found]
+    # pydantic orders the fields from the last base to the first one.
+    bases: Any = (*reversed(found), CollectorSettings, Settings)
+    model: type[Settings] = create_model("AllSettings", __base__=bases)
+    return model
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -42,7 +40,8 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
     The flags are by dotted name, and `config.file` is the path of the configuration file. A flag that is None and an
     empty variable are absent. Raises ConfigurationError with the source, the key, the value and the expected values.
     """
-    known = [setting_key(field) for model in models() for field in model.model_fields]
+    model = settings_model()
+    known = [setting_key(field) for field in model.model_fields]
     given: dict[str, tuple[str, Any]] = {}  # the source and the value, by key
     flags = dict(flags or {})
     config_file = flags.pop("config.file", None) or environ.get(environment_name("config.file"), "")
@@ -54,8 +53,14 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
     for key, value in flags.items():
         if value is not None:
             given[key] = (f"--{key}", value)
-    of_features = [_validated(model, given) for model in models() if model is not Settings]
-    settings = _validated(Settings, given).with_features(of_features)
+    try:
+        settings = model.model_validate({key: value for key, (_, value) in given.items()})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        source, value = given[str(first["loc"][0])]
+        if isinstance(value, tuple):  # of a flag that may be repeated
+            value = ",".join(value)
+        raise ConfigurationError(f"{source}: {shown(value)} is invalid: {expected(first)}") from None
     if settings.report_expiry < 2 * settings.report_interval:
         source, _ = given.get("report.expiry") or given["report.interval"]
         raise ConfigurationError(
@@ -64,18 +69,6 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
         )
     _check_files(settings, {key: source for key, (source, _) in given.items()})
     return settings
-
-
-def _validated(model: type[Part], given: Mapping[str, tuple[str, Any]]) -> Part:
-    keys = [key for field in model.model_fields if (key := setting_key(field)) in given]
-    try:
-        return model.model_validate({key: given[key][1] for key in keys})
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        source, value = given[str(first["loc"][0])]
-        if isinstance(value, tuple):  # of a flag that may be repeated
-            value = ",".join(value)
-        raise ConfigurationError(f"{source}: {shown(value)} is invalid: {expected(first)}") from None
 
 
 def _read_config_file(path: Path, known: Sequence[str]) -> dict[str, tuple[str, Any]]:

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 
 from gpumem_exporter.main import main
-from gpumem_exporter.settings import CollectorSettings, Settings
-from gpumem_exporter.settings_sources import models
+from gpumem_exporter.settings import Settings
+from gpumem_exporter.settings_sources import settings_model
 
 
 @pytest.fixture
@@ -20,12 +20,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, object], boo
 
     def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = None) -> int:
         assert demo_processes in (None, 256)
-        calls.append((settings.model_dump() | settings.of(CollectorSettings).model_dump(), demo))
+        calls.append((settings.model_dump(), demo))
         return 0
 
     stand_in.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    for name in (field for model in models() for field in model.model_fields):
+    for name in settings_model().model_fields:
         monkeypatch.delenv(f"GPUMEM_{name.upper()}", raising=False)
     monkeypatch.delenv("GPUMEM_CONFIG_FILE", raising=False)
     return calls
@@ -45,24 +45,24 @@ def test_every_flag_reaches_its_setting_also_an_empty_one(
     arguments = [*addresses, *(word for flag in flags.items() for word in flag)]
     collectors = ["--no-collector.torch", "--collector.devices"]
     assert main(["serve", "--demo", "--web.hide-identities", "--report.max-processes=9", *collectors, *arguments]) == 0
-    settings = Settings(
-        web_listen_address=("127.0.0.1:1", "[::1]:2"),
-        web_listen_socket="",
-        web_hide_identities=True,
-        collect_interval=2.0,
-        report_max_processes=9,
-        action_allow=("empty_cache",),
-        log_format="json",
-    )
-    of_collectors = CollectorSettings.model_validate({"collector.torch": False})
-    assert served == [(settings.model_dump() | of_collectors.model_dump(), True)]
+    expected = {
+        "web_listen_address": ("127.0.0.1:1", "[::1]:2"),
+        "web_listen_socket": "",
+        "web_hide_identities": True,
+        "collect_interval": 2.0,
+        "report_max_processes": 9,
+        "action_allow": ("empty_cache",),
+        "log_format": "json",
+        "collector_torch": False,
+    }
+    assert served == [(settings_model().model_validate(expected).model_dump(), True)]
 
 
 def test_the_number_of_simulated_processes_needs_a_demo(served: list[tuple[dict[str, object], bool]]) -> None:
     assert main(["serve", "--demo", "--demo.processes", "256"]) == 0
     assert main(["serve", "--demo.processes", "256"]) == 2
     assert main(["serve", "--demo", "--demo.processes", "0"]) == 2
-    assert served == [(Settings().model_dump() | CollectorSettings().model_dump(), True)]
+    assert served == [(settings_model()().model_dump(), True)]
 
 
 def test_a_start_that_fails_leaves_sighup_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
