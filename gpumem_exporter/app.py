@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections import ChainMap
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 
@@ -28,8 +28,6 @@ from gpumem_exporter.page.runbooks import runbook_router
 from gpumem_exporter.page.state_routes import state_router
 from gpumem_exporter.runtime import Runtime
 
-_Lifespan: TypeAlias = "Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]"
-
 POLLER_STOP_SECONDS = 0.5
 """A poller that hangs in the driver is abandoned: its thread is a daemon."""
 EACH_SECOND_STOP_SECONDS = 0.5
@@ -45,80 +43,21 @@ def create_app(runtime: Runtime) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=_lifespan(runtime),
+        lifespan=lambda _: _lifespan(runtime),
         # Older versions of FastAPI ignore this argument.
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
     )
-    routers = (*_api_routers(runtime), *_page_routers(runtime))
+    settings = runtime.settings
+    routers = _routers(runtime)
     for router in routers:
         app.include_router(router)
-    _add_description(app, runtime)
-    _add_guard(app, runtime)
     paths = (getattr(route, "path", "") for router in routers for route in router.routes)
-    install_problem_handlers(app, [REPORTS_PATH, runtime.settings.web_telemetry_path, *paths])
-    return app
-
-
-def _add_description(app: FastAPI, runtime: Runtime) -> None:
-    """Describe the API at the first request, and after a reload that has added or removed all users."""
-
-    @functools.cache
-    def described(*, users: bool) -> dict[str, Any]:
-        from gpumem_exporter.openapi import describe
-
-        return describe(
-            app,
-            telemetry_path=runtime.settings.web_telemetry_path,
-            action_token=runtime.callers.rule.token is not None,
-            report_token=runtime.reports_rule.token is not None,
-            users=users,
-        )
-
-    app.openapi = lambda: described(  # type: ignore[method-assign]  # as FastAPI documents it
-        users=runtime.web is not None and len(runtime.web.users) > 0
-    )
-
-
-def _api_routers(runtime: Runtime) -> list[APIRouter]:
-    dispatcher, audit, held_requests = runtime.dispatcher, runtime.audit, runtime.held_requests
-    return [
-        state_router(
-            snapshot=runtime.snapshot,
-            source=runtime.source,
-            renderer=runtime.renderer,
-            hide_identities_from=runtime.node.hide_identities_from,
-        ),
-        caller_router(callers=runtime.callers, allowed=runtime.settings.action_allow, snapshot=runtime.snapshot),
-        ActionRoutes(dispatcher, audit, held_requests, runtime.renderer, runtime.snapshot).router(),
-        nvml_router(
-            poller=runtime.poller,
-            dispatcher=dispatcher,
-            audit=audit,
-            held_requests=held_requests,
-            clock=runtime.clock,
-        ),
-        health_router(health=runtime.health, snapshot=runtime.snapshot),
-        *(router for parts in runtime.features.values() for router in parts.routers),
-    ]
-
-
-def _page_routers(runtime: Runtime) -> list[APIRouter]:
-    settings = runtime.settings
-    page = Page(__version__, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
-    hidden_from = runtime.node.hide_identities_from
-    return [
-        live_router(runtime.live, page_digest=lambda: page.digest, hide_identities_from=hidden_from),
-        page_router(page),
-        runbook_router(),
-    ]
-
-
-def _add_guard(app: FastAPI, runtime: Runtime) -> None:
+    install_problem_handlers(app, [REPORTS_PATH, settings.web_telemetry_path, *paths])
     app.add_middleware(
         Guard,
         routes={
             REPORTS_PATH: runtime.reports,
-            runtime.settings.web_telemetry_path: MetricsRoute(runtime.exposition, runtime.snapshot),
+            settings.web_telemetry_path: MetricsRoute(runtime.exposition, runtime.snapshot),
         },
         own_names=runtime.own_names,
         reports=runtime.reports_rule,
@@ -127,67 +66,95 @@ def _add_guard(app: FastAPI, runtime: Runtime) -> None:
         body_limits=ChainMap(
             {REPORTS_PATH: MAX_REPORT_BYTES}, *(dict(parts.body_limits) for parts in runtime.features.values())
         ),
-        loopback_only=all(parse_listen_address(each).is_loopback for each in runtime.settings.web_listen_address),
+        loopback_only=all(parse_listen_address(each).is_loopback for each in settings.web_listen_address),
         web=runtime.web,
     )
 
+    @functools.cache
+    def described(*, users: bool) -> dict[str, Any]:
+        from gpumem_exporter.openapi import describe
 
-def _lifespan(runtime: Runtime) -> _Lifespan:
-    pods = runtime.pods
-    features = tuple(runtime.features.values())
-    rules = (runtime.reports_rule, runtime.callers.rule)
-    files = FileRefresher([part.refresh for part in (*(rule.token for rule in rules), runtime.web) if part is not None])
+        return describe(
+            app,
+            telemetry_path=settings.web_telemetry_path,
+            action_token=runtime.callers.rule.token is not None,
+            report_token=runtime.reports_rule.token is not None,
+            users=users,
+        )
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        files.start()
+    # At the first request, and after a reload that has added or removed all users.
+    app.openapi = lambda: described(  # type: ignore[method-assign]  # as FastAPI documents it
+        users=runtime.web is not None and len(runtime.web.users) > 0
+    )
+    return app
+
+
+def _routers(runtime: Runtime) -> list[APIRouter]:
+    settings, snapshot, dispatcher, audit = runtime.settings, runtime.snapshot, runtime.dispatcher, runtime.audit
+    held_requests, renderer, hidden_from = runtime.held_requests, runtime.renderer, runtime.node.hide_identities_from
+    page = Page(__version__, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
+    return [
+        state_router(snapshot=snapshot, source=runtime.source, renderer=renderer, hide_identities_from=hidden_from),
+        caller_router(callers=runtime.callers, allowed=settings.action_allow, snapshot=snapshot),
+        ActionRoutes(dispatcher, audit, held_requests, renderer, snapshot).router(),
+        nvml_router(
+            poller=runtime.poller,
+            dispatcher=dispatcher,
+            audit=audit,
+            held_requests=held_requests,
+            clock=runtime.clock,
+        ),
+        health_router(health=runtime.health, snapshot=snapshot),
+        *(router for parts in runtime.features.values() for router in parts.routers),
+        live_router(runtime.live, page_digest=lambda: page.digest, hide_identities_from=hidden_from),
+        page_router(page),
+        runbook_router(),
+    ]
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(runtime: Runtime) -> AsyncIterator[None]:
+    web, pods, features = runtime.web, runtime.pods, tuple(runtime.features.values())
+    with_files = (runtime.reports_rule.token, runtime.callers.rule.token, web)
+    files = FileRefresher([part.refresh for part in with_files if part is not None])
+    files.start()
+    if pods is not None:
+        pods.start()
+    runtime.poller.start()
+    runtime.each_second.start()
+    for parts in features:
+        if parts.start is not None:
+            parts.start()
+    tasks = [
+        asyncio.ensure_future(keep_house(_chores(runtime))),
+        asyncio.ensure_future(release_free_memory()),
+        asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
+        *(asyncio.ensure_future(task()) for parts in features for task in parts.tasks),
+    ]
+    reloads = [None if web is None else web.reload_on_hangup, *(parts.reload for parts in features)]
+    try:
+        with reloading_on_hangup([reload for reload in reloads if reload is not None]):
+            yield
+    finally:
+        runtime.presence.close()
+        for task in tasks:
+            task.cancel()
         if pods is not None:
-            pods.start()
-        runtime.poller.start()
-        runtime.each_second.start()
-        for parts in features:
-            if parts.start is not None:
-                parts.start()
-        tasks = [
-            asyncio.ensure_future(keep_house(_chores(runtime))),
-            asyncio.ensure_future(release_free_memory()),
-            asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
-            *(asyncio.ensure_future(task()) for parts in features for task in parts.tasks),
-        ]
-        try:
-            with reloading_on_hangup(
-                [
-                    *([] if runtime.web is None else [runtime.web.reload_on_hangup]),
-                    *(parts.reload for parts in features if parts.reload is not None),
-                ]
-            ):
-                yield
-        finally:
-            runtime.held_requests.stop()
-            runtime.presence.close()
-            for task in tasks:
-                task.cancel()
-            if pods is not None:
-                pods.stop()
-            files.stop()
-            runtime.renderer.close()
-            await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
-            await asyncio.to_thread(runtime.each_second.stop, EACH_SECOND_STOP_SECONDS)
-            # The poller records events until it has stopped, so the features stop after it.
-            await asyncio.gather(*(asyncio.to_thread(parts.stop) for parts in features if parts.stop is not None))
-
-    return lifespan
+            pods.stop()
+        files.stop()
+        runtime.renderer.close()
+        await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
+        await asyncio.to_thread(runtime.each_second.stop, EACH_SECOND_STOP_SECONDS)
+        # The poller records events until it has stopped, so the features stop after it.
+        await asyncio.gather(*(asyncio.to_thread(parts.stop) for parts in features if parts.stop is not None))
 
 
 def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
     """Return the work that is due once a second, by name."""
-    chores: dict[str, Callable[[], None]] = {
+    return {
         "beat": lambda: runtime.store.beat(runtime.clock()),
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
+        **{name: chore for parts in runtime.features.values() for name, chore in parts.chores.items()},
+        **({} if runtime.socket_file is None else {"check_socket": runtime.socket_file.check}),
     }
-    for parts in runtime.features.values():
-        chores.update(parts.chores)
-    if runtime.socket_file is not None:
-        chores["check_socket"] = runtime.socket_file.check
-    return chores
