@@ -71,21 +71,6 @@ async def test_an_owner_has_its_share_of_the_turns() -> None:
     assert requests[2].has_turn
 
 
-async def test_a_cancelled_wait_passes_its_turn_on() -> None:
-    turns = Turns(1)
-    first = Request(turns, "a")
-    waiting = [Request(turns, "b") for _ in range(3)]
-    await settle()
-    waiting[0].cancel()
-    await settle()
-    first.end()
-    await settle()
-    assert waiting[1].has_turn
-    waiting[1].cancel()
-    await settle()
-    assert waiting[2].has_turn
-
-
 async def test_a_bounded_number_of_an_owner_waits() -> None:
     turns = Turns(1, waiting_of_owner=2)
     running, *waiting = (Request(turns, owner) for owner in ("b", "b", "b", "c"))

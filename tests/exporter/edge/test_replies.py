@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions import action_routes as module
-from gpumem_exporter.actions.action import Action, ActionResult
-from gpumem_exporter.actions.action_options import Target
-from gpumem_exporter.actions.action_routes import INLINE_RESULTS, ActionRoutes, action_document
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.replies import Renderer, accepts_gzip, encoded
@@ -220,34 +216,3 @@ def test_viewers_with_other_rights_never_share_a_rendering() -> None:
 
         for seen in (bench.read(*viewers), asyncio.run(read_at_once())):
             assert [json.loads(each.document)["viewer"] for each in seen] == [0, None, 1000, 1001, 1000, None, 0]
-
-
-class NoAudit:
-    async def wait_until_stored(self, _: Action) -> None:
-        return
-
-
-async def test_requests_for_one_action_that_wait_build_its_document_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[str] = []
-
-    def counted(action: Action) -> dict[str, Any]:
-        built.append(action.id)
-        return action_document(action)
-
-    monkeypatch.setattr(module, "action_document", counted)
-    result = ActionResult(1, "llm", "0", "0", "GPU-1", "done")
-    results = (result,) * (INLINE_RESULTS + 1)
-    action = Action("1", "empty_cache", "done", "root", 0.0, Target(all=True), results=results)
-
-    renderer, release = Renderer(), threading.Event()
-    before = asyncio.ensure_future(renderer.render(lambda: b"%d" % release.wait()))
-    routes: Any = ActionRoutes
-    replies = [routes(None, NoAudit(), None, renderer, None)._recorded(action) for _ in range(100)]
-    waiting = [asyncio.ensure_future(reply) for reply in replies]
-    await asyncio.sleep(0)
-    assert not built, "nothing is kept for a request that waits"
-    release.set()
-    assert len({id((await reply).body) for reply in waiting}) == 1
-    await before
-    renderer.close()
-    assert built == ["1"]

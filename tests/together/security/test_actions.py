@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,6 @@ from tests.support.builders import MIB, UUIDS, sample
 from tests.support.exporter_process import token_file
 from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser, Reply
 from tests.support.other_user import needs_root
-from tests.support.paths import REPOSITORY
 from tests.support.shared_node import ACTIONS, ADA, EVE, SharedNode, act
 
 pytestmark = needs_root
@@ -205,39 +203,6 @@ def test_hidden_identities_are_shown_to_their_owner_and_to_root() -> None:
             events = user.request(node.url, "GET", "/api/v1/events?type=process_started").document["events"]
             commands = {event["detail"]["command"] for event in events}
             assert (commands == {None}) == hidden
-
-
-def test_on_the_exporter_of_a_user_that_user_and_root_have_every_right() -> None:
-    as_ada = ("setpriv", f"--reuid={ADA}", f"--regid={ADA}", "--clear-groups")
-    try:
-        importable = subprocess.run(
-            [*as_ada, sys.executable, "-c", "import gpumem_exporter.main"],
-            env={"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            check=False,
-        )
-    except OSError as error:
-        pytest.skip(str(error))
-    if importable.returncode != 0:
-        pytest.skip("another user cannot read this repository")
-    with closing(SharedNode(launcher=as_ada, owner=ADA)) as node:
-        ada, eve, root = node.user(ADA), node.user(EVE), node.user(0)
-        contained = node.user(0, NEW_PID_NAMESPACE)
-        rights = {
-            (name, user.uid): user.request(url, "GET", "/api/v1/caller").document["rights"]
-            for name, url in (("socket", node.url), ("loopback", node.tcp))
-            for user in (ada, eve, root)
-        }
-        # This exporter cannot see the descriptors of other users' processes, and so not where a connection comes from.
-        assert rights == {
-            ("socket", ADA): "all",
-            ("loopback", ADA): "all",
-            ("socket", EVE): "own",
-            ("loopback", EVE): "none",
-            ("socket", 0): "all",
-            ("loopback", 0): "none",
-        }
-        assert contained.request(node.url, "GET", "/api/v1/caller").document["rights"] == "own"
 
 
 def test_a_user_does_not_end_the_start_of_another_users_engine(node: SharedNode, root: LocalUser, url: str) -> None:

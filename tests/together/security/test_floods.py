@@ -17,14 +17,9 @@ import pytest
 from gpumem_client.wire.errors import ExporterUntrustedError
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.peer import user_name
-from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.commands.doctor import diagnose
-from gpumem_exporter.cli.doctor import FAIL
 from gpumem_exporter.edge.listeners import BindError, bind
-from gpumem_exporter.features.oom.oom_events import MAX_PER_MINUTE
-from tests.support.builders import UUIDS, report
-from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.exporter_process import ExporterProcess
 from tests.support.other_user import OTHER_UID, needs_root, rogue_server
 from tests.support.waiting import patient, wait_for
 
@@ -68,15 +63,6 @@ def flood(opened: list[socket.socket], sent: bytes) -> None:
                 del left[connection]
 
 
-def test_pipelined_requests_use_little_memory(exporter: ExporterProcess) -> None:
-    with contextlib.ExitStack() as stack:
-        get = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        opened = connections(exporter, 16, stack)
-        flood(opened, get * (250 * 1024 // len(get)))
-        wait_for(lambda: all(map(_is_answered, opened)), "answers or the end of the connections")
-        assert exporter.peak_bytes() < MOST_BYTES
-
-
 @pytest.mark.parametrize("size", [250 << 10, MIB - 1])
 def test_half_sent_bodies_use_little_memory(exporter: ExporterProcess, size: int) -> None:
     with contextlib.ExitStack() as stack:
@@ -84,17 +70,6 @@ def test_half_sent_bodies_use_little_memory(exporter: ExporterProcess, size: int
         flood(opened, HEAD + b"Content-Length: 1048576\r\n\r\n" + b" " * size)
         assert exporter.peak_bytes() < MOST_BYTES
     wait_for(lambda: exporter.request("POST", "/api/v1/reports", {}).status == 422, "an answer to another report")
-
-
-def _is_answered(connection: socket.socket) -> bool:
-    """Return whether the exporter has answered or closed a connection, so that it has read what was sent."""
-    try:
-        connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except ConnectionResetError:
-        return True
-    return True
 
 
 @pytest.mark.parametrize(("mode", "accepted"), [(0o775, False), (0o757, False), (0o1777, True)])
@@ -156,14 +131,6 @@ def test_a_taken_address_names_the_user(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_doctor_names_an_untrusted_server(tmp_path: Path) -> None:
-    with rogue_server(tmp_path) as server:
-        (trust,) = (each for each in diagnose(server.url) if each.check == "trust")
-    assert trust.verdict == FAIL
-    assert f"uid {OTHER_UID}" in trust.detail
-
-
-@needs_root
 def test_a_token_is_for_actions_at_a_trusted_exporter(tmp_path: Path) -> None:
     with rogue_server(tmp_path) as server, ExporterApi((server.url,), token="secret", token_for_reads=False) as api:
         api.get("/api/v1/devices")
@@ -171,21 +138,6 @@ def test_a_token_is_for_actions_at_a_trusted_exporter(tmp_path: Path) -> None:
             api.submit({"action": "empty_cache", "target": {"all": True}})
         assert b"/api/v1/devices" in server.received()
         assert b"secret" not in server.received()
-
-
-def test_a_flood_of_out_of_memory_errors_is_limited(tmp_path: Path) -> None:
-    storage = ("--storage.path", str(tmp_path / "events"), "--storage.max-bytes", str(8 * MIB), *QUICK)
-    with contextlib.closing(ExporterProcess(tmp_path, *storage)) as exporter:
-        pid = os.getpid()
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        namespace = Path("/proc/self/ns/pid").stat().st_ino
-        for sequence in range(1, 21):
-            errors = tuple(OutOfMemory(uuid=UUIDS[0], number=50 * sequence + number) for number in range(50))
-            sent = report(pid, ooms=errors, sequence=sequence, start_time_ticks=ticks, pid_namespace=namespace)
-            exporter.report(sent)
-        wait_for(lambda: exporter.metrics().value("gpumem_events_dropped_total") >= 800, "the errors beyond the limit")
-        assert exporter.log().count('msg="out of memory"') <= 2 * MAX_PER_MINUTE  # in at most two minutes
-        assert stat.S_IMODE((tmp_path / "events" / "events.db").stat().st_mode) == 0o600
 
 
 def test_a_rebound_name_reads_nothing_on_loopback(exporter: ExporterProcess) -> None:

@@ -168,11 +168,3 @@ def test_only_the_last_folder_of_the_sockets_path_is_created(tmp_path: Path) -> 
         assert Path(listeners.unix_path).exists()
     with pytest.raises(BindError, match=re.escape(str(tmp_path / "a" / "b"))):
         bind([], str(tmp_path / "a" / "b" / "exporter.sock"))
-
-
-def test_a_socket_that_another_process_replaced_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "exporter.sock"
-    with bind([], str(path)):
-        path.unlink()
-        leave_a_socket_file(path)
-    assert path.exists()
