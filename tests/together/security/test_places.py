@@ -137,21 +137,6 @@ def test_the_name_of_a_process_that_cannot_be_seen_cannot_be_contested_away(node
     assert {result["pid"] for result in act(ada, node.url, target={"pid": name}).document["results"]} == {name}
 
 
-def test_invented_processes_take_no_place_of_true_ones() -> None:
-    """Root of a container sends reports of many uids about processes that do not exist."""
-    with contextlib.closing(SharedNode("--report.max-processes", "8")) as node:
-        true = {node.user(ADA).pid for _ in range(6)}
-        place = node.container()
-        for uid in range(2000, 2010):
-            attacker = LocalUser(uid, **place)
-            node.users.append(attacker)
-            for pid in range(100, 103):
-                node.report(attacker, pid=pid, pid_namespace=4242, session=f"{uid}-{pid}")
-        assert true <= shown(node).keys()
-        true |= {node.user(ADA).pid for _ in range(2)}
-        assert shown(node).keys() == true
-
-
 def test_a_claimed_rank_neither_joins_nor_blocks_a_group(node: SharedNode) -> None:
     ada, root, inside = node.user(ADA), node.user(0), node.user(ADA, **node.container())
     shared: dict[str, Any] = {"workload": "llm", "step": 50, "step_seconds": 0.1, "sequence": 2, "modes": MODES}

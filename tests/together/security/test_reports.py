@@ -123,15 +123,6 @@ def test_a_user_reports_its_own_process_and_a_launcher_for_it(place: Place, way:
 
 
 @WAYS
-def test_root_reports_for_every_process(place: Place, way: str) -> None:
-    assert place.root.send(place.url(way), ada_report(place, step=9))[0] == 200
-    (entry,) = place.of(place.ada)
-    assert (entry["step"], entry["attested"]) == (9, True)
-    assert place.ada.send(place.url(way), ada_report(place, step=10))[0] == 200
-    assert [entry["step"] for entry in place.of(place.ada)] == [10]
-
-
-@WAYS
 def test_root_of_a_user_namespace_reports_itself_but_no_process_of_the_node(place: Place, way: str) -> None:
     with closing(LocalUser(0, NEW_USER_NAMESPACE)) as inside:
         assert inside.send(place.url(way), inside.report(workload="inside"))[0] == 200
