@@ -88,7 +88,6 @@ class Turns:
     """
 
     def __init__(self, running: int, *, running_of_owner: int = 1, waiting_of_owner: int = 64) -> None:
-        self._running = running
         self._most_of_owner = running_of_owner + waiting_of_owner
         self._requests: Counter[Owner] = Counter()
         # A request waits for its owner's semaphore, then for the one of all. So an owner has few places in the queue of
@@ -96,7 +95,8 @@ class Turns:
         self._all = asyncio.Semaphore(running)
         self._of_owner: defaultdict[Owner, asyncio.Semaphore]
         self._of_owner = defaultdict(partial(asyncio.Semaphore, running_of_owner))
-        self._executor: ThreadPoolExecutor | None = None
+        # The threads belong to the turns: the threads of `to_thread` may all be waiting for a disk or /proc.
+        self._threads = ThreadPoolExecutor(running, thread_name_prefix="turn")
 
     @contextlib.asynccontextmanager
     async def of(self, owner: Owner) -> AsyncIterator[None]:
@@ -115,10 +115,7 @@ class Turns:
     async def run(self, owner: Owner, function: Callable[[], T]) -> T:
         """Call a function in a thread, in a turn of this owner. Raises ProblemError (503) if too many wait."""
         async with self.of(owner):
-            if self._executor is None:
-                # The threads belong to the turns: the threads of `to_thread` may all be waiting for a disk or /proc.
-                self._executor = ThreadPoolExecutor(self._running, thread_name_prefix="turn")
-            return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
 
 class FairRequests:

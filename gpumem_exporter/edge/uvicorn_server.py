@@ -57,22 +57,18 @@ class LimitedServer(uvicorn.Server):
         **options: Any,
     ) -> None:
         self.connections = Connections(limits)
-        self._tls = tls
+        self.tls = tls
         self._on_started = on_started
         self._on_stopping = on_stopping
-        self._handshakes = Turns(limits.handshakes, running_of_owner=max(1, limits.handshakes // 4))
-        self._read_buffer = memoryview(bytearray(_READ_BYTES))
+        self.handshakes = Turns(limits.handshakes, running_of_owner=max(1, limits.handshakes // 4))
+        # Of all connections: what was read is parsed at once.
+        self.read_buffer = memoryview(bytearray(_READ_BYTES))
         options |= {"interface": "asgi3", "loop": "uvloop", "ws": "none", "lifespan": "on", "log_config": None}
         options |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
-        protocol: Any = self._protocol
-        super().__init__(
-            uvicorn.Config(
-                FairRequests(app, self.connections),
-                http=protocol,
-                timeout_keep_alive=int(limits.idle_seconds),
-                **options,
-            )
-        )
+        # uvicorn calls it with the arguments of its own protocol.
+        options["http"] = lambda **given: Client(self, _Requests(**given))
+        options["timeout_keep_alive"] = int(limits.idle_seconds)
+        super().__init__(uvicorn.Config(FairRequests(app, self.connections), **options))
 
     def stop(self) -> None:
         """Let the server exit. Any thread may call this."""
@@ -107,10 +103,6 @@ class LimitedServer(uvicorn.Server):
         asyncio.get_running_loop().call_later(_SEARCH_SECONDS, self._end_late_connections)
         self.connections.end_late()
 
-    def _protocol(self, **given: Any) -> Client:
-        """Return the protocol of a new connection; uvicorn calls this with the arguments of its own protocol."""
-        return Client(_Requests(**given), self.connections, self._read_buffer, self._tls, self._handshakes)
-
 
 class _Requests(HttpToolsProtocol):
     """uvicorn's protocol. Each request has an `Exchange`."""
@@ -129,64 +121,56 @@ class _Requests(HttpToolsProtocol):
 class Client(asyncio.BufferedProtocol):
     """One connection: counts it, opens it with TLS or without, and passes on what it receives in small parts."""
 
-    def __init__(
-        self,
-        requests: _Requests,
-        connections: Connections,
-        read_buffer: memoryview,
-        tls: Callable[[], ssl.SSLContext | None],
-        handshakes: Turns,
-    ) -> None:
+    def __init__(self, server: LimitedServer, requests: _Requests, counted: Connection | None = None) -> None:
+        self._server = server
         self._requests = requests
-        self._connections = connections
-        # Of all connections: what was read is parsed at once.
-        self._read_buffer = read_buffer
-        self._tls = tls
-        self._handshakes = handshakes
-        self._is_new = True
-        self._is_open = False
+        self._counted = counted
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count a new connection, and start TLS; or start to read requests."""
-        if self._is_new:
-            self._is_new = False
-            sock = transport.get_extra_info("socket")
-            connection = Connection(Peer.of_socket(sock), self._connections.limits)
-            context = None if sock.family == socket.AF_UNIX else self._tls()
-            # The accepted socket for TLS: `start_tls` would lose what the client has sent already.
-            accepted = None if context is None else socket.socket(fileno=os.dup(sock.fileno()))
-            if not self._connections.admit(connection):
-                transport.abort()
-                if accepted is not None:
-                    accepted.close()
-                return
-            _log.debug("connection of %s", connection.owner)
-            self._connection = self._requests.connection = connection
-            if context is not None and accepted is not None:
-                transport.abort()
-                opening = asyncio.ensure_future(self._open_with_tls(accepted, context, connection))
-                connection.abort = opening.cancel
-                return
-        self._is_open = True
-        self._connection.abort, self._connection.close = transport.abort, transport.close
-        transport.set_write_buffer_limits(high=_WRITE_BYTES)
-        self._requests.connection_made(transport)
+        """Count a new connection. Start TLS, or start to read requests."""
+        if self._counted is None:
+            self._counted = self._count(transport)
+        if (connection := self._counted) is not None:
+            self._requests.connection = connection
+            connection.abort, connection.close = transport.abort, transport.close
+            transport.set_write_buffer_limits(high=_WRITE_BYTES)
+            self._requests.connection_made(transport)
+
+    def _count(self, transport: asyncio.Transport) -> Connection | None:
+        """Return a new connection; None if there is no room for it, or if another client opens it with TLS."""
+        sock = transport.get_extra_info("socket")
+        connection = Connection(Peer.of_socket(sock), self._server.connections.limits)
+        context = None if sock.family == socket.AF_UNIX else self._server.tls()
+        # The accepted socket for TLS: `start_tls` would lose what the client has sent already.
+        accepted = None if context is None else socket.socket(fileno=os.dup(sock.fileno()))
+        if not self._server.connections.admit(connection):
+            transport.abort()
+            if accepted is not None:
+                accepted.close()
+            return None
+        _log.debug("connection of %s", connection.owner)
+        if context is None or accepted is None:
+            return connection
+        transport.abort()
+        connection.abort = asyncio.ensure_future(self._open_with_tls(accepted, context, connection)).cancel
+        return None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection, unless this is the end of the transport without TLS."""
-        if self._is_open:
-            self._connections.remove(self._connection)
+        """Forget the connection, unless it was not counted or is opened with TLS."""
+        if self._counted is not None:
+            self._server.connections.remove(self._counted)
             self._requests.connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         """Return where to put what is read."""
-        return self._read_buffer
+        return self._server.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         """Parse what was read, within the limit of a request's head."""
-        self._connection.receive(nbytes)
-        self._requests.data_received(bytes(self._read_buffer[:nbytes]))
-        self._connection.check_head()
+        connection = self._requests.connection
+        connection.receive(nbytes)
+        self._requests.data_received(bytes(self._server.read_buffer[:nbytes]))
+        connection.check_head()
 
     def eof_received(self) -> None:
         """Close the connection: its client sends no more."""
@@ -201,14 +185,14 @@ class Client(asyncio.BufferedProtocol):
         self._requests.resume_writing()
 
     async def _open_with_tls(self, sock: socket.socket, context: ssl.SSLContext, connection: Connection) -> None:
-        """Do the handshake. It ends with a second call of `connection_made`."""
+        """Do the handshake. It ends with the connection of another client."""
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _TLS_RECEIVE_BYTES)
         try:
             # A connection that waits for its turn has a file, but not the buffers of TLS, which take 200 KiB.
-            async with self._handshakes.of(connection.owner):
+            async with self._server.handshakes.of(connection.owner):
                 await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: self,
+                    lambda: Client(self._server, self._requests, connection),
                     sock,
                     ssl=context,
                     ssl_handshake_timeout=connection.limits.handshake_seconds,
@@ -216,7 +200,7 @@ class Client(asyncio.BufferedProtocol):
                 )
         except BaseException as error:
             _log.debug("connection of %s not opened: %r", connection.owner, error)
-            self._connections.remove(connection)
+            self._server.connections.remove(connection)
             sock.close()
             if not isinstance(error, (OSError, ProblemError, asyncio.CancelledError)):
                 raise
