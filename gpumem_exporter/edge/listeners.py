@@ -71,33 +71,28 @@ class BindError(GpumemError):
 
 @dataclass(slots=True)
 class SocketFile:
-    """The file of the unix socket, by whose path clients connect."""
+    """The file of the unix socket, by whose path clients connect. It is the file that is at the path now."""
 
     path: str
-    inode: tuple[int, int]
     owned: bool = True
     """Whether the exporter created the file, and deletes it at its end. systemd keeps the files of its sockets."""
-    _logged: str = ""
+    _status: os.stat_result = field(init=False)
+    _logged: str = field(init=False, default="")
 
-    @classmethod
-    def at(cls, path: str, *, owned: bool = True) -> SocketFile:
-        """Return the file that is at a path now."""
-        return cls(path, _inode(os.lstat(path)), owned)
+    def __post_init__(self) -> None:
+        self._status = os.lstat(self.path)
 
     def error(self) -> str:
         """Return why clients do not reach this exporter by the path; empty if they do."""
+        creator = "the exporter" if self.owned else "its socket unit"
         try:
             found = os.lstat(self.path)
         except OSError as error:
-            return f"the socket {self.path} was removed ({_reason(error)}): restart {self._creator}"
-        if _inode(found) == self.inode:
+            return f"the socket {self.path} was removed ({_reason(error)}): restart {creator}"
+        if os.path.samestat(found, self._status):
             return ""
         owner = user_name(found.st_uid)
-        return f"the socket {self.path} was replaced by {owner}: remove that file and restart {self._creator}"
-
-    @property
-    def _creator(self) -> str:
-        return "the exporter" if self.owned else "its socket unit"
+        return f"the socket {self.path} was replaced by {owner}: remove that file and restart {creator}"
 
     def check(self) -> None:
         """Log an error once."""
@@ -176,7 +171,7 @@ class Listeners:
             # Mode 0666: each request is authorized by the credentials of the peer or by a token.
             with umask(0o111):
                 sock.bind(path)
-            self.socket_file = SocketFile.at(path)
+            self.socket_file = SocketFile(path)
             sock.listen(BACKLOG)
         except OSError as error:
             raise BindError(f"cannot listen on {path}: {_reason(error)}") from error
@@ -264,10 +259,6 @@ def _remove_unused_socket(path: str) -> None:
     raise OSError(0, f"another process listens there: pid {peer.pid} of {user_name(peer.uid)}")
 
 
-def _inode(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
 def _authority(sock: socket.socket) -> str:
     return str(ListenAddress(*sock.getsockname()[:2]))
 
@@ -323,4 +314,4 @@ def _add_from_systemd(listeners: Listeners, descriptor: int) -> None:
         path = sock.getsockname()
         if listeners.unix_path or not os.path.lexists(path):
             raise BindError("--web.systemd-socket: the exporter takes one unix socket, and it must have a path")
-        listeners.socket_file = SocketFile.at(path, owned=False)
+        listeners.socket_file = SocketFile(path, owned=False)
