@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any, cast
 
 from gpumem_client.allocator.allocator import Allocator
@@ -12,10 +13,18 @@ from gpumem_client.profile.heap_blocks import Block, DeviceBlocks, Stacks
 from gpumem_client.profile.heap_reader import HeapReader
 from gpumem_client.profile.profile_types import Owner
 from gpumem_client.profile.recorder import Recorder
-from gpumem_exporter.demo.process import DeviceSlot, SimulatedProcess, now_us
+from gpumem_exporter.demo.memory import TRACE_ENTRIES_MAX
+from gpumem_exporter.demo.process import SimulatedProcess
 
-# The longest history of the standing recording on each device: about a minute of a program.
-_STANDING_ENTRIES_MAX = 1000
+# The kind and the name of the owner of a tensor, by its component. The number in a name counts the tensors of the kind.
+_PARAMETER = "model.layers.{}.weight"
+_OWNERS = {
+    **dict.fromkeys(("parameters", "weights"), ("parameters", _PARAMETER)),
+    "gradients": ("gradients", _PARAMETER),
+    "optimizer_state": ("optimizer_state", f"Lion.exp_avg {_PARAMETER}"),
+    "kv_cache": ("kv_cache", "GPUModelRunner.kv_caches.{}"),
+    "runtime": ("tensors", "attribute _workspace_buffer of a FlashInferMetadataBuilder"),
+}
 _GARBAGE = Owner("tensors", "attribute outputs of a Result")
 
 
@@ -24,9 +33,8 @@ def take_profiles(process: SimulatedProcess, send: Callable[[bytes], str]) -> No
 
     `send` sends a document to the exporter and returns its id.
     """
-    recorder = SimulatedRecorder(process.slots)
-    recorder.start_standing()
-    process.loop.take_profiles(lambda: (SimulatedHeap(process), recorder), send, at_oom=True)
+    parts = SimulatedHeap(process), SimulatedRecorder(process)
+    process.loop.take_profiles(lambda: parts, send, at_oom=True)
 
 
 class SimulatedHeap(HeapReader):
@@ -40,9 +48,21 @@ class SimulatedHeap(HeapReader):
     def blocks(self, stacks: Stacks, first: Callable[[], None] = lambda: None) -> dict[int, DeviceBlocks]:
         """Return the blocks of each device. `first` is called right before."""
         first()
-        for slot in self._process.slots:
+        found = {}
+        for index, slot in enumerate(self._process.slots):
             slot.record("snapshot")
-        return {index: _blocks(slot, stacks) for index, slot in enumerate(self._process.slots)}
+            statistics = slot.allocator.statistics
+            slack_bytes = statistics.reserved_bytes - statistics.allocated_bytes
+            blocks = found[index] = DeviceBlocks(
+                segments=statistics.segments_allocated - statistics.segments_freed,
+                reserved_bytes=statistics.reserved_bytes,
+                fragmented_bytes=slack_bytes - slot.allocator.reclaimable_bytes,
+            )
+            for tensor in slot.live:
+                size = tensor.block.size_bytes  # in the demo also the requested size
+                pool = "private" if tensor.private else "default"
+                blocks.allocated[tensor.block.address] = Block(size, size, pool, stacks.number(tensor.stack))
+        return found
 
     def entries_enough(self) -> int:
         """Return a number that no recording reaches: reading the history stops nobody."""
@@ -50,74 +70,43 @@ class SimulatedHeap(HeapReader):
 
     def history(self, stacks: Stacks) -> tuple[dict[int, DeviceBlocks], list[list[dict[str, Any]]]]:
         """Return the blocks of each device, and the recorded entries of each device, oldest first."""
-        return self.blocks(stacks), [list(slot.trace or ()) for slot in self._process.slots]
+        return self.blocks(stacks), [list(slot.trace) for slot in self._process.slots]
 
     def naming(self, addresses_read: Callable[[], None] = lambda: None, **_: float) -> tuple[Naming, tuple[str, ...]]:
         """Return the owners of all tensors that objects of the program hold."""
-        started_us = now_us()
+        started_us = time.time_ns() // 1000
         addresses_read()
         garbage = set(self._process.garbage)
+        counts: Counter[str] = Counter()
         owners: dict[tuple[int, int], Owner] = {}
-        addresses: dict[int, list[int]] = {}
         for index, slot in enumerate(self._process.slots):
             for tensor in slot.live:
-                owner = tensor.owner or (_GARBAGE if tensor in garbage else None)
-                if owner is not None:
-                    owners[index, tensor.block.address] = owner
-                    addresses.setdefault(index, []).append(tensor.block.address)
-            addresses.get(index, []).sort()
-        return Naming(started_us, now_us(), addresses, owners), ()
+                if tensor in garbage:
+                    owners[index, tensor.block.address] = _GARBAGE
+                elif tensor.component in _OWNERS:
+                    kind, name = _OWNERS[tensor.component]
+                    named = name.format(counts[kind]), f"4096x{tensor.block.size_bytes // 8192}", "bfloat16"
+                    owners[index, tensor.block.address] = Owner(kind, *named)
+                    counts[kind] += 1
+        addresses = {i: sorted(at for device, at in owners if device == i) for i in self._process.devices()}
+        return Naming(started_us, time.time_ns() // 1000, addresses, owners), ()
 
 
 class SimulatedRecorder(Recorder):
-    """The recordings of a simulated process, which has a standing one whenever there is no other one."""
+    """The recordings of a simulated process, whose allocator always records."""
 
-    def __init__(self, slots: Sequence[DeviceSlot]) -> None:
+    on = standing = True
+
+    def __init__(self, process: SimulatedProcess) -> None:
         super().__init__(None)
-        self._slots = slots
-
-    @property
-    def on(self) -> bool:
-        """Whether a recording is on."""
-        return self._slots[0].trace is not None
-
-    @property
-    def standing(self) -> bool:
-        """Whether there is a history."""
-        return self.on
-
-    def start_standing(self) -> bool:
-        """Record from now on."""
-        for slot in self._slots:
-            slot.trace = deque(maxlen=_STANDING_ENTRIES_MAX)
-        return True
+        self._process = process
 
     def start(self, entries_max: int) -> None:  # noqa: ARG002 - as Recorder
-        """Record for a profile, which ends before the history is too long. The history starts now."""
-        for slot in self._slots:
+        """Record for a profile. The history starts now."""
+        for slot in self._process.slots:
             slot.trace = deque()
 
-    def end(self, traces: object = None) -> None:  # noqa: ARG002 - as Recorder
-        """End the recording for a profile."""
-        self.start_standing()
-
-    def replaced(self, traces: object = None) -> bool:  # noqa: ARG002 - as Recorder
-        """Return False: a simulated program records nothing itself."""
-        return False
-
-    def close(self, traces: object = None) -> None:  # noqa: ARG002 - as Recorder
-        """End all recordings."""
-        for slot in self._slots:
-            slot.trace = None
-
-
-def _blocks(slot: DeviceSlot, stacks: Stacks) -> DeviceBlocks:
-    """Return the blocks of one device. The size of a simulated block is also its requested size."""
-    statistics = slot.allocator.statistics
-    sizes = ((tensor, tensor.block.size_bytes) for tensor in slot.live)
-    return DeviceBlocks(
-        {t.block.address: Block(size, size, t.pool, stacks.number(t.stack)) for t, size in sizes},
-        segments=statistics.segments_allocated - statistics.segments_freed,
-        reserved_bytes=statistics.reserved_bytes,
-        fragmented_bytes=statistics.reserved_bytes - statistics.allocated_bytes - slot.allocator.reclaimable_bytes,
-    )
+    def end(self) -> None:
+        """End the recording for a profile. The standing recording continues."""
+        for slot in self._process.slots:
+            slot.trace = deque(slot.trace, TRACE_ENTRIES_MAX)

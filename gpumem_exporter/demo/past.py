@@ -1,54 +1,47 @@
-"""The hour before the demo starts, as rows of a history, from the states in which the programs were simulated."""
+"""The hour before the demo starts, as rows of a history. Each minute is like the last one; only a leak has grown."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.samples import JobKey, PartKey, ProcessKey
 from gpumem_exporter.core.series import StoredRow, Subject
+from gpumem_exporter.demo.memory import SlotUse
 from gpumem_exporter.demo.process import SimulatedProcess
-from gpumem_exporter.demo.simulation import TICK_SECONDS, Instance
 from gpumem_exporter.node.job_ids import job_id
 
-SECONDS = 3660
-_Sizes: TypeAlias = Sequence[int | None]
+MINUTES = 61
+LastMinute: TypeAlias = dict[tuple[SimulatedProcess, int], dict[int, SlotUse]]
+"""What each process used on each of its devices in each second before the start, from 0 to 59."""
 
 
-class _Values(NamedTuple):
-    """What a process on a device, a device or a job uses in each second, the oldest first; None if it is unknown."""
-
-    used: _Sizes
-    allocated: _Sizes
-    idle_cache: _Sizes
-    other_cache: _Sizes
-
-
-def past_of(instances: Iterable[Instance], end: int) -> Iterator[tuple[Subject, Iterable[StoredRow]]]:
+def past_of(last_minute: LastMinute, end: float) -> Iterator[tuple[Subject, Iterable[StoredRow]]]:
     """Yield the rows of processes, devices and jobs in the hour until `end`, in Unix seconds."""
-    parts: defaultdict[Subject, list[_Values]] = defaultdict(list)
-    for instance in instances:
-        if (process := instance.running) is None:
-            continue
+    start = int(end) - MINUTES * 60
+    minutes: defaultdict[Subject, defaultdict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    growths: Counter[Subject] = Counter()
+    for (process, index), uses in last_minute.items():
         key = ProcessKey(process.identity.pid_namespace, process.pid, os.geteuid(), HERE)
-        for index, slot in enumerate(process.slots):
-            values, device = _values(instance, process, index), slot.device.identity
-            for subject in (Subject(device.uuid, "", device.name, gpu=device.gpu), _job(process, key)):
-                parts[subject].append(values)
+        device = process.slots[index].device.identity
+        subjects = Subject(device.uuid, "", device.name, gpu=device.gpu), _job(process, key)
+        growth = (uses[59].allocated - uses[0].allocated) * 60 // 59 if process.workload.leaks else 0
+        growths.update(dict.fromkeys(subjects, growth))
+        idle_bytes = process.loop.sampler.current(0.0).devices[index].idle_cache_bytes or 0
+        for second, use in uses.items():
+            sizes = {"used": use.used}
+            if process.reports:
+                sizes |= {"allocated": use.allocated, "idle": idle_bytes, "other": max(0, use.cached - idle_bytes)}
+            for subject in subjects:
+                minutes[subject][second].update(sizes)
+        if process.reports and len(uses) == 60:
             part = PartKey(key.share, process.identity.session, device.uuid)
-            yield Subject.of_minima(part), _minima(values.allocated, end - SECONDS)
-    for subject, some in parts.items():
-        yield subject, _rows(some[0] if len(some) == 1 else _Values(*map(_sums, *some)), end - SECONDS)
-
-
-def _sums(*parts: _Sizes) -> _Sizes:
-    """Return the sum of what is known in each second."""
-    return [sum(filter(None, sizes)) for sizes in zip(*parts, strict=True)]
+            yield Subject.of_minima(part), _minima([use.allocated for use in uses.values()], growth, start)
+    for subject, minute in minutes.items():
+        yield subject, _rows(minute, growths[subject], start)
 
 
 def _job(process: SimulatedProcess, key: ProcessKey) -> Subject:
@@ -60,51 +53,20 @@ def _job(process: SimulatedProcess, key: ProcessKey) -> Subject:
     return Subject("", job_id(job), identity.workload, identity.command, owner=key.share)
 
 
-def _values(instance: Instance, process: SimulatedProcess, index: int) -> _Values:
-    """Return the values of a process on one of its devices, and before it of its predecessors."""
-    seconds = 60 if instance.workload.repeats else SECONDS
-    states: list[tuple[Any, ...]] = []
-    for (tick, slots), (later, _) in pairwise([*instance.states, (0, ())]):
-        first, last = (math.ceil(each * TICK_SECONDS) for each in (tick, later))
-        states += [slots[index] if slots else (None,) * 4] * (last - max(-seconds, first))
-    used, allocated, reclaimable, cached = zip(*states, strict=True)
-    if not process.reports:
-        return _Values(used * (SECONDS // 60), *[(None,) * SECONDS] * 3)
-    idle: _Sizes
-    if not instance.workload.repeats:
-        idle = [min(reclaimable[max(0, i - 59) : i + 1]) for i in range(SECONDS)]
-        return _Values(used, allocated, idle, _not_idle(cached, idle))
-    growth = (allocated[-1] - allocated[0]) * 60 // 59 if instance.workload.leaks else 0
-    idle_bytes = process.loop.sampler.current(0.0).devices[index].idle_cache_bytes
-    idle = (idle_bytes,) * SECONDS
-    other = _not_idle(_repeated(cached, 0), idle)
-    return _Values(_repeated(used, growth), _repeated(allocated, growth), idle, other)
+def _minima(minute: list[int], growth: int, start: int) -> Iterator[StoredRow]:
+    """Yield the smallest allocated bytes of each whole minute of the clock."""
+    hour = [size - ago * growth for ago in reversed(range(MINUTES)) for size in minute]
+    for at in range(-start % 60, len(hour) - 59, 60):
+        yield (60, start + at, None, min(hour[at : at + 60]) >> 10, *(None,) * 7)
 
 
-def _not_idle(cached: _Sizes, idle: _Sizes) -> _Sizes:
-    return [None if size is None else max(0, size - (part or 0)) for size, part in zip(cached, idle, strict=True)]
-
-
-def _repeated(minute: _Sizes, growth: int) -> _Sizes:
-    """Return an hour of which this is the last minute, if each minute has grown by some bytes."""
-    return [size and size - ago * growth for ago in reversed(range(SECONDS // 60)) for size in minute]
-
-
-def _minima(allocated: _Sizes, start: int) -> Iterator[StoredRow]:
-    for at in range(-start % 60, SECONDS - 59, 60):
-        known = [size for size in allocated[at : at + 60] if size is not None]
-        if len(known) == 60:
-            yield (60, start + at, None, min(known) >> 10, *(None,) * 7)
-
-
-def _rows(values: _Values, start: int) -> Iterator[StoredRow]:
-    """Yield a row for each second of eleven minutes, and for each ten seconds. Values are whole KiB."""
-    for at in range(SECONDS - 660, SECONDS):
-        used, allocated, idle, other = (size and size >> 10 for size in (lists[at] for lists in values))
-        if used is not None:
-            yield (1, start + at, used, allocated, idle, other, allocated, None, None, None, None)
-    for at in range(-start % 10, SECONDS - 9, 10):
-        known = [[size >> 10 for size in lists[at : at + 10] if size is not None] for lists in values]
-        highs, lows = ([edge(sizes, default=None) for sizes in known] for edge in (max, min))
-        if highs[0] is not None:
-            yield (10, start + at, *highs, highs[1], *lows)
+def _rows(minute: Mapping[int, Mapping[str, int]], growth: int, start: int) -> Iterator[StoredRow]:
+    """Yield a row for each second, of which the history makes longer steps."""
+    for number in range(MINUTES):
+        grown = (MINUTES - 1 - number) * growth
+        for second, sizes in minute.items():
+            used, allocated, idle, other = (
+                None if name not in sizes else sizes[name] - change >> 10
+                for name, change in (("used", grown), ("allocated", grown), ("idle", 0), ("other", 0))
+            )
+            yield (1, start + 60 * number + second, used, allocated, idle, other, allocated, *(None,) * 4)

@@ -116,7 +116,7 @@ def test_the_model_has_the_statistics_of_pytorch_for_the_same_operations() -> No
 
 def test_a_clear_does_not_release_the_private_pool_of_a_graph() -> None:
     allocator = CachingAllocator(Memory(FREE_AT_FIRST))
-    allocator.capture_graph(101 * MIB)
+    allocator.allocate(101 * MIB, private=True)
     allocator.free(allocator.allocate(50 * MIB))
     assert allocator.reclaimable_bytes == 50 * MIB
     assert allocator.empty_cache() == 50 * MIB

@@ -28,9 +28,8 @@ from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.app import create_app
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.demo import DemoNode
-from gpumem_exporter.demo.process import SimulatedProcess
-from gpumem_exporter.demo.simulation import TICK_SECONDS
-from gpumem_exporter.demo.workloads import Workload
+from gpumem_exporter.demo.node import TICK_SECONDS
+from gpumem_exporter.demo.process import SimulatedProcess, Workload
 from gpumem_exporter.edge.peer import Peer
 from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.runtime import Runtime
@@ -108,9 +107,10 @@ async def _run(seconds: int, workloads: Sequence[Workload], live_at: Collection[
     try:
         for tick in range(int(seconds / TICK_SECONDS) + 1):
             now = tick * TICK_SECONDS
-            node.simulation.advance(now)
+            if tick:
+                node.advance()
             to_scrape = -now % SCRAPE_SECONDS
-            for process in node.simulation.processes():
+            for process in node.processes.values():
                 if process.reports:
                     before_scrape_seconds.setdefault(process, 0.0)
             for process, seconds_before in list(before_scrape_seconds.items()):

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gpumem_exporter.demo import DemoNode
-from gpumem_exporter.demo.node import NodeReporter
-from gpumem_exporter.demo.simulation import TICK_SECONDS
+from gpumem_exporter.demo.node import TICK_SECONDS
 from tests.support.running_exporter import running_exporter
 from tests.support.waiting import eventually
 
@@ -27,7 +26,6 @@ class StillDemo:
         self._now = 1000.0
         self._origin_unix_seconds = time.time() - self._now - _LOOKS * _LOOK_SECONDS
         self.node = DemoNode(clock=self.clock)
-        self._reporter: NodeReporter | None = None
 
     def clock(self) -> float:
         """Return the node's time in seconds."""
@@ -45,7 +43,7 @@ class StillDemo:
     def start(self, url: str) -> None:
         """Let the processes report to an exporter."""
         self.url = url
-        self._reporter = NodeReporter(self.node.simulation, url)
+        self.node.connect(url)
 
     def advance(self, seconds: float) -> None:
         """Let the node grow older by some seconds, with all reports in them, at once."""
@@ -76,10 +74,8 @@ class StillDemo:
             thread.join()
 
     def _tick(self) -> None:
-        assert self._reporter is not None
         self._now += TICK_SECONDS
-        self.node.simulation.advance(self._now)
-        self._reporter.report_due(self._now)
+        self.node.advance()
 
 
 @contextlib.contextmanager

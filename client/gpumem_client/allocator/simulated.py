@@ -29,14 +29,7 @@ SEGMENT_STEP_BYTES = 2 * MIB
 
 
 class SimulatedOutOfMemoryError(Exception):
-    """The simulated `torch.cuda.OutOfMemoryError`; it never leaves a simulation or a plan.
-
-    `driver_bytes` is the size of the failed request to the driver: the allocation rounded up to a segment.
-    """
-
-    def __init__(self, message: str, driver_bytes: int) -> None:
-        super().__init__(message)
-        self.driver_bytes = driver_bytes
+    """The simulated `torch.cuda.OutOfMemoryError`; it never leaves a simulation or a plan."""
 
 
 class Driver(Protocol):
@@ -70,23 +63,21 @@ class AllocatorStatistics:
 
 
 class Block:
-    """A piece of a segment; `before` and `after` are its neighbors in the segment."""
+    """A piece of a segment."""
 
-    __slots__ = ("address", "after", "before", "pool", "requested_bytes", "size_bytes", "used")
+    __slots__ = ("address", "pool", "requested_bytes", "segment_bytes", "size_bytes")
 
-    def __init__(self, pool: FreeList, address: int, size_bytes: int) -> None:
+    def __init__(self, pool: FreeList, address: int, size_bytes: int, segment_bytes: int) -> None:
         self.pool = pool
         self.address = address
         self.size_bytes = size_bytes
         self.requested_bytes = 0
-        self.used = False
-        self.before: Block | None = None
-        self.after: Block | None = None
+        self.segment_bytes = segment_bytes
 
     @property
     def split(self) -> bool:
         """Whether the segment has other blocks."""
-        return self.before is not None or self.after is not None
+        return self.size_bytes < self.segment_bytes
 
 
 FreeList = List[Tuple[int, int, Block]]
@@ -103,6 +94,9 @@ class CachingAllocator:
         """The maximum of reserved bytes (the process' memory fraction). None if only the device limits the process."""
         self._small: FreeList = []
         self._large: FreeList = []
+        # The free blocks by their first address, and by the address after them.
+        self._starts: dict[int, Block] = {}
+        self._ends: dict[int, Block] = {}
         self._next_address = 0
 
     @property
@@ -111,47 +105,43 @@ class CachingAllocator:
         statistics = self.statistics
         return statistics.reserved_bytes - statistics.active_bytes - statistics.inactive_split_bytes
 
-    def allocate(self, requested_bytes: int) -> Block:
+    def allocate(self, requested_bytes: int, *, private: bool = False) -> Block:
         """Return a block of at least `requested_bytes`.
+
+        A `private` block is in a pool of its own, like the memory of a CUDA graph. It must not be freed.
 
         Raises:
             SimulatedOutOfMemoryError: neither the cache nor the driver has enough memory, even after a flush.
         """
-        size_bytes = _multiple(requested_bytes, MIN_BLOCK_BYTES)
-        block = self._place(size_bytes)
+        statistics, size_bytes = self.statistics, _multiple(requested_bytes, MIN_BLOCK_BYTES)
+        pool = [] if private else self._small if size_bytes <= SMALL_BYTES else self._large
+        block = self._place(pool, size_bytes)
         if block is None:
             self._flush()
-            self.statistics.alloc_retries += 1
-            block = self._place(size_bytes)
+            statistics.alloc_retries += 1
+            block = self._place(pool, size_bytes)
         if block is None:
-            self.statistics.ooms += 1
-            raise SimulatedOutOfMemoryError(f"tried to allocate {requested_bytes} bytes", _segment_bytes(size_bytes))
-        return self._hand_out(block, requested_bytes)
-
-    def capture_graph(self, requested_bytes: int) -> Block:
-        """Capture a CUDA graph whose private pool keeps the returned block live until the process exits.
-
-        Raises:
-            SimulatedOutOfMemoryError: the driver does not have enough memory.
-        """
-        segment_bytes = _multiple(requested_bytes, SEGMENT_STEP_BYTES)
-        block = self._new_segment([], segment_bytes)
-        if block is None:
-            self.statistics.ooms += 1
-            raise SimulatedOutOfMemoryError(f"tried to allocate {requested_bytes} bytes for a graph", segment_bytes)
-        self.statistics.private_pools_bytes += block.size_bytes
-        return self._hand_out(block, requested_bytes)
+            statistics.ooms += 1
+            raise SimulatedOutOfMemoryError(f"tried to allocate {requested_bytes} bytes")
+        block.requested_bytes = requested_bytes
+        statistics.requested_bytes += requested_bytes
+        statistics.allocated_bytes += block.size_bytes
+        statistics.active_bytes += block.size_bytes
+        statistics.allocated_peak_bytes = max(statistics.allocated_peak_bytes, statistics.allocated_bytes)
+        statistics.private_pools_bytes += block.segment_bytes if private else 0
+        return block
 
     def free(self, block: Block) -> None:
         """Put a block into its pool, merged with its free neighbors."""
         self.statistics.allocated_bytes -= block.size_bytes
         self.statistics.requested_bytes -= block.requested_bytes
         self.statistics.active_bytes -= block.size_bytes
-        block.used = False
-        self._merge(block)
-        if block.split:
-            self.statistics.inactive_split_bytes += block.size_bytes
-        insort(block.pool, (block.size_bytes, block.address, block))
+        for neighbor in (self._ends.get(block.address), self._starts.get(block.address + block.size_bytes)):
+            if neighbor is not None:
+                self._take(neighbor)
+                block.address = min(block.address, neighbor.address)
+                block.size_bytes += neighbor.size_bytes
+        self._put(block)
 
     def empty_cache(self) -> int:
         """Release every segment without a live block to the driver; returns the released bytes."""
@@ -169,96 +159,60 @@ class CachingAllocator:
         """Release all segments, live or not, because the process exits. The object must not be used afterwards."""
         self._release(self.statistics.reserved_bytes)
 
-    def _place(self, size_bytes: int) -> Block | None:
+    def _place(self, pool: FreeList, size_bytes: int) -> Block | None:
         """Take a block from the cache, otherwise from a new segment; None if the driver has no memory left."""
-        pool = self._small if size_bytes <= SMALL_BYTES else self._large
         i = bisect_left(pool, (size_bytes,))
         if i < len(pool):
-            block = pool.pop(i)[2]
-            if block.split:
-                self.statistics.inactive_split_bytes -= block.size_bytes
+            block = pool[i][2]
+            self._take(block)
         else:
-            fresh = self._new_segment(pool, _segment_bytes(size_bytes))
-            if fresh is None:
+            segment_bytes = _segment_bytes(size_bytes)
+            if not self._reserve(segment_bytes):
                 return None
-            block = fresh
+            block = Block(pool, self._next_address, segment_bytes, segment_bytes)
+            # With a gap, so that blocks of two segments are no neighbors.
+            self._next_address += segment_bytes + MIN_BLOCK_BYTES
         rest_bytes = block.size_bytes - size_bytes
         if rest_bytes >= MIN_BLOCK_BYTES if pool is self._small else rest_bytes > SMALL_BYTES:
-            rest = _split_block(block, size_bytes)
-            insort(pool, (rest_bytes, rest.address, rest))
-            self.statistics.inactive_split_bytes += rest_bytes
+            block.size_bytes = size_bytes
+            self._put(Block(pool, block.address + size_bytes, rest_bytes, block.segment_bytes))
         return block
 
-    def _new_segment(self, pool: FreeList, size_bytes: int) -> Block | None:
-        if not self._reserve(size_bytes):
-            return None
-        self.statistics.segments_allocated += 1
-        block = Block(pool, self._next_address, size_bytes)
-        self._next_address += size_bytes
-        return block
+    def _put(self, block: Block) -> None:
+        """Add a free block to its pool."""
+        insort(block.pool, (block.size_bytes, block.address, block))
+        self._starts[block.address] = self._ends[block.address + block.size_bytes] = block
+        if block.split:
+            self.statistics.inactive_split_bytes += block.size_bytes
 
-    def _merge(self, block: Block) -> None:
-        before, after = block.before, block.after
-        if before is not None and not before.used:
-            self._take_out(before)
-            block.address = before.address
-            block.size_bytes += before.size_bytes
-            block.before = before.before
-            if block.before is not None:
-                block.before.after = block
-        if after is not None and not after.used:
-            self._take_out(after)
-            block.size_bytes += after.size_bytes
-            block.after = after.after
-            if block.after is not None:
-                block.after.before = block
-
-    def _take_out(self, block: Block) -> None:
-        """Remove a free block of a split segment from its pool, so that it can be merged."""
+    def _take(self, block: Block) -> None:
+        """Remove a free block from its pool."""
         del block.pool[bisect_left(block.pool, (block.size_bytes, block.address))]
-        self.statistics.inactive_split_bytes -= block.size_bytes
+        del self._starts[block.address], self._ends[block.address + block.size_bytes]
+        if block.split:
+            self.statistics.inactive_split_bytes -= block.size_bytes
 
     def _flush(self) -> None:
         self.statistics.cache_flushes += 1
-        for pool in (self._small, self._large):
-            whole = [size_bytes for size_bytes, _, block in pool if not block.split]
-            pool[:] = [entry for entry in pool if entry[2].split]
-            self._release(sum(whole))
-            self.statistics.segments_freed += len(whole)
+        for block in [block for _, _, block in (*self._small, *self._large) if not block.split]:
+            self._take(block)
+            self._release(block.size_bytes)
+            self.statistics.segments_freed += 1
 
     def _reserve(self, size_bytes: int) -> bool:
-        if self.limit_bytes is not None and self.statistics.reserved_bytes + size_bytes > self.limit_bytes:
+        statistics = self.statistics
+        if self.limit_bytes is not None and statistics.reserved_bytes + size_bytes > self.limit_bytes:
             return False
         if not self.driver.allocate(size_bytes):
             return False
-        self.statistics.reserved_bytes += size_bytes
-        self.statistics.reserved_peak_bytes = max(self.statistics.reserved_peak_bytes, self.statistics.reserved_bytes)
+        statistics.segments_allocated += 1
+        statistics.reserved_bytes += size_bytes
+        statistics.reserved_peak_bytes = max(statistics.reserved_peak_bytes, statistics.reserved_bytes)
         return True
 
     def _release(self, size_bytes: int) -> None:
         self.driver.free(size_bytes)
         self.statistics.reserved_bytes -= size_bytes
-
-    def _hand_out(self, block: Block, requested_bytes: int) -> Block:
-        statistics = self.statistics
-        block.used = True
-        block.requested_bytes = requested_bytes
-        statistics.requested_bytes += requested_bytes
-        statistics.allocated_bytes += block.size_bytes
-        statistics.active_bytes += block.size_bytes
-        statistics.allocated_peak_bytes = max(statistics.allocated_peak_bytes, statistics.allocated_bytes)
-        return block
-
-
-def _split_block(block: Block, size_bytes: int) -> Block:
-    """Shorten a block to `size_bytes` and return the rest, its new neighbor, which is in no pool yet."""
-    rest = Block(block.pool, block.address + size_bytes, block.size_bytes - size_bytes)
-    rest.before, rest.after = block, block.after
-    if block.after is not None:
-        block.after.before = rest
-    block.after = rest
-    block.size_bytes = size_bytes
-    return rest
 
 
 def _segment_bytes(size_bytes: int) -> int:

@@ -46,7 +46,7 @@ def day(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StillDemo]:
     """A demo that has run for a day, as its storage shows."""
     folder = tmp_path_factory.mktemp("storage")
     until_unix_seconds = (time.time() - 200) // 60 * 60
-    store_day(folder, DemoNode().simulation.devices[0].identity.uuid, until_unix_seconds)
+    store_day(folder, DemoNode().devices[0].identity.uuid, until_unix_seconds)
     with still_demo(storage_path=str(folder)) as demo:
         yield demo
 
