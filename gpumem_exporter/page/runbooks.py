@@ -7,15 +7,11 @@ import re
 from functools import cache
 from html import escape
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
 
 from gpumem_exporter.page.page_routes import content_policy, source_hash
-
-if TYPE_CHECKING:
-    from markdown_it.token import Token
 
 INDEX = "README"
 _STYLE = """
@@ -39,6 +35,9 @@ _PAGE = """<!doctype html>
 </html>
 """
 _HEADERS = {**content_policy(style_src=source_hash(_STYLE), img_src="data:"), "Cache-Control": "no-cache"}
+# Links between runbooks lead to their pages. Links to other files become plain text: the package lacks them.
+_LINK = re.compile(r"\]\((\w+)\.md(#[\w-]+)?\)")
+_OTHER_LINK = re.compile(r"\[([^\[\]]*)\]\((?!https:|#|\w+\.md[#)])[^)]*\)")
 _ADDRESS = "http://NODE:9844"
 _HOST = re.compile(r"(?:[\w.-]{1,255}|\[[0-9a-fA-F:.]{2,45}\])(?::\d{1,5})?")
 
@@ -88,30 +87,13 @@ def _page(name: str) -> str:
     text = source.read_text(encoding="utf-8")
     if name == INDEX:
         text += "\n## Runbooks\n\n" + "\n".join(f"- [{each}]({each}.md)" for each in _names() if each != INDEX) + "\n"
+    title = text.partition("\n")[0].removeprefix("# ")
+    text = _OTHER_LINK.sub(r"\1", text)
+    text = _LINK.sub(lambda link: f"]({'./' if link[1] == INDEX else link[1]}{link[2] or ''})", text)
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = markdown.parse(text)
     for before, token in pairwise(tokens):
         if before.type == "heading_open":
             before.attrSet("id", re.sub(r"[^\w -]", "", token.content.lower()).replace(" ", "-"))
-        if token.children is not None:
-            token.children = _with_links_to_pages(token.children)
     body = markdown.renderer.render(tokens, markdown.options, {})
-    title = text.partition("\n")[0].removeprefix("# ")
     return _PAGE.format(title=escape(title), style=_STYLE, body=body)
-
-
-def _with_links_to_pages(tokens: list[Token]) -> list[Token]:
-    """Point links between runbooks to their pages. Links to other files become plain text: the package lacks them."""
-    kept: list[Token] = []
-    is_page = True
-    for token in tokens:
-        if token.type == "link_open":
-            address = str(token.attrs["href"])
-            found = re.fullmatch(r"(\w+)\.md(#[\w-]+)?", address)
-            is_page = found is not None or address.startswith(("https:", "#"))
-            if found is not None:
-                page = "./" if found[1] == INDEX else found[1]
-                token.attrSet("href", page + (found[2] or ""))
-        if is_page or token.type not in ("link_open", "link_close"):
-            kept.append(token)
-    return kept
