@@ -212,21 +212,6 @@ def test_growth_in_the_hour_before_the_start_is_the_leak_alone(node: DemoNode) -
     assert grows["demo-rag-indexer-leak"].bytes_per_hour == pytest.approx(6 * grown, rel=0.1)
 
 
-def test_a_clear_frees_the_reported_bytes_on_the_device(node: DemoNode) -> None:
-    freed_bytes = 0
-    for process, sent in reports(node).items():
-        free_before = {sample.uuid: node.provider.read_memory(sample.uuid).free_bytes for sample in sent.devices}
-        (result,) = run(process, command("empty_cache"))
-        assert (result.outcome, len(result.devices)) == ("done", len(sent.devices))
-        for before, device, after in zip(sent.devices, result.devices, report(process).devices, strict=True):
-            freed = (before.reserved_bytes or 0) - (after.reserved_bytes or 0)
-            assert (device.freed_bytes, after.reclaimable_bytes) == (freed, 0)
-            assert device.device_free_before_bytes == free_before[before.uuid]
-            assert node.provider.read_memory(before.uuid).free_bytes == free_before[before.uuid] + freed
-            freed_bytes += freed
-    assert freed_bytes > 10 << 30
-
-
 def test_a_garbage_collection_frees_reference_cycles(node: DemoNode) -> None:
     notebook = the(node, "demo-notebook")
     garbage_bytes = sum(tensor.block.size_bytes for tensor in notebook.garbage)

@@ -164,18 +164,8 @@ def idle(process: ReportingProcess, since: float | None) -> ReportingProcess:
         (10_000.0 - 3590, 4 * GIB, (), None),  # an epoch ends, an evaluation waits
         (10_000.0 - 9 * 3600, GIB // 2, (), None),
         (None, 4 * GIB, (), None),  # unknown
-        (
-            10_000.0 - 9 * 3600,
-            4 * GIB,
-            (oom(pid="7", session="session-7", workload="b", happened_seconds=9_900.0),),
-            "warning",
-        ),
-        (
-            10_000.0 - 9 * 3600,
-            4 * GIB,
-            (oom(pid="1", session="session-1", workload="a", happened_seconds=9_900.0),),
-            "info",
-        ),
+        (10_000.0 - 9 * 3600, 4 * GIB, (failed(7, "b"),), "warning"),
+        (10_000.0 - 9 * 3600, 4 * GIB, (failed(1, "a"),), "info"),
     ],
 )
 def test_a_job_that_holds_memory_without_any_activity_is_named(

@@ -118,7 +118,7 @@ class Node:
         self.view = NodeView(minima_of=self.history.minima, **clocks)
         self.known: dict[tuple[int, str], ReportingProcess] = {}
 
-    def tick(self, number: int, sizes: Sizes, activation_gib: float = ACTIVATION_GIB) -> Any:
+    def tick(self, number: int, sizes: Sizes) -> None:
         """Let ten seconds pass."""
         self.clock.sleep(10)
         now = self.clock()
@@ -127,9 +127,9 @@ class Node:
         used: dict[str, dict[int, int | None]] = {}
         for (rank, session), (gpu, gib) in sizes.items():
             # In every third sample a step is under way.
-            allocated = round((gib + (activation_gib if number % 3 else 0)) * GIB)
+            allocated = round((gib + (ACTIVATION_GIB if number % 3 else 0)) * GIB)
             taken = dataclasses.replace(
-                sample(UUIDS[gpu], allocated, round((gib + activation_gib) * GIB) - allocated), idle_cache_bytes=0
+                sample(UUIDS[gpu], allocated, round((gib + ACTIVATION_GIB) * GIB) - allocated), idle_cache_bytes=0
             )
             pid = 100 + rank + 10 * int(session)
             used.setdefault(UUIDS[gpu], {})[pid] = taken.reserved_bytes
@@ -156,11 +156,11 @@ class Node:
 
 
 def shown_each_minute(
-    bench: Node, minutes: float, sizes: Callable[[Minutes], Sizes], **options: Any
+    bench: Node, minutes: float, sizes: Callable[[Minutes], Sizes]
 ) -> Iterator[tuple[Minutes, Any, str | None]]:
     """Yield each minute with what the document shows of the only job."""
     for number in range(1, round(minutes * 6) + 1):
-        bench.tick(number, sizes(number / 6), **options)
+        bench.tick(number, sizes(number / 6))
         if number % 6 == 0:
             yield number / 6, *bench.shown()
 
@@ -188,17 +188,3 @@ def test_no_job_grows_because_it_has_more_processes_or_stages(job: str) -> None:
     for minute, shown, found in shown_each_minute(Node(80), 75, STEADY[job]):
         assert found is None, f"after {minute:.0f} minutes"
         assert shown is None or shown["growth_bytes_per_hour"] is None
-
-
-def test_longer_sequences_are_no_growth_while_steps_free_what_they_take() -> None:
-    bench = Node(80)
-    for number in range(1, 361):
-        bench.tick(number, {(0, "1"): (0, 10)}, activation_gib=number / 12)
-        assert number % 6 or bench.shown()[1] is None
-
-
-def test_what_stops_to_grow_is_soon_no_growth() -> None:
-    shown = shown_each_minute(Node(80), 60, lambda now: {(0, "1"): (0, 10 + min(now, 20) / 2)})
-    seen = [found is not None for _, _, found in shown]
-    assert any(seen[:20])
-    assert not any(seen[28:])

@@ -17,7 +17,3 @@ def test_a_job_keeps_its_hue_while_others_come_and_go_and_after_it_has_ended() -
     assert {name: hues.of(["notebook", *crowd])[name] for name in ("notebook",)} == {"notebook": first["notebook"]}
     hues.of(crowd)
     assert {**hues.of(["train", *crowd, "notebook"]), **first} == hues.of(["notebook", *crowd, "train"])
-
-
-def test_the_hues_of_the_first_jobs_are_the_same_in_each_run() -> None:
-    assert Hues().of(["b", "a", "c"]) == Hues().of(["c", "b", "a"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 from tests.support.random_snapshots import SNAPSHOTS
 
 GIB = 1024 * MIB
-Minima = Sequence[tuple[float, int]]
 
 
 def of(pid: int, idle: int | None, reclaimable: int, **changes: Any) -> ReportingProcess:
@@ -28,16 +26,14 @@ def of(pid: int, idle: int | None, reclaimable: int, **changes: Any) -> Reportin
     return dataclasses.replace(process, key=ProcessKey(1, pid, 1001, HERE))
 
 
-def node_view(minima: Minima = ()) -> NodeView:
-    return NodeView(clock=lambda: 100.0, wall_clock=lambda: 1e9, minima_of=lambda _: minima)
+def node_view() -> NodeView:
+    return NodeView(clock=lambda: 100.0, wall_clock=lambda: 1e9)
 
 
-def document(
-    *processes: ReportingProcess, others: int = 0, minima: Sequence[tuple[float, int]] = (), **changes: Any
-) -> Any:
+def document(*processes: ReportingProcess, others: int = 0) -> Any:
     used = {process.key.pid: process.report.devices[0].reserved_bytes for process in processes}
     reading = node(device(used=sum(map(int, filter(None, used.values()))) + others, processes={**used, 99: others}))
-    return node_view(minima).document(Snapshot(100.0, reading, processes), {"failed_checks": []}, 1e9, **changes)
+    return node_view().document(Snapshot(100.0, reading, processes), {"failed_checks": []}, 1e9)
 
 
 def test_a_clear_says_what_stays_free_and_what_the_next_step_reserves_again() -> None:
@@ -84,18 +80,6 @@ def test_coverage_is_the_share_of_the_use_of_processes_that_report() -> None:
     assert nothing["node"]["totals"]["coverage_ratio"] is None
     assert nothing["node"]["totals"]["free_bytes"] is None
     assert nothing["node"]["totals"]["jobs"] == 1
-
-
-def test_the_growth_of_a_job_says_when_it_will_fail_and_since_when_it_grows() -> None:
-    minima = [(1e9 - 60 * (30 - minute), round((10 + minute / 6) * GIB)) for minute in range(31)]
-    live = document(of(1, 0, 0), others=50 * GIB, minima=minima)
-    (job,) = [job for job in live["jobs"] if job["workload"]]
-    assert job["growth_bytes_per_hour"] == pytest.approx(10 * GIB, rel=0.02)
-    assert job["full_in_seconds"] == pytest.approx(2 * 3600, rel=0.02)
-    (growing,) = [
-        finding for finding in live["findings"] if finding["kind"] == "growth" and finding["job"] == job["id"]
-    ]
-    assert growing["since_unix_seconds"] == 1e9 - 1560
 
 
 @settings(max_examples=30)
