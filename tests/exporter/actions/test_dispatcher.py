@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from gpumem_client.wire.protocol import COMMAND_ACTIONS, ENGINE_ACTIONS, CommandResult, StillFree
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action, SubmittedAction
-from gpumem_exporter.actions.action_options import ANSWER_GRACE_SECONDS, ActionRequest, Target
+from gpumem_exporter.actions.action_options import ANSWER_GRACE_SECONDS, Target
 from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
 from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.rate_limits import RateLimits
@@ -19,9 +18,9 @@ from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ReportingProcess
-from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
+from gpumem_exporter.errors import TooManyActionsError
 from tests.support.builders import MIB, UUIDS, NobodyHost, sample
-from tests.support.dispatching import EVERYBODY, Bench
+from tests.support.dispatching import Bench
 
 
 @pytest.fixture
@@ -45,15 +44,6 @@ async def test_an_action_is_done_when_every_process_has_answered(bench: Bench) -
     assert {(row.pid, row.gpu) for row in done.results} == {(1, "0"), (1, "1"), (2, "1")}
     assert bench.finished == [done]
     assert bench.woken[2:] == [action.id], "the requests that wait for its end"
-
-
-async def test_a_command_is_sent_again_until_its_result_arrives(bench: Bench) -> None:
-    action = bench.ask(target=Target(pid=1))
-    first = bench.dispatcher.commands(bench.first)  # say that this reply was lost
-    again = bench.dispatcher.commands(bench.first)
-    assert [c.id for c in first] == [c.id for c in again] == [action.id]
-    bench.answer(bench.first, action)
-    assert bench.dispatcher.commands(bench.first) == ()
 
 
 async def test_a_command_does_not_reach_a_later_process_with_the_same_pid(bench: Bench) -> None:
@@ -115,18 +105,6 @@ def test_a_delivered_command_without_a_result_expires_whatever_time_the_wall_clo
     assert {(row.outcome, row.reason_code) for row in finished.results} == {("expired", ReasonCode.NO_RESULT)}
 
 
-def test_an_action_expires_less_than_a_second_after_its_deadline(bench: Bench) -> None:
-    timers: list[tuple[float, Callable[[], None]]] = []
-    bench.dispatcher = bench.build(call_later=lambda *timer: timers.append(timer))
-    bench.ask(target=Target(pid=1), deadline_seconds=3.0)
-    bench.dispatcher.commands(bench.first)
-    ((seconds, expire),) = timers
-    assert 3.0 <= seconds < 4.0
-    bench.now += seconds
-    expire()
-    assert [action.state for action in bench.finished] == ["expired"]
-
-
 def still_free(bench: Bench, process: ReportingProcess, action: Action, *sizes: int) -> None:
     """Let a process report what stayed free of the action on its devices."""
     values = tuple(
@@ -135,22 +113,6 @@ def still_free(bench: Bench, process: ReportingProcess, action: Action, *sizes: 
     bench.dispatcher.take_results(
         dataclasses.replace(process, report=dataclasses.replace(process.report, still_free=values))
     )
-
-
-def test_a_clear_is_done_before_it_is_known_what_stayed_free(bench: Bench) -> None:
-    action = bench.ask(settle_seconds=10.0)
-    assert action.freed_bytes is None
-    bench.answer(bench.first, action, freed=3)
-    still_free(bench, bench.first, action, 3, 1)
-    running = bench.dispatcher.get(action.id)
-    assert (action.still_free_bytes, running and running.still_free_bytes) == (None, None)
-    bench.answer(bench.second, action, freed=4)
-    (finished,) = bench.finished
-    assert (finished.state, finished.settling, finished.still_free_bytes) == ("done", True, None)
-    still_free(bench, bench.second, action, 2)
-    settled = bench.current(action)
-    assert (settled.state, settled.settling, settled.freed_bytes, settled.still_free_bytes) == ("done", False, 10, 6)
-    assert [row.still_free_bytes for row in settled.results] == [3, 1, 2]
 
 
 @pytest.mark.parametrize("ends", ["expired", "gone"])
@@ -168,18 +130,6 @@ def test_a_process_that_does_not_report_what_stayed_free_leaves_it_unknown(bench
     settled = bench.current(action)
     assert (settled.settling, settled.still_free_bytes) == (False, 2)
     assert [row.still_free_bytes for row in settled.results] == [None, None, 2]
-
-
-def test_an_exited_process_is_named_and_the_others_still_count(bench: Bench) -> None:
-    action = bench.ask()
-    bench.dispatcher.process_gone(bench.first.key, "it ended")
-    bench.answer(bench.second, action, freed=5)
-    (finished,) = bench.finished
-    assert (finished.state, finished.freed_bytes) == ("failed", 5)
-    assert {(row.pid, row.outcome, row.reason_code) for row in finished.results} == {
-        (1, "gone", ReasonCode.PROCESS_EXITED),
-        (2, "done", None),
-    }
 
 
 def test_a_dry_run_shows_what_would_be_freed_and_sends_no_command(bench: Bench) -> None:
@@ -221,15 +171,6 @@ def done(bench: Bench, caller: Caller | None = None, **changes: Any) -> Action:
     return action
 
 
-def test_dry_runs_displace_no_action() -> None:
-    bench = Bench()
-    bench.dispatcher = bench.build(kept_actions=4)
-    real = done(bench)
-    estimates = [bench.ask(dry_run=True).id for _ in range(9)]
-    assert bench.dispatcher.get(real.id) is not None
-    assert [bench.dispatcher.get(one) is not None for one in estimates[-2:]] == [False, True]
-
-
 def test_a_caller_with_many_actions_displaces_only_its_own() -> None:
     bench = Bench()
     bench.dispatcher = bench.build(kept_actions=4)
@@ -262,16 +203,6 @@ async def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Be
     (one,) = submitted
     assert (one.action.id, one.request.reason, one.idempotency_key) == (action.id, "room", "k")
     assert one.processes == ((1, "train", "0"), (2, "train", "1"))
-
-
-def test_a_restored_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> None:
-    action = dataclasses.replace(bench.ask(dry_run=True), id="before")
-    request = ActionRequest("empty_cache", EVERYBODY)
-    bench.dispatcher.restore(action, SubmittedAction(action, request, "k", ()))
-    assert bench.dispatcher.get("before") == action
-    assert bench.ask(idempotency_key="k") == action
-    with pytest.raises(IdempotencyConflictError):
-        bench.ask("reset_peak", idempotency_key="k")
 
 
 def test_a_dry_run_does_not_count_for_its_processes(bench: Bench) -> None:

@@ -162,16 +162,6 @@ def refuse(ranks: Ranks, process: ReportingProcess, action: Action, code: Reason
     ranks.dispatcher.take_results(replace(process, report=replace(process.report, results=(result,))))
 
 
-def test_a_command_that_was_not_fetched_is_cancelled_at_once_and_names_the_caller(ranks: Ranks) -> None:
-    action = ranks.ask(mode="step")
-    cancelled = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
-    assert cancelled is not None
-    assert cancelled.state == "cancelled"
-    assert {(row.outcome, row.reason) for row in cancelled.results} == {("refused", "cancelled by policy:alice")}
-    assert ranks.finished == [cancelled]
-    assert ranks.dispatcher.commands(ranks.first) == ()
-
-
 async def test_a_waiting_command_is_recalled_and_its_result_names_the_caller(ranks: Ranks) -> None:
     action = ranks.ask_group()
     for process in (ranks.first, ranks.second):
@@ -205,12 +195,3 @@ async def test_a_result_from_before_the_cancellation_is_kept(ranks: Ranks) -> No
         ("done", ""),
     }
     assert (finished.state, finished.freed_bytes) == ("cancelled", 7)
-
-
-def test_cancelling_again_or_after_the_end_changes_nothing(ranks: Ranks) -> None:
-    action = ranks.ask(dry_run=True)
-    assert ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice")) == action
-    again = ranks.ask(mode="step")
-    first = ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("alice"))
-    assert ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("bob")) == first
-    assert ranks.dispatcher.cancel("unknown", requested_by=Caller.policy("alice")) is None

@@ -1,15 +1,82 @@
+"""The states of actions, and what one user's actions and results take of the exporter's memory."""
+
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
+from gpumem_client.wire.protocol import CommandResult, DeviceResult, SnapshotBlock, SnapshotFile
+from gpumem_exporter.actions import lifecycle
+from gpumem_exporter.actions.action import Action, ActionResult
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.lifecycle import (
+    MAX_BYTES,
+    ActionRegistry,
     ActionState,
     IllegalTransitionError,
     PartState,
     advanced,
 )
+from gpumem_exporter.core.caller import Caller, CallerKind, Rights
+from gpumem_exporter.errors import TooManyActionsError
+from gpumem_exporter.reports.report_schema import shortened
+from tests.support.builders import UUIDS, report, sample
+from tests.support.dispatching import Bench
+
+SNAPSHOT = SnapshotFile("/tmp/s.pickle", 10, 1, 1, True, (SnapshotBlock(UUIDS[0], 5, frame="f" * 256),) * 64)
+
+
+def test_a_result_has_the_devices_of_its_process_and_the_summary_of_the_snapshot_once() -> None:
+    bench = Bench()
+    action = bench.ask("snapshot", Target(pid=1))
+    claimed = tuple(DeviceResult(uuid) for uuid in (*UUIDS[:2], *(f"GPU-{number}" for number in range(60)), *UUIDS[:2]))
+    result = CommandResult(action.id, "done", devices=claimed, snapshot=SNAPSHOT)
+    sent = dataclasses.replace(bench.first.report, results=(result,))
+    bench.dispatcher.take_results(dataclasses.replace(bench.first, report=sent))
+    (done,) = bench.finished
+    assert [(row.uuid, row.snapshot is not None) for row in done.results] == [(UUIDS[0], True), (UUIDS[1], False)]
+
+
+def test_the_texts_of_a_result_are_cut_on_arrival() -> None:
+    result = CommandResult("a", "failed", "x" * 2000, snapshot=SNAPSHOT)
+    sent = report(1, devices=(sample(),), results=(result, CommandResult("b", "done")))
+    first, second = shortened(sent).results
+    assert first.snapshot is not None
+    assert (len(first.reason), len(first.snapshot.largest)) == (500, 10)
+    assert second == sent.results[1]
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_finished_actions_have_a_limit_in_bytes_and_the_largest_caller_loses_first(dry_run: bool) -> None:
+    registry = ActionRegistry(1000)
+    row = ActionResult(1, "w", "", "0", UUIDS[0], "failed", "x" * 500)
+
+    def finish(number: int, caller: str, results: int) -> None:
+        action = Action(f"{caller}-{number}", "reset_peak", "failed", caller, float(number), Target(all=True))
+        registry.finish(dataclasses.replace(action, caller=caller, results=(row,) * results, dry_run=dry_run))
+
+    for number in range(20):
+        finish(number, "uid:1", 1)
+    for number in range(20, 120):
+        finish(number, "uid:2", 500)
+    kept = registry.recent()
+    assert [action.id for action in kept if action.caller == "uid:1"] == [f"uid:1-{n}" for n in reversed(range(20))]
+    assert kept[0].id == "uid:2-119"
+    assert sum(action.kept_bytes for action in kept) <= MAX_BYTES
+    assert sum(len(action.results) * 1000 for action in kept) <= MAX_BYTES
+
+
+def test_a_caller_has_a_limited_number_of_processes_in_running_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "MAX_UNDER_WAY", 10)
+    bench = Bench()
+    eve, ada = (Caller(CallerKind.UNIX, Rights.ALL, uid=uid) for uid in (1001, 1002))
+    for _ in range(5):
+        bench.ask(caller=eve, deadline_seconds=3600.0)
+    with pytest.raises(TooManyActionsError):
+        bench.ask(caller=eve)
+    assert bench.ask(caller=ada).state == "queued"
 
 
 @pytest.mark.parametrize(

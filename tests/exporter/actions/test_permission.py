@@ -16,11 +16,10 @@ from gpumem_exporter.errors import (
     ActionRefusedError,
 )
 from tests.support.builders import MIB, UUIDS, device, node, sample
-from tests.support.dispatching import Bench, Ranks
+from tests.support.dispatching import Bench
 
 ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0, pid=4)
 ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1001, pid=5)
-EVE = Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1002, host="127.0.0.1")
 A, B = (Place(known=True, container=letter * 64) for letter in "ab")
 
 
@@ -40,13 +39,6 @@ def bench() -> Shared:
     for key in (bench.first.key, bench.second.key):  # those that `Bench` adds
         bench.store.forget(key)
     return bench
-
-
-@pytest.mark.parametrize("pid", [1, 3, 4])
-def test_a_process_of_another_user_is_refused_with_what_the_caller_may_do(bench: Shared, pid: int) -> None:
-    with pytest.raises(ActionForbiddenError, match=rf"pid={pid}\b.*uid=1001.*\b1\b"):
-        bench.ask(target=Target(pid=pid), caller=ADA)
-    assert bench.dispatcher.recent() == ()
 
 
 @pytest.mark.parametrize(
@@ -82,17 +74,6 @@ def test_the_actions_of_a_user_are_those_that_concern_only_its_processes() -> No
     assert ROOT.permitted_actions(ACTIONS) == ACTIONS
     assert ADA.permitted_actions(ACTIONS) == tuple(each for each in ACTIONS if each != "terminate")
     assert dataclasses.replace(ADA, rights=Rights.NONE).permitted_actions(ACTIONS) == ()
-
-
-def test_a_rank_of_another_user_does_not_join_a_group() -> None:
-    ranks = Ranks()
-    ranks.rank(3, "2", 49, owner_uid=1002)
-    action = ranks.ask_group()
-    assert len(ranks.dispatcher.under_way()) == 2
-    assert action.state == "queued"
-    eve = ranks.ask_group(target=Target(workload="train"), caller=EVE)
-    assert {part for part in ranks.dispatcher.under_way() if part.owner_uid == 1002}
-    assert eve.id != action.id
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.results import dry_run_results
 from gpumem_exporter.actions.selection import NodeFacts, select, select_reporting
-from gpumem_exporter.actions.timing import Turn, plan
+from gpumem_exporter.actions.timing import StepRate, Turn, first_common_step, plan
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
@@ -86,15 +88,6 @@ def test_ranks_that_cannot_act_together_make_no_other_rank_wait(ranks: list[Any]
         assert re.search(named, turn.obstacle), "the process does not act"
 
 
-def test_an_external_scheduler_that_knows_all_ranks_can_choose_their_step() -> None:
-    found = turns(*ranks_of(4, 0, 1), mode="step", at_step=110)
-    assert {(turn.group is not None, turn.at_step) for turn in found.values()} == {(True, 110)}
-
-
-def test_a_job_whose_ranks_make_no_steps_acts_at_once() -> None:
-    assert set(modes(*ranks_of(4, 0, 1, step_seconds=None)).values()) == {("now", False)}
-
-
 @pytest.mark.parametrize("changes", [{}, {"rank": "0", "world_size": 1}])
 def test_processes_with_one_name_that_wait_for_no_other_act_by_themselves(changes: dict[str, Any]) -> None:
     same = [trains(pid, "sweep", **changes) for pid in (2, 3)]
@@ -142,3 +135,22 @@ def test_a_dry_run_expects_that_the_idle_cache_stays_free(
     (selected,) = select_reporting(EVERYTHING, snapshot)
     (result,) = dry_run_results(selected, ActionRequest("empty_cache", EVERYTHING), NodeFacts())
     assert (result.freed_bytes, result.still_free_bytes) == (reclaimable, stays_free)
+
+
+RATES = st.lists(
+    st.builds(StepRate, st.integers(0, 10**9), st.floats(1e-4, 1e3), st.floats(0.0, 60.0)), min_size=1, max_size=8
+)
+
+
+@given(RATES, st.floats(0.0, 60.0))
+@settings(max_examples=30)
+def test_the_step_of_a_group_is_the_first_that_no_rank_completes_within_the_lead(
+    rates: list[StepRate], lead: float
+) -> None:
+    def is_late_enough(step: int, margin: float) -> bool:
+        ends = [(step - rate.step) * rate.step_seconds - rate.since_seconds for rate in rates]
+        return min(ends) >= lead + margin and step >= max(rate.step for rate in rates) + 2
+
+    step = first_common_step(rates, lead)
+    assert is_late_enough(step, -1e-6)
+    assert not is_late_enough(step - 1, 1e-6)

@@ -1,14 +1,15 @@
-"""A target with `orphans` selects the orphans among the processes that it would select without it."""
+"""Which processes a target selects. With `orphans`, it selects the orphans among those that it would select without."""
 
 from __future__ import annotations
 
 import dataclasses
+from difflib import SequenceMatcher
 from typing import Any
 
 import pytest
 
 from gpumem_exporter.actions.action_options import ActionRequest, Target
-from gpumem_exporter.actions.selection import select
+from gpumem_exporter.actions.selection import select, unknown_names
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import LostLauncher, ProcessFacts, Snapshot
 from gpumem_exporter.errors import TargetNotFoundError
@@ -45,11 +46,6 @@ def test_it_narrows_every_target(target: dict[str, Any], expected: list[int]) ->
     assert selected(Target(orphans=True, **target), "empty_cache") == [1]
 
 
-@pytest.mark.parametrize("target", [{}, {"gpu": 1}])
-def test_without_an_orphan_there_is_nothing_to_do(target: dict[str, Any]) -> None:
-    assert selected(Target(orphans=True, **target), orphans={} if not target else ORPHANS) == []
-
-
 def test_a_process_that_is_not_an_orphan_is_not_found() -> None:
     with pytest.raises(TargetNotFoundError, match="orphan"):
         selected(Target(orphans=True, pid=2))
@@ -74,3 +70,24 @@ def test_a_later_process_with_the_pid_of_an_orphan_is_none() -> None:
         dataclasses.replace(shown, node=later),
     )
     assert (found.commanded, found.outside) == ((), ())
+
+
+def test_a_thousand_unknown_names_lead_to_one_suggestion_and_a_bounded_number_of_comparisons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[int] = []
+    for name in ("ratio", "quick_ratio"):
+        method = getattr(SequenceMatcher, name)
+
+        def counting(self: Any, method: Any = method) -> Any:
+            compared.append(max(len(self.a), len(self.b)))
+            return method(self)
+
+        monkeypatch.setattr(SequenceMatcher, name, counting)
+    known = {"workload": [f"{'train' * 20}-{number}" for number in range(500)], "user": ["ada"], "uuid": ["GPU-1"]}
+    target = Target(workload=[f"{'tra1n' * 20}-{number}" for number in range(1000)], user=["adda"], uuid=["GPU-2"])
+    text = unknown_names(target, known)
+    assert text.count("did you mean") == 1
+    assert len(compared) <= 110
+    assert max(compared) <= 64
+    assert len(text) < 8192
