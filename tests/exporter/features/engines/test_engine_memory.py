@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -204,15 +203,6 @@ async def test_an_engine_without_a_known_number_of_requests_is_busy(bench: Engin
     assert bench.engine.calls == [("release", None, True)]
 
 
-async def test_a_dry_run_asks_the_engine_and_changes_nothing(bench: EngineBench, ended: Any) -> None:
-    action = await ended(dry_run=True)
-    assert [row.outcome for row in action.results] == ["would_release", "would_release"]
-    bench.engine.requests = [3]
-    busy = await ended(dry_run=True)
-    assert busy.results[0].reason_code == ReasonCode.ENGINE_BUSY
-    assert bench.engine.calls == []
-
-
 async def test_only_engines_are_meant_by_a_wide_target(bench: EngineBench, ended: Any) -> None:
     everything = await ended(target=Target(all=True), dry_run=True)
     assert {row.pid for row in everything.results} == {1, TITLED}
@@ -270,19 +260,6 @@ async def test_the_engines_of_a_container_leave_room_for_others(
     await asyncio.wait_for(asyncio.gather(*map(bench.ended, slow)), 30)
 
 
-async def test_containers_that_come_and_go_leave_nothing_behind(bench: EngineBench, ended: Any) -> None:
-    def turns() -> int:
-        gc.collect()
-        return sum(type(each) is asyncio.Semaphore for each in gc.get_objects())
-
-    kept = []
-    for number in range(8):
-        bench.put(1, place=Place(known=True, container=f"{number:064}"))
-        await ended(target=Target(pid=1), dry_run=True)
-        kept.append(turns())
-    assert len(set(kept)) == 1
-
-
 def reporting_engine(bench: EngineBench, **changes: Any) -> None:
     bench.first = bench.put(
         1,
@@ -335,13 +312,6 @@ def test_policies_and_alerts_let_only_idle_engines_sleep(
         asked = bench.request(caller=caller, dry_run=True)
         assert [row.reason_code for row in asked.results] == [None if permitted else ReasonCode.ENGINE_BUSY]
     assert bench.request(dry_run=True).state == "done"
-
-
-def test_an_engine_that_wakes_needs_memory_on_the_device(bench: EngineBench) -> None:
-    reporting_engine(bench, sample={"unmapped_bytes": 1 << 50})
-    refused = bench.request("resume_memory", dry_run=True)
-    assert refused.results[0].reason_code == ReasonCode.DEVICE_MEMORY_SHORT
-    assert bench.request("resume_memory", dry_run=True, force=True).state == "done"
 
 
 def test_a_dry_run_shows_what_a_reporting_engine_would_release(bench: EngineBench) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +14,6 @@ from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import ACTIONS, Target
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
-from gpumem_exporter.core.starting_engines import GROWTH_PAUSE_SECONDS, TITLED_START_SECONDS
 from gpumem_exporter.errors import ActionForbiddenError
 from tests.support.builders import MIB, UUIDS, device, node, sample
 from tests.support.dispatching import Bench, Ranks
@@ -24,7 +22,6 @@ ENGINE, OWNER = 50, 1001
 TITLE = "VLLM::EngineCore"
 STARTED = 90.0
 ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1000)
-OWNER_OF_THE_ENGINE = Caller(CallerKind.UNIX, Rights.OWN, uid=OWNER)
 STARTING = ReasonCode.ENGINE_STARTING
 
 
@@ -66,49 +63,6 @@ class EngineRanks(EngineMixin, Ranks):
         self.engine(UUIDS[0], gpu="0")
 
 
-def test_a_clear_waits_until_the_engine_has_started_and_then_runs() -> None:
-    bench = EngineBench()
-    elsewhere = bench.put(3, devices=(sample(UUIDS[0], 0, MIB),))
-    action = bench.ask(target=Target(pid=(1, 3)), deadline_seconds=600.0)
-    assert bench.commands(elsewhere)
-    bench.answer(elsewhere, action)
-    assert not bench.commands(bench.first)
-    (wait,) = action.waits_for
-    assert (wait.pid, wait.title, wait.gpu, wait.uuid) == (ENGINE, TITLE, "1", UUIDS[1])
-    assert wait.until_unix_seconds == action.created_unix_seconds + 600.0
-    bench.later(1.0)
-    assert not bench.commands(bench.first)
-    bench.engine(running=False)
-    bench.later(1.0)
-    (command,) = bench.commands(bench.first)
-    assert not bench.current(action).waits_for
-    bench.answer(bench.first, action, freed=MIB)
-    assert bench.current(action).state == "done"
-    assert command.id == action.id
-
-
-def test_the_wait_ends_when_the_engine_counts_as_started() -> None:
-    bench = EngineBench()
-    action = bench.ask(target=Target(pid=1), deadline_seconds=3600.0)
-    (wait,) = action.waits_for
-    assert wait.until_unix_seconds == 1e9 + STARTED + TITLED_START_SECONDS
-    bench.later(GROWTH_PAUSE_SECONDS)
-    assert bench.commands(bench.first)
-
-
-def test_a_clear_is_refused_at_its_deadline_with_what_it_waited_for() -> None:
-    bench = EngineBench()
-    action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
-    bench.later(29.0)
-    assert not bench.current(action).finished
-    bench.later(1.5)
-    assert bench.result(action) == ("refused", STARTING)
-    assert bench.finished[-1].waits_for == ()
-    reason = bench.finished[-1].results[0].reason
-    for name in (TITLE, str(ENGINE), "GPU 1", "UTC", "--force"):
-        assert name in reason
-
-
 @pytest.mark.parametrize("action", ACTIONS)
 def test_only_actions_that_release_or_take_memory_wait(action: str) -> None:
     bench = EngineBench()
@@ -121,24 +75,6 @@ def test_only_actions_that_release_or_take_memory_wait(action: str) -> None:
         assert codes == {ReasonCode.NOT_LISTED}
     else:
         assert (STARTING in codes) == (action in ("empty_cache", "release_memory", "resume_memory"))
-
-
-def test_a_dry_run_shows_the_wait_at_once() -> None:
-    bench = EngineBench()
-    asked = bench.ask(target=Target(pid=1), dry_run=True)
-    assert asked.finished
-    assert {(result.outcome, result.reason_code) for result in asked.results} == {("refused", STARTING)}
-    assert [wait.pid for wait in asked.waits_for] == [ENGINE]
-
-
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_an_engine_that_two_processes_wait_for_is_shown_once(dry_run: bool) -> None:
-    bench, ticks = EngineBench(), itertools.count()
-    bench.dispatcher = bench.build(wall_clock=lambda: 1e9 + bench.now + 1e-6 * next(ticks))
-    asked = bench.ask(deadline_seconds=600.0, dry_run=dry_run)
-    assert [wait.pid for wait in asked.waits_for] == [ENGINE]
-    bench.later(1.0)
-    assert [wait.pid for wait in bench.current(asked).waits_for] == [ENGINE]
 
 
 def test_a_device_that_only_the_driver_shows_for_the_process_counts() -> None:
@@ -175,18 +111,6 @@ def test_force_does_not_wait_and_a_user_forces_beside_its_own_engine_only() -> N
     assert not bench.ask(target=Target(pid=3), force=True, caller=ADA).waits_for
     (command,) = bench.commands(of_ada)
     assert not command.force, "only a fraction has a force that the process itself needs"
-
-
-def test_a_reporting_engine_belongs_to_the_user_that_the_kernel_names() -> None:
-    bench = EngineBench()
-    bench.engine(running=False)
-    of_ada = bench.put(3, owner_uid=ADA.uid, devices=(sample(UUIDS[0], 0, MIB),))
-    bench.put(ENGINE, owner_uid=OWNER, devices=(sample(UUIDS[0], 0, MIB),), engine_starting=True)
-    with pytest.raises(ActionForbiddenError):
-        bench.ask(target=Target(pid=3), force=True, caller=ADA)
-    bench.put(4, owner_uid=OWNER, devices=(sample(UUIDS[0], 0, MIB),))
-    assert not bench.ask(target=Target(pid=4), force=True, caller=OWNER_OF_THE_ENGINE).waits_for
-    assert not bench.commands(of_ada)
 
 
 @pytest.mark.parametrize("force", [False, True], ids=["", "forced by a user, whose engine it is not"])

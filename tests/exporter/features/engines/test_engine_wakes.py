@@ -174,19 +174,6 @@ async def test_the_second_action_on_an_engine_asks_when_the_first_has_ended(benc
     assert engine.calls == (["release", "resume"] if wakes else ["release"])
 
 
-async def test_a_sleep_after_a_wake_counts_from_what_the_driver_lists_then(bench: WakeBench) -> None:
-    engine = bench.node.engines[1]
-    engine.goes_on.clear()
-    woken = bench.request(target=Target(pid=1))
-    await begun(engine)
-    asleep = bench.request("release_memory", Target(pid=1))
-    await asyncio.sleep(0.05)
-    engine.goes_on.set()
-    await asyncio.wait_for(bench.ended(woken), 30)
-    await asyncio.wait_for(bench.ended(asleep), 30)
-    assert bench.current(asleep).freed_bytes == NEEDED
-
-
 @pytest.mark.parametrize("dry_run", [True, False])
 async def test_of_two_wakes_with_room_for_one_the_second_is_refused(bench: WakeBench, dry_run: bool) -> None:
     asked = bench.request(dry_run=dry_run)
@@ -293,14 +280,6 @@ def test_a_command_to_wake_waits_for_a_reading_of_the_driver() -> None:
     bench.now += 5.0  # the driver hangs: what it has shown last counts
     assert bench.fetched() == [2]
     assert bench.codes(late) == {2: SHORT}
-
-
-def test_a_forced_wake_is_sent() -> None:
-    bench = WakeBench(commanded=True)
-    bench.node.neighbor = 70 * GIB
-    bench.poll()
-    bench.request(target=Target(pid=1), force=True)
-    assert bench.fetched() == [1]
 
 
 def test_the_memory_of_a_wake_is_free_again_once_it_has_failed() -> None:
