@@ -7,7 +7,6 @@ import os
 import pwd
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
 from gpumem_exporter.node.linux import LinuxHost
 from gpumem_exporter.node.pid_namespaces import DriverPids
-from gpumem_exporter.node.proc_entries import ProcEntries
 from tests.support.builders import UUIDS, Clock, device, node
 from tests.support.proc_tree import Tree
 
@@ -39,13 +37,6 @@ def facts_of_host(host: LinuxHost, pid: int = 30) -> ProcessFacts:
     facts = host.facts(pid)
     assert facts is not None
     return facts
-
-
-def test_a_file_of_more_than_a_page_is_read_to_its_end() -> None:
-    entries = ProcEntries(Path("/proc"))
-    names = [line.split()[-1:] for line in (entries.read("self", "maps", 16 << 20) or b"").splitlines()]
-    assert [b"[stack]"] in names
-    assert len(entries.read("self", "maps", 5000) or b"") == 5000
 
 
 def facts_of(tree: Tree, pid: int = 30) -> ProcessFacts:
@@ -246,16 +237,6 @@ def test_a_process_cannot_name_another_user_in_its_name(tree: Tree, end: str) ->
     assert facts_of(tree).uid == os.geteuid()
 
 
-def test_a_process_whose_files_are_all_unreadable_is_alive(tree: Tree) -> None:
-    tree.process(31, cmdline=b"", name="kworker")
-    assert facts_of(tree, 31).command == "kworker"
-    tree.process(30)
-    tree.hide(30, "cmdline", "cgroup", "status", "stat", "comm")
-    host = LinuxHost(tree.root)
-    assert host.facts(30) == ProcessFacts(30, 0, "", pwd.getpwuid(os.geteuid()).pw_name)
-    assert host.alive(30, 100)
-
-
 def test_a_different_start_time_means_another_process() -> None:
     host = LinuxHost()
     assert host.host_pid(ME, None) == os.getpid()
@@ -316,15 +297,6 @@ def test_proc_is_scanned_once_a_second_at_most(tree: Tree, clock: Clock) -> None
     assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
 
 
-def test_the_start_of_a_process_is_on_the_hosts_clock(tree: Tree) -> None:
-    clock = Clock(1000.0)
-    booted = time.clock_gettime(time.CLOCK_BOOTTIME)
-    tree.process(30, start=round((booted - 60) * os.sysconf("SC_CLK_TCK")))
-    facts = LinuxHost(tree.root, clock=clock).facts(30)
-    assert facts is not None
-    assert facts.started_seconds == pytest.approx(clock.now - 60, abs=5)
-
-
 def reading(*listed: int, visible: tuple[int, ...] = ()) -> NodeReading:
     """A poll of two devices. The driver lists these pids on the first; the exporter sees the visible ones."""
     devices = (device(UUIDS[0], processes=dict.fromkeys(listed, 1)), device(UUIDS[1], gpu="1", processes={}))
@@ -349,12 +321,6 @@ def test_pids_stay_matched_from_the_first_list_of_visible_processes() -> None:
     for later in (reading(7, 8, visible=(7, 8)), reading(), reading(7, 9, visible=(7,))):  # 9 exited
         assert pids.check(later) is later
         assert pids.matched
-
-
-def test_a_driver_that_does_not_answer_decides_nothing() -> None:
-    pids, down = DriverPids(), node(up=False)
-    assert pids.check(down) is down
-    assert not pids.matched
 
 
 def test_the_cgroup_of_a_slurm_job_outranks_the_environment(tree: Tree) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -201,14 +199,6 @@ def test_a_lost_device_keeps_its_index_until_another_device_gets_it(
     assert len(up(reader.read())) == 8
 
 
-def test_a_mig_device_destroyed_during_a_read_is_absent_from_the_next_poll(reader: NodeReader, node: Node) -> None:
-    node.listed[1:] = [DeviceIdentity(f"1:{i}", f"MIG-{i}", parent_uuid="GPU-1") for i in (0, 2)]
-    node.failures["memory", "MIG-2"] = NvmlError("not found")
-    assert up(reader.read()) == ["GPU-0", "MIG-0"]
-    del node.listed[2]
-    assert [reading.uuid for reading in reader.read().devices] == ["GPU-0", "MIG-0"]
-
-
 def test_nvml_is_initialized_again_with_backoff_to_recover_a_lost_device(reader: NodeReader, node: Node) -> None:
     reader.read()
     node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
@@ -244,32 +234,6 @@ def test_a_release_forgets_lost_devices(reader: NodeReader, node: Node) -> None:
     assert reader.release("a GPU is taken out").error == "a GPU is taken out"
     del node.listed[3]
     assert "GPU-3" not in [device.uuid for device in reader.read().devices]
-
-
-def test_a_failure_is_logged_when_it_starts_and_when_it_ends(
-    reader: NodeReader, node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    node.failures["open", ""] = NvmlUnavailableError("no driver")
-    reader.read()
-    poll_for(reader, node, 100)
-    node.failures = {
-        ("memory", "GPU-3"): NvmlDeviceLostError("GPU is lost"),
-        ("processes", "GPU-2"): NvmlPermissionError("no permission"),
-    }
-    poll_for(reader, node, 200)
-    node.failures.clear()
-    poll_for(reader, node, 2)
-    expected = [
-        ("WARNING", "NVML: no driver"),
-        ("WARNING", r"processes\b.*\b2: no permission"),
-        ("WARNING", "3 GPU-3: GPU is lost"),
-        ("INFO", "NVML: "),
-        ("INFO", r"processes\b.*\b2: "),
-        ("INFO", "3 GPU-3: "),
-    ]
-    assert [record.levelname for record in caplog.records] == [level for level, _ in expected]
-    assert all(re.search(named, record.message) for record, (_, named) in zip(caplog.records, expected, strict=True))
 
 
 def test_a_failure_that_comes_and_goes_each_second_is_logged_once_a_minute(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
-from gpumem_exporter.node.pod_resources import Container, DeviceAssignments, PodResources, device_names, name_containers
+from gpumem_exporter.node.pod_resources import Container, DeviceAssignments, PodResources, name_containers
 from tests.support.builders import UUIDS, device, node
 from tests.support.waiting import wait_for
 
@@ -99,13 +98,6 @@ def test_a_device_of_a_resource_claim_is_found_by_its_minor_number() -> None:
         1: ("ml", "llm-0", "trainer"),
         2: ("web", "chat-0", "server"),
     }
-
-
-def test_shared_devices_have_their_uuid_and_names_of_other_plugins_are_no_uuids() -> None:
-    mig = "MIG-4f2a9c0d-0000-1111-2222-333344445555"
-    ids = [UUIDS[0], f"{UUIDS[1]}::3", mig, "nvidia0", "0"]
-    container = SimpleNamespace(devices=[SimpleNamespace(device_ids=ids)], dynamic_resources=[])
-    assert [*device_names(container)] == [UUIDS[0], UUIDS[1], mig]
 
 
 def test_an_expired_answer_of_the_kubelet_is_not_used(tmp_path: Path) -> None:

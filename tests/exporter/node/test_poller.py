@@ -99,30 +99,3 @@ def test_an_unexpected_exception_does_not_end_the_thread(
     failed, recovered = caplog.records
     assert (failed.levelname, recovered.levelname) == ("WARNING", "INFO")
     assert "ZeroDivisionError: unforeseen" in failed.message
-
-
-def test_a_hung_driver_shows_as_stuck_and_does_not_block_status_or_stop(
-    start: Start, driver: Driver, readings: SimpleQueue[NodeReading]
-) -> None:
-    driver.hanging.set()
-    poller = start(interval_seconds=1.0, clock=lambda: 100.0)
-    assert driver.stuck.wait(SOON)
-    just_busy, stuck = poller.status(105.0), poller.status(105.1)
-    assert (just_busy.busy_seconds, just_busy.stuck, just_busy.alive) == (5.0, False, True)
-    assert (stuck.stuck, stuck.alive, stuck.polls) == (True, True, 0)
-    assert poller.stop(0.0) is False
-    driver.released.set()
-    assert poller.stop(SOON)
-    assert readings.empty()
-
-
-def test_a_poll_can_be_requested_before_the_interval_ends(
-    start: Start, driver: Driver, readings: SimpleQueue[NodeReading]
-) -> None:
-    poller = start(interval_seconds=3600.0)
-    for _ in range(3):
-        readings.get(timeout=SOON)
-        assert readings.empty()
-        poller.poll_soon()
-    assert poller.stop(SOON)
-    assert driver.closed.is_set()

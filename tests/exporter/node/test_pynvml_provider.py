@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import struct
 import time
 from collections.abc import Iterator
@@ -14,13 +13,10 @@ import pynvml
 import pytest
 
 from gpumem_exporter import errors
-from gpumem_exporter.core.ledger import node_ledgers
-from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ProcessMemory, Snapshot
-from gpumem_exporter.node import driver_library as library_module
+from gpumem_exporter.core.samples import DeviceMemory
 from gpumem_exporter.node.driver_library import open_driver_files
 from gpumem_exporter.node.provider import DeviceIdentity
 from gpumem_exporter.node.pynvml_provider import RETURN_CODES, PynvmlProvider
-from tests.support.builders import MIB, node
 
 GIB = 1 << 30
 NOT_AVAILABLE = (1 << 64) - 1
@@ -223,52 +219,11 @@ def test_inconsistent_values_are_computed_from_total_and_free_or_rejected(
         assert provider.read_memory("GPU-0") == expected
 
 
-# Captures of `nvidia-smi -q` in MiB, published in the repository utkuozdemir/nvidia_gpu_exporter (internal/captures).
-CAPTURES = {
-    "RTX 2080 SUPER, driver 595.71": (8192, 408, 214, 7571, ()),
-    "RTX 2080 SUPER, driver 610.57": (8192, 400, 815, 6978, ()),
-    "RTX 2080 SUPER, Windows, driver 591.86": (8192, 205, 702, 7286, ()),
-    "RTX 2080 SUPER, Windows, driver 610.62": (8192, 205, 797, 7191, ()),
-    "RTX 4080 SUPER": (16376, 434, 596, 15348, ()),
-    "H100": (81559, 479, 19818, 61263, (19798,)),
-    "H100, MIG": (40448, 0, 26, 40423, ()),
-    "H200": (143771, 614, 32362, 110796, (2566, 1542, 28234)),
-    "H200, MIG": (71424, 0, 22, 71403, ()),
-    "L40S": (46068, 609, 1235, 44225, (1219,)),
-}
-
-
-@pytest.mark.parametrize("name", CAPTURES)
-def test_the_ledger_of_real_machines_adds_up(provider: PynvmlProvider, library: Library, name: str) -> None:
-    total, reserved, used, free, processes = CAPTURES[name]
-    provider.devices()
-    gpu = library.gpus[0]
-    gpu.total, gpu.reserved, gpu.free, gpu.used = (mib * MIB for mib in (total, reserved, free, used))
-    memory = provider.read_memory("GPU-0")
-    assert abs(memory.used_bytes - used * MIB) <= 2 * MIB, "each value is rounded"
-    listed = tuple(ProcessMemory(pid, mib * MIB) for pid, mib in enumerate(processes, 1))
-    reading = node(DeviceReading("0", "GPU-0", memory=memory, processes=listed))
-    (ledger,) = node_ledgers(Snapshot(0.0, reading, ())).values()
-    assert sum(ledger.categories.values()) == total * MIB
-    if processes:
-        assert 14 * MIB <= ledger.categories["unattributed"] <= 21 * MIB
-
-
 def test_a_utilization_that_is_not_a_percentage_is_rejected(provider: PynvmlProvider, library: Library) -> None:
     provider.devices()
     library.gpus[0].percent = 101
     with pytest.raises(errors.NvmlNotSupportedError):
         provider.read_utilization_ratio("GPU-0")
-
-
-def test_a_lost_device_is_listed_with_its_error(provider: PynvmlProvider, library: Library) -> None:
-    library.gpus[0].codes = {"*": 15}
-    broken, healthy = provider.devices()
-    assert (broken.gpu, broken.uuid) == ("0", "")
-    assert re.search(r"^nvmlDeviceGetUUID: .*\bNVML_ERROR_GPU_IS_LOST\b", broken.error)
-    assert (healthy.uuid, healthy.error) == ("GPU-1", "")
-    with pytest.raises(errors.NvmlDeviceLostError):
-        provider.read_memory("GPU-0")
 
 
 def test_nvml_unavailable_for_one_device_affects_that_device_only(provider: PynvmlProvider, library: Library) -> None:
@@ -281,17 +236,6 @@ def test_nvml_unavailable_for_one_device_affects_that_device_only(provider: Pynv
         provider.devices()
 
 
-def test_a_failing_mig_device_does_not_affect_its_siblings(provider: PynvmlProvider, library: Library) -> None:
-    broken = Gpu("MIG-a")
-    broken.codes = {"*": 15}
-    library.gpus[1].migs = [broken, None, Gpu("MIG-b")]
-    assert [(identity.gpu, identity.uuid, bool(identity.error)) for identity in provider.devices()] == [
-        ("0", "GPU-0", False),
-        ("1:0", "", True),
-        ("1:2", "MIG-b", False),
-    ]
-
-
 def test_a_gpu_with_mig_on_and_no_mig_device_is_listed_with_an_error(
     provider: PynvmlProvider, library: Library
 ) -> None:
@@ -302,23 +246,6 @@ def test_a_gpu_with_mig_on_and_no_mig_device_is_listed_with_an_error(
     assert "MIG is on" in second.error
     library.gpus[1].migs = [Gpu("MIG-a")]
     assert uuids(provider) == ["GPU-0", "MIG-a"]
-
-
-def test_a_library_with_another_version_than_the_driver_is_loaded_again(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unloaded: list[int] = []
-    monkeypatch.setattr(library_module, "_dlclose", unloaded.append)
-    provider = PynvmlProvider()
-    for code in (4, 18):
-        library.codes["nvmlInitWithFlags"] = code
-        with pytest.raises(errors.NvmlUnavailableError, match=r"nvmlInit: .*NVML_ERROR_"):
-            provider.open()
-        assert unloaded == [4711] * (code == 18)
-    replaced = Library(Gpu("GPU-9"))
-    monkeypatch.setattr(pynvml, "CDLL", lambda name: replaced)
-    provider.open()
-    assert uuids(provider) == ["GPU-9"]
 
 
 HOST = DeviceMemory(9 << 10, 2 << 10, 7 << 10, None, of_host=True)
