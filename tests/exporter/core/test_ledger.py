@@ -82,15 +82,6 @@ def test_a_reporter_whose_host_pid_is_unknown_is_not_counted_twice() -> None:
     assert ledger.categories["unattributed"] == 0
 
 
-def test_categories_that_need_the_process_list_are_absent_without_it() -> None:
-    reading = device(total=1000, used=400, processes=None)
-    ledger = device_ledger(reading, [reporting(1, devices=(sample(allocated=300),))])
-    assert "other_processes" not in ledger.categories
-    assert "non_torch" not in ledger.categories
-    assert ledger.categories["torch_allocated"] == 300
-    assert ledger.categories["unattributed"] == 100
-
-
 def test_memory_that_the_driver_hides_is_unattributed() -> None:
     """There are two reporters and two other processes; the driver has values for all, some or none of them."""
     trainers = [reporting(pid, devices=(sample(allocated=100, reclaimable=50),)) for pid in (1, 2)]

@@ -13,7 +13,6 @@ from gpumem_exporter.core.container import Place
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess, Snapshot
-from gpumem_exporter.metrics.exposition import view_of
 from gpumem_exporter.page.documents import processes_document
 from tests.support.builders import MIB, device, node, reporting, sample
 
@@ -38,9 +37,6 @@ def in_namespace(namespace: int, pid: int = 1, received_seconds: float = 0.0, **
     return dataclasses.replace(process, received_seconds=received_seconds)
 
 
-AMBIGUOUS = known(
-    in_namespace(11), in_namespace(12), in_namespace(12, pid=70), in_namespace(12, pid=8), listed={70: 50 * MIB}
-)
 """Pid 1 in two namespaces, pid 70 in one while the driver lists another pid 70, and the unique pid 8."""
 
 
@@ -61,22 +57,6 @@ def test_no_report_of_another_owner_changes_the_name_of_a_process_or_hides_it() 
         assert Target(pid=name).admits("pid", name)
         ((found, *_),) = select_reporting(Target(pid=name), known(mine, *others))
         assert found == json_pid(name)
-
-
-def test_page_documents_and_targets_use_the_same_name() -> None:
-    page = [name for name, _ in view_of(AMBIGUOUS).names.reporting]
-    documents = {
-        process["pid"]: process
-        for process in processes_document(AMBIGUOUS, "nvml")["processes"]
-        if process["reporting"]
-    }
-    assert [json_pid(name) for name in page] == [*documents] == ["1@11", "1@12", "8@12", "70@12"]
-    for pid in (1, 70, "1@13", 8, 11):
-        assert list(select_reporting(Target(pid=pid), AMBIGUOUS)) == []
-    for pid, document in documents.items():
-        ((name, process, _),) = select_reporting(Target(pid=pid), AMBIGUOUS)
-        assert name == pid
-        assert process.key[:2] == (document["pid_namespace"], document["own_pid"])
 
 
 def test_a_process_whose_pid_was_reused_has_no_name_and_is_no_target() -> None:

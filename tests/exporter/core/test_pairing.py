@@ -152,18 +152,6 @@ def test_a_rise_is_shown_within_five_seconds_however_rarely_the_driver_is_polled
         assert one.now - shown_seconds <= 6.0
 
 
-def test_a_sample_of_a_long_step_waits_for_the_next_poll() -> None:
-    one = Node(1)
-    one.settle()
-    for _ in range(60):
-        one.poll()
-    one.reserved[1] = 3000
-    one.report()
-    assert one.shown() == (1000, CONTEXT)
-    one.poll()
-    assert one.shown() == (3000, CONTEXT)
-
-
 def test_a_sample_from_before_the_reading_proves_nothing() -> None:
     one = Node(1)
     one.report()
@@ -187,13 +175,6 @@ def test_a_device_that_is_lost_shows_no_older_memory() -> None:
     assert one.shown() == (7000, CONTEXT)
 
 
-def test_another_session_of_a_process_starts_again() -> None:
-    one = Node(1)
-    one.settle()
-    one.report(session="second", session_started_seconds=2.0)
-    assert one.shown() == (1000, None)
-
-
 def test_memory_that_the_driver_does_not_hold_is_unmapped() -> None:
     one = Node(1)
     one.settle()
@@ -211,16 +192,3 @@ def test_memory_that_the_driver_does_not_hold_is_unmapped() -> None:
         assert one.shown() == (200, CONTEXT)
         one.report()
     assert one.shown() == (1000, CONTEXT)
-
-
-def test_an_older_sample_keeps_its_time() -> None:
-    one = Node(1)
-    one.settle()
-    shown_seconds = one.now
-    one.reserved[1] = 200
-    one.report()
-    (process,) = one.store.snapshot(one.now).processes
-    assert (process.received_seconds, process.sampled_seconds) == (one.now, shown_seconds)
-    one.poll()
-    (process,) = one.store.snapshot(one.now).processes
-    assert process.sampled_seconds == process.received_seconds

@@ -184,20 +184,6 @@ def test_a_true_process_takes_the_bytes_of_invented_ones_of_its_share(store: Sto
     assert [process.key.pid for process in shown if process.seen] == [1]
 
 
-def test_a_process_has_the_times_of_its_last_step_and_its_last_use(store: Store) -> None:
-
-    def put(sequence: int, now: float, step: int | None, allocated: int) -> tuple[float, float]:
-        sent = report(1, sequence=sequence, step=step, devices=(sample(UUIDS[0], allocated),))
-        store.put_report(sent, host_pid=1, now_seconds=now, now_unix_seconds=now)
-        (process,) = store.snapshot(now).processes
-        return process.stepped_seconds, process.active_seconds
-
-    assert put(1, 10.0, 1, 5) == (10.0, 10.0)
-    assert put(2, 11.0, 1, 5) == (10.0, 10.0)
-    assert put(3, 12.0, 1, 6) == (10.0, 12.0)
-    assert put(4, 13.0, 2, 6) == (13.0, 13.0)
-
-
 def test_no_report_expires_while_the_exporter_is_paused_nor_because_it_was() -> None:
     store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=2)
     store.put_report(report(7), host_pid=7, now_seconds=100.0, now_unix_seconds=0.0)
