@@ -88,10 +88,6 @@ def test_the_question_says_what_stays_free_and_when_the_jobs_clear(
     assert action_dialog.can_ask() is False
 
 
-def test_nothing_to_clear_is_no_question() -> None:
-    assert confirmed_clear(action(dry_run=True)) is True
-
-
 def test_an_action_is_read_until_it_ends_or_the_wait_does() -> None:
     said: list[str] = []
     api = Api(waits, waits)
@@ -101,12 +97,6 @@ def test_an_action_is_read_until_it_ends_or_the_wait_does() -> None:
     for seconds in (0.01, 0):
         document = act(Api(*[waits] * 10_000), BODY, wait_seconds=seconds)  # type: ignore[arg-type]
         assert document["state"] == "running"
-
-
-def test_a_stop_cancels_what_has_not_started() -> None:
-    api = Api(*[waits] * 1000)
-    assert act(api, BODY, stopped=lambda: True)["state"] == "cancelled"  # type: ignore[arg-type]
-    assert api.canceled == ["a1"]
 
 
 @pytest.mark.parametrize("at", ["request", "reading", "wait"])

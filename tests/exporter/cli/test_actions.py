@@ -45,21 +45,6 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return bodies
 
 
-@pytest.mark.parametrize(
-    ("words", "target"),
-    [
-        ("--all", {"all": True}),
-        ("--gpu 0:1 --rank 3", {"gpu": "0:1", "rank": "3"}),
-        ("--pid 1@4026532007", {"pid": "1@4026532007"}),
-        ("--workload=", {"workload": ""}),
-        ("--gpu 0 --gpu 1,2 --pid 7,8 --user ada", {"gpu": ["0", "1", "2"], "pid": [7, 8], "user": "ada"}),
-    ],
-)
-def test_the_request_has_the_target(requested: list[dict[str, Any]], words: str, target: dict[str, Any]) -> None:
-    assert main(["gc", "--json", *words.split()]) == 0
-    assert requested[0]["target"] == target
-
-
 def test_the_request_has_every_option(requested: list[dict[str, Any]]) -> None:
     words = "--all --mode step --gc --deadline 5 --reason room --json"
     assert main(["clear", "--dry-run", *words.split()]) == 0

@@ -11,7 +11,7 @@ from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, E
 from gpumem_client.wire.http import Answer
 from gpumem_exporter.cli import api_client
 from gpumem_exporter.cli.api_client import ExporterApi, rights_line
-from gpumem_exporter.cli.connection import action_token, exporter_urls
+from gpumem_exporter.cli.connection import action_token
 
 _PROBLEM = {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "nothing matches pid=1"}
 
@@ -120,29 +120,9 @@ def test_an_action_is_posted_with_a_new_idempotency_key(api_of: Callable[..., Ex
     assert len({request[3]["Idempotency-Key"] for request in transport.requests}) == 2
 
 
-@pytest.mark.parametrize(
-    ("rights", "line"),
-    [
-        ({"rights": "own", "uid": 1001, "processes": 3}, "You can clear your own 3 processes (uid 1001)."),
-        ({"rights": "all", "uid": 0, "processes": 5}, "You can clear all processes that report (5)."),
-        ({"rights": "none", "reason": "a\ntoken"}, "You cannot clear processes. a token"),
-        ({}, ""),
-    ],
-)
-def test_one_line_says_what_the_caller_may_do(rights: dict[str, Any], line: str) -> None:
-    assert rights_line(rights, "clear") == line
-
-
 def _file(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
-
-
-def test_the_address_comes_from_the_option_then_the_environment_then_the_defaults() -> None:
-    environ = {"GPUMEM_EXPORTER_URL": "http://env:1"}
-    assert exporter_urls("http://option:1", environ) == ("http://option:1",)
-    assert exporter_urls(None, environ) == ("http://env:1",)
-    assert exporter_urls(None, {}) == ("unix:///run/gpumem/exporter.sock", "http://127.0.0.1:9844")
 
 
 def test_the_token_comes_from_the_option_then_the_variable_then_its_file(tmp_path: Path) -> None:
@@ -161,7 +141,13 @@ def test_a_file_without_one_token_is_an_error_that_does_not_show_the_content(tmp
     assert not content.strip() or content.strip() not in str(caught.value)
 
 
-def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing", tmp_path):
-        with pytest.raises(ConfigurationError, match=str(path)):
-            action_token(str(path), {})
+@pytest.mark.parametrize(
+    ("rights", "part"),
+    [
+        ({"rights": "own", "uid": 1001, "processes": 3}, "3 processes (uid 1001)"),
+        ({"rights": "all", "uid": 0, "processes": 5}, "all processes"),
+        ({"rights": "none", "reason": "a\ntoken"}, "cannot clear processes. a token"),
+    ],
+)
+def test_one_line_says_what_the_caller_may_do(rights: dict[str, Any], part: str) -> None:
+    assert part in rights_line(rights, "clear")

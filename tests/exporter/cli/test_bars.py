@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.cli.render.columns import draw_strip, lengths
 from gpumem_exporter.cli.top.plot import timeline
-from tests.support.live_documents import GIB, NOW, history
+from tests.support.live_documents import GIB, history
 
 
 def _device(total: int, free: int, *jobs: tuple[str, int | None, int | None]) -> dict[str, Any]:
@@ -68,12 +68,6 @@ def test_a_part_without_a_reading_is_blank_and_its_neighbors_are_not() -> None:
     assert set("".join(_plot({**past, "series": []})[:6])) <= {" ", "│"}
 
 
-@pytest.mark.parametrize(("step", "width"), [(60, 188), (1, 30)])
-def test_the_columns_are_filled_with_few_and_with_many_points(step: int, width: int) -> None:
-    past = _flat(*[60 * GIB] * (600 // step), step=step)
-    assert _plot(past, width)[2].count("█") == width - 8
-
-
 def test_the_parts_are_stacked_in_their_order_and_never_exceed_the_used_memory() -> None:
     past = _flat(*[60 * GIB] * 600)
     past["series"][0] |= {"allocated": {"max": [30 * GIB] * 600}, "idle_cache": {"max": [50 * GIB] * 600}}
@@ -83,9 +77,3 @@ def test_the_parts_are_stacked_in_their_order_and_never_exceed_the_used_memory()
             if set(line.plain[span.start : span.end]) == {"█"}:
                 styles[str(span.style)] += span.end - span.start
     assert styles == {"green": 180, "yellow": 180}
-
-
-def test_what_happened_is_marked_at_its_time() -> None:
-    marks = [(NOW - 300, "!", "red"), (NOW - 900, "c", "")]
-    line = _plot(history("a"), marks=marks)[-2]
-    assert line == " " * 7 + "└" + "─" * 30 + "!" + "─" * 29

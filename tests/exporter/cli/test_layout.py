@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, SORTS, device_ranges
 from gpumem_exporter.cli.render.layout import Layout, Order, Row
-from gpumem_exporter.cli.render.rows import arranged, matches, rows_of
+from gpumem_exporter.cli.render.rows import arranged, rows_of
 from gpumem_exporter.page.words import WORDS
-from tests.support.live_documents import GIB, device, finding, full_node, job, live, process, unreported
+from tests.support.live_documents import device, finding, full_node, job, live, process
 
 _NAMES = st.text(max_size=40) | st.sampled_from(("漢字" * 20, "\x1b[2J\x1b]0;x\x07", "[bold]x[/bold]", "a\nb\rc\t"))
 
@@ -50,24 +50,6 @@ def test_the_sort_column_is_shown_on_a_narrow_screen(sort: str) -> None:
     layout = Layout(JOBS, rows, 80, words=WORDS, order=order)
     assert order.column in [column.name for column, _ in layout.columns]
     assert sum(cell.plain.rstrip()[-1:] in ("▼", "▲") for cell in layout.heading()) == 1
-
-
-def test_the_cache_of_an_engine_has_its_use_and_its_size_and_the_engine_can_be_searched() -> None:
-    cache = {"size": 26 * GIB, "used": GIB, "peak_day": 2 * GIB, "observed_seconds": 7200}
-    engine = {"label": "vLLM 0.33.0 llama", "state": "serving", "kv_cache": cache}
-    rows = _jobs(job("chat", process(1, "0"), engine=engine), job("train", process(2, "0")))
-    text = "\n".join(line.plain for line in Layout(JOBS, rows, 300, words=WORDS).lines(rows))
-    assert "1.0G of 26.0G" in text
-    assert text.count("vLLM 0.33.0 llama") == 1
-    assert [row["name"] for row in rows if matches(row["text"], "llama")] == ["chat"]
-
-
-def test_a_sum_that_lacks_a_part_is_a_lower_bound_and_an_unknown_one_a_dash() -> None:
-    partly = job("chat", process(7, "0", used_gib=10), incomplete=["allocated_bytes"])
-    rows = _folded(_jobs(partly, job("triton", unreported(8, "1", 2))))
-    layout = Layout(JOBS, rows, 120, words=WORDS)
-    at = [column.name for column, _ in layout.columns].index("allocated")
-    assert [layout.cells(row)[at].plain.strip() for row in rows] == ["≥6.0G", "-"]
 
 
 @pytest.mark.parametrize("sort", ["used", "growth_bytes_per_hour"])

@@ -7,7 +7,7 @@ import pytest
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.layout import Order
-from tests.support.live_documents import GIB, NOW, device, event, finding, full_node, job, live, process
+from tests.support.live_documents import finding, full_node
 from tests.support.top_screen import URL, TopScreen, until
 
 
@@ -29,40 +29,6 @@ async def test_findings_devices_and_jobs_are_on_the_first_screen_of_any_size() -
         assert "It stays free after a clear." in world.text, "the words of the exporter"
         await pilot.press("x")
         await until(lambda: "any key returns" not in world.text, "the jobs")
-
-
-async def test_at_80_columns_no_column_appears_later_and_pushes_out_another_one() -> None:
-    def headings() -> list[list[str]]:
-        return [line.split() for line in world.text.split("\n") if line.lstrip().startswith(("Job", "GPU▲"))]
-
-    world = TopScreen()
-    async with world.on_screen(80, 24):
-        before = headings()
-        node = full_node()
-        for one in node["jobs"]:
-            one.update(growth_bytes_per_hour=15 * GIB, unmapped_bytes=GIB, step=10**7, state="not reporting")
-            one["engine"] = {"label": "vLLM", "kv_cache": {"used": GIB, "size": 26 * GIB, "peak_day": None}}
-        node["jobs"][1]["name"] = "a-job-with-a-long-name-of-a-person"
-        world.nodes = [Node(node, URL)]
-        await until(lambda: "a-job-with-a-long" in world.text, "the next reading")
-        assert headings() == before
-        assert max(map(len, world.text.split("\n"))) <= 80
-
-
-async def test_a_tall_screen_has_the_past_of_the_selected_row_and_its_events() -> None:
-    world = TopScreen()
-    world.events = [event(1, "oom", NOW - 300, detail={"requested_bytes": 2 * GIB})]
-    async with world.on_screen(200, 50) as pilot:
-        await until(lambda: "requested 2.0 GiB" in world.text, "the past of the first job")
-        assert "llm-pretrain (alice)  last 1 h" in world.text
-        lines = world.text.split("\n")
-        (axis,) = (at for at, line in enumerate(lines) if line.split() == ["02:42", "03:12", "03:42"])
-        assert "!" in lines[axis - 1]
-        await pilot.press("shift+tab", "G")
-        await until(lambda: "GPU 7  last 1 h" in world.text, "the selected device")
-        await until(lambda: any("history?device=GPU-7&" in path for path in world.paths), "its points")
-        await pilot.resize_terminal(120, 30)
-        await until(lambda: "last 1 h" not in world.text, "a screen without the space for it")
 
 
 async def test_keys_and_clicks_sort_the_table_with_the_cursor() -> None:
@@ -150,24 +116,6 @@ async def test_the_same_job_stays_selected_until_it_ends() -> None:
         assert world.selected == "notebook", "the row at the end, because the list is shorter"
 
 
-async def test_a_long_list_keeps_its_place_and_its_selection_is_visible() -> None:
-    def many(count: int) -> list[Node]:
-        jobs = [job(f"job-{i}", process(i, "0", used_gib=99 - i, workload=f"job-{i}")) for i in range(10, 10 + count)]
-        return [Node(live([device("0", total_gib=1 << 20)], jobs), URL)]
-
-    world = TopScreen(nodes=many(40))
-    async with world.on_screen() as pilot:
-        await pilot.press("G")
-        await until(lambda: "job-49" in world.text, "the last row")
-        place = world.table("jobs").scroll_y
-        assert place > 0
-        world.nodes = many(39)
-        await until(lambda: len(world.titles) == 39, "the next reading")
-        assert world.table("jobs").scroll_y == pytest.approx(place, abs=1)
-        assert world.selected == "job-48"
-        assert "job-48" in world.text
-
-
 async def test_nothing_moves_when_findings_come_and_go() -> None:
     world = TopScreen()
     async with world.on_screen() as pilot:
@@ -207,22 +155,3 @@ async def test_a_lost_exporter_leaves_the_last_values_dimmed_with_their_time(mon
         world.lost = None
         await until(lambda: "as of" not in world.text, "current values")
         assert "no-answer" not in world.text
-
-
-async def test_a_fleet_has_a_column_for_the_node_and_says_why_a_node_has_no_rows() -> None:
-    nodes = [
-        Node(full_node(), "http://node1", "node1"),
-        Node({**full_node(), "devices": [], "jobs": full_node()["jobs"][:1]}, "http://node2", "node2", "refused"),
-        Node(None, "http://node3", "node3", "no route to host"),
-    ]
-    world = TopScreen(nodes=nodes)
-    async with world.on_screen(120, 40) as pilot:
-        assert world.text.startswith("1 of 3 exporters")
-        assert any("node3" in line and "no route to host" in line for line in world.text.split("\n"))
-        assert [row["node"] for row in world.table("jobs").rows_shown].count("node2") == 1
-        await pilot.press("f", *"node2", "enter")
-        await until(lambda: world.titles == ["llm-pretrain"], "the node's jobs")
-        await pilot.press("escape", "g", "c")
-        await until(lambda: "Clear llm-pretrain (alice) on node1?" in world.text, "the question")
-        await pilot.press("n", "enter")
-        await until(lambda: world.text.startswith("node1  llm-pretrain"), "the job")
