@@ -7,16 +7,13 @@ import logging
 import re
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import Metric as Family
-from prometheus_client import generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -29,12 +26,11 @@ from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.policy import policy_routes
 from gpumem_exporter.features.policy.policy_runner import EVALUATIONS
 from gpumem_exporter.metrics import catalog
-from gpumem_exporter.metrics.collector_types import Metric
 from gpumem_exporter.metrics.instruments import Counter as CounterMetric
 from gpumem_exporter.metrics.instruments import Instruments, Registry
 from gpumem_exporter.settings import COLLECTORS
 from tests.support.builders import UUIDS, device, node, reporting
-from tests.support.exposition_builders import Read, exposition, read, text_of, whole_text_of
+from tests.support.exposition_builders import exposition, read, text_of, whole_text_of
 from tests.support.metrics_list import METRICS, SCRAPED
 from tests.support.random_snapshots import SNAPSHOTS
 
@@ -51,50 +47,8 @@ def known(*processes: ReportingProcess, on: NodeReading | None = None) -> Snapsh
     return Snapshot(10.0, on, processes)
 
 
-@pytest.mark.parametrize("openmetrics", [True, False])
-def test_the_metrics_of_the_exporter_are_at_the_end(openmetrics: bool) -> None:
-    registry = Registry()
-    Instruments(registry).count_report("accepted")
-    text = whole_text_of(exposition(registry), EMPTY, openmetrics=openmetrics)
-    assert 'gpumem_reports_total{outcome="accepted"} 1.0\n' in text
-    assert (
-        text.index("gpumem_exporter_build_info") < text.index("process_open_fds ") < text.index("gpumem_reports_total")
-    )
-    assert text.count("# EOF") == int(openmetrics)
-    assert text.endswith("# EOF\n") == openmetrics
-
-
 def own(registry: Registry) -> tuple[Instruments, EventMetrics, CounterMetric]:
     return Instruments(registry), EventMetrics(registry), CounterMetric.of(EVALUATIONS, registry)
-
-
-def counted() -> Registry:
-    """Return the metrics of an exporter that has counted something of each kind."""
-    registry = Registry()
-    instruments, _, policy = own(registry)
-    instruments.show_held_requests(lambda: 3)
-    instruments.show_health({"poller": True, "events": False})
-    instruments.observe_action(action(result(1, "a", freed=5)))
-    policy.labels("acted", '50 % "idle"')
-    return registry
-
-
-@pytest.mark.parametrize("openmetrics", [True, False])
-def test_the_page_has_what_the_library_shows_of_a_registry(openmetrics: bool) -> None:
-    registry = counted()
-    page = whole_text_of(exposition(registry), EMPTY, openmetrics=openmetrics)
-    encode, parse = (generate_openmetrics, parse_openmetrics) if openmetrics else (generate_latest, parse_text)
-    shown, expected = of_families(parse(page)), of_families(parse(encode(registry).decode()))
-    assert expected[0].items() <= shown[0].items()
-    assert expected[1].items() <= shown[1].items()
-
-
-def of_families(families: Iterable[Family]) -> tuple[dict[str, tuple[str, str]], Read]:
-    """Return what the families have in common that are rendered one after the other."""
-    kinds, samples = read(families)
-    shown = {name: kind for name, kind in kinds.items() if any(sample.startswith(name) for sample, _ in samples)}
-    changing = re.compile("process_|python_gc_")
-    return shown, {each: 0 if changing.match(each[0]) else value for each, value in samples.items()}
 
 
 def test_no_change_is_missing_on_a_page_that_is_rendered_meanwhile() -> None:
@@ -157,41 +111,6 @@ def test_ratios_are_absent_while_nothing_is_reserved(reserved: int | None) -> No
     assert lines(snapshot, "gpumem_torch_slack_ratio", "gpumem_torch_fragmentation_ratio") == []
 
 
-def test_a_phase_and_a_component_may_have_the_same_name() -> None:
-    writer = exposition()
-    for peak in (1, 3):
-        sample = DeviceSample(UUIDS[0], phase_peak_bytes={"other": peak}, component_bytes={"other": 2})
-        shown = text_of(writer, known(reporting(7, devices=(sample,))))
-        assert 'component="other"} 2\n' in shown
-        assert f'phase="other"}} {peak}\n' in shown
-
-
-def test_non_torch_is_absent_if_the_driver_or_the_report_lacks_the_value() -> None:
-    unknown = known(
-        reporting(70, devices=(SAMPLE,)),
-        reporting(80, devices=(replace(SAMPLE, reserved_bytes=None),)),
-        reporting(90, devices=(SAMPLE,)),
-        reporting(10, devices=(SAMPLE,), host_pid=None),
-        on=node(device(processes={70: None, 80: 60, 10: 999})),
-    )
-    assert lines(unknown, "gpumem_torch_non_torch_bytes{") == []
-    (others,) = [line for line in lines(unknown, "gpumem_ledger_bytes{") if "other_processes" in line]
-    assert others.endswith(" 1059")
-
-
-@pytest.mark.parametrize("reading", [None, node(device(processes={70: 50}), up=False)])
-def test_without_the_driver_only_torch_series_stay_without_an_index(reading: NodeReading | None) -> None:
-    snapshot = known(reporting(70, devices=(SAMPLE,), command="python own.py"), on=reading)
-    assert lines(snapshot, "gpumem_torch_ooms_total{") == [
-        f'gpumem_torch_ooms_total{{gpu="",uuid="{UUIDS[0]}",pid="70",workload="train",rank=""}} 2'
-    ]
-    assert lines(snapshot, "gpumem_nvml_up") == ["gpumem_nvml_up 0"]
-    (info,) = lines(snapshot, "gpumem_process_info{")
-    assert 'pid="70",workload="train",rank="",command="python own.py"' in info, "the values of the report are known"
-    absent = ("gpumem_device_", "gpumem_ledger_", "gpumem_process_memory_", "gpumem_torch_non_torch_")
-    assert lines(snapshot, *absent) == []
-
-
 class Label(str):
     """A label value whose lifetime can be watched."""
 
@@ -203,12 +122,6 @@ def test_a_process_that_is_no_longer_on_the_page_is_forgotten() -> None:
     del label
     text_of(writer, EMPTY)
     assert forgotten() is None
-
-
-def test_bytes_that_are_not_utf8_are_replaced() -> None:
-    workload = b"w\xff".decode("utf-8", "surrogateescape")
-    (line,) = lines(known(reporting(7, devices=(SAMPLE,), workload=workload)), "gpumem_torch_ooms_total{")
-    assert 'workload="w?"' in line
 
 
 class _Broken:
@@ -271,23 +184,6 @@ def test_a_page_of_some_collectors_has_their_series_only(known: Snapshot, chosen
     # The process of the test changes between two pages.
     stable = [{each for each in page if not each[0].startswith(("process_", "python_gc_"))} for page in samples]
     assert stable[0] == stable[1] <= stable[2]
-
-
-def test_every_metric_is_declared_once() -> None:
-    assert max(Counter(metric.name for metric in METRICS).values()) == 1
-
-
-@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
-def test_name_help_and_labels_follow_the_rules_of_prometheus(metric: Metric) -> None:
-    assert re.fullmatch(r"(gpumem|process)_[a-z][a-z0-9_]*", metric.name)
-    assert metric.name.endswith("_total") == (metric.type == "counter")
-    assert not re.search(r"_(ms|mib|mb|gib|kb|percent|milliseconds|megabytes)(_|$)", metric.name)
-    assert not metric.name.endswith(("_count", "_sum", "_bucket", "_created"))
-    assert re.fullmatch(r'(?:[^\\\n" ]+ )*[^\\\n" ]+\.', metric.help), "one sentence that neither format escapes"
-    assert len(set(metric.labels)) == len(metric.labels)
-    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in metric.labels)
-    added = {"job", "instance", "pod", "namespace", "container", "le", "quantile"}
-    assert not added & set(metric.labels), "Prometheus and its service discovery add these"
 
 
 def test_workload_metadata_is_on_info_series_only() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumem_exporter.core.samples import DeviceReading, LastOom
+from gpumem_exporter.core.samples import LastOom
 from gpumem_exporter.features.oom.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOoms
 from tests.support import recorder_bench
-from tests.support.builders import MIB, UUIDS, device, sample
+from tests.support.builders import MIB, UUIDS, sample
 from tests.support.exposition_builders import exposition, text_of
 from tests.support.recorder_bench import RecorderBench
 
@@ -63,31 +63,6 @@ def test_an_error_is_shown_for_an_hour_by_the_monotonic_clock_even_after_its_pro
     assert bench.shown() == {"7@1": "1001"}
     bench.wait(0.001)
     assert bench.lines() == []
-
-
-def test_an_error_that_a_process_does_not_survive_is_known() -> None:
-    bench = Bench()
-    for pid, age_seconds in ((7, 100.0), (8, 1.0), (9, 1.0)):
-        bench.report(pid, oom(age_seconds=age_seconds), session=f"session-{pid}")
-    for process in bench.snapshot().processes:
-        if process.key.pid != 9:
-            bench.forget(process, "exited")
-    assert {error.pid: error.ended_process for error in bench.snapshot().ooms} == {
-        "7@1": False,
-        "8@1": True,
-        "9@1": False,
-    }
-
-
-def test_the_error_of_a_lost_device_keeps_its_index() -> None:
-    bench = Bench()
-    bench.reading(device(gpu="3"))
-    bench.report(7, oom())
-    for later in ((DeviceReading("5", UUIDS[0], error="lost"),), ()):
-        bench.wait(1)
-        bench.reading(*later)
-        assert bench.lines()
-        assert all('{gpu="3",' in line for line in bench.lines())
 
 
 def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
