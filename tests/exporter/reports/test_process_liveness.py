@@ -115,17 +115,6 @@ def test_a_silent_reporter_that_the_exporter_cannot_see_has_ended_after_ten_minu
     assert [each.key.pid for each in silent] == [2]
 
 
-async def test_a_process_that_dies_with_a_held_report_is_removed_at_once_and_one_that_reports_again_is_not() -> None:
-    bench = Bench()
-    result = CommandResult("c-1", "done")
-    ended, again = (bench.take_report(pid, host_pid=pid, results=(result,)) for pid in (1, 2))
-    bench.now += 0.1
-    bench.take_report(2, host_pid=2, sequence=2)
-    for process in (ended, again):
-        bench.presence.connection_lost(process)
-    await asyncio.to_thread(wait_until_equal, bench.pids, [2], "the processes that report")
-
-
 async def test_a_quiet_process_that_runs_another_program_is_removed_and_its_actions_end() -> None:
     bench = Bench()
     bench.host.living, bench.host.runs = {1}, 77
@@ -145,3 +134,14 @@ async def test_a_quiet_process_that_runs_another_program_is_removed_and_its_acti
     assert bench.pids() == []
     (action,) = bench.finished
     assert [(result.outcome, "exec" in result.reason) for result in action.results] == [("gone", True)]
+
+
+async def test_a_process_that_dies_with_a_held_report_is_removed_at_once_and_one_that_reports_again_is_not() -> None:
+    bench = Bench()
+    result = CommandResult("c-1", "done")
+    ended, again = (bench.take_report(pid, host_pid=pid, results=(result,)) for pid in (1, 2))
+    bench.now += 0.1
+    bench.take_report(2, host_pid=2, sequence=2)
+    for process in (ended, again):
+        bench.presence.connection_lost(process)
+    await asyncio.to_thread(wait_until_equal, bench.pids, [2], "the processes that report")

@@ -63,16 +63,6 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_a_user_reports_its_own_processes(bench: Bench) -> None:
-    assert bench.identify(user()) == (7, 1001)
-    for bench.host.found in (True, False):  # False: the process with this pid started at another time
-        with pytest.raises(ForeignProcessError, match="pid 7 belongs to uid 1001, and this connection to uid 1002"):
-            bench.identify(user(1002))
-    assert bench.identify(user()) == (None, 1001)
-    bench.host.uid = None  # it cannot be seen
-    assert bench.identify(user(1002)) == (None, 1002)
-
-
 @pytest.mark.parametrize(
     ("uid", "place", "names"),
     [

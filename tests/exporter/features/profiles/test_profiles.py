@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action
-from gpumem_exporter.actions.action_options import ActionRequest, Target
-from gpumem_exporter.core.caller import Caller
+from gpumem_exporter.actions.action_options import Target
 from tests.support.dispatching import Bench
 
 
@@ -38,13 +37,6 @@ def test_a_recording_may_end_its_duration_and_ten_seconds_after_the_deadline() -
     assert (ended.state, ended.results[0].reason_code) == ("expired", ReasonCode.NO_RESULT)
 
 
-def test_a_process_that_reports_no_more_ends_the_wait_after_the_duration() -> None:
-    bench = Recording()
-    bench.deliver()
-    assert bench.after(90.0, reports=False).state == "running"
-    assert bench.after(91.0, reports=False).state == "expired"
-
-
 def test_a_search_may_take_its_time_after_the_recording() -> None:
     bench = Bench()
     first = bench.put(1, actions=("profile",))
@@ -56,27 +48,3 @@ def test_a_search_may_take_its_time_after_the_recording() -> None:
         bench.put(1, actions=("profile",), waiting=(action.id,))
         bench.dispatcher.expire()
         assert bench.current(action).state == state
-
-
-def test_only_the_process_with_the_command_sends_its_profile_and_the_result_names_no_other() -> None:
-    bench = Recording()
-    assert bench.dispatcher.running_profile(bench.first, bench.action.id) is None, "not delivered"
-    bench.deliver()
-    assert bench.dispatcher.running_profile(bench.second, bench.action.id) is None
-    assert bench.dispatcher.running_profile(bench.first, "another") is None
-    found = bench.dispatcher.running_profile(bench.first, bench.action.id)
-    assert found is not None
-    found[1].profile = "kept"
-    bench.answer(bench.first, bench.action)
-    assert [result.profile for result in bench.current(bench.action).results] == ["kept"]
-    assert bench.dispatcher.running_profile(bench.first, bench.action.id) is None
-
-
-def test_an_unlisted_action_is_known_by_its_id_alone() -> None:
-    bench = Bench()
-    request = ActionRequest("profile", Target(pid=1))
-    action = bench.dispatcher.submit(request, requested_by=Caller.policy("rule"), unlisted=True)
-    bench.dispatcher.commands(bench.first)
-    bench.answer(bench.first, action)
-    assert bench.current(action).finished
-    assert bench.dispatcher.recent() == ()
