@@ -55,7 +55,6 @@ def bench(tmp_path: Path) -> Bench:
     [
         (b"/usr/bin/python3\0/opt/bin/torchrun\0train.py\0", b"python\0train.py\0", "python3 torchrun"),
         (b"python\0-m\0torch.distributed.run\0train.py\0", b"python\0train.py\0", "python -m torch.distributed.run"),
-        (b"python\0-u\0-m\0deepspeed.launcher.launch\0", b"python\0train.py\0", "python -m deepspeed.launcher.launch"),
         (b"/ray/core/src/ray/raylet/raylet\0--node\0", b"ray::train()\0", "raylet"),
         (b"python\0train.py\0", SPAWNED, "python train.py"),
         (b"python\0/opt/bin/vllm\0serve\0", ENGINE, "python vllm"),
@@ -101,19 +100,6 @@ def test_an_end_before_the_first_sight_is_known_by_title_and_init(bench: Bench, 
     bench.put(PARENT, cmdline=b"supervisor: python\0", parent=INIT)
     bench.put(32, cmdline=child, parent=PARENT)
     assert bench.lost(32) is None, "its parent may have started it"
-
-
-def test_a_worker_of_an_engine_loses_its_server_with_the_engines_core(bench: Bench) -> None:
-    bench.put(PARENT, cmdline=b"python\0vllm\0serve\0", parent=INIT)
-    bench.put(PID, cmdline=ENGINE, parent=PARENT)
-    bench.put(40, cmdline=b"VLLM::Worker_TP0\0", parent=PID)
-    bench.put(41, cmdline=b"python\0report.py\0", parent=PID)
-    assert (bench.lost(40), bench.lost(41)) == (None, None)
-    bench.ends(PARENT, cmdline=ENGINE)
-    found = bench.lost(40)
-    assert found is not None
-    assert (found.command, found.pid) == ("python vllm", PARENT)
-    assert bench.lost(41) is None, "a command that the engine started"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root creates files of another user")

@@ -255,14 +255,12 @@ HOST = DeviceMemory(9 << 10, 2 << 10, 7 << 10, None, of_host=True)
     ("name", "code", "expected"),
     [
         ("NVIDIA GB10", 3, HOST),
-        ("NVIDIA Thor", 3, HOST),
         ("Orin (nvgpu)", None, HOST),  # all values are 0
         ("NVIDIA Jetson AGX Orin", 3, HOST),
         ("NVIDIA GB10", 0, DeviceMemory(80 * GIB, 19 * GIB, 60 * GIB, GIB)),
         ("NVIDIA H100 80GB HBM3", 3, errors.NvmlNotSupportedError),
         ("NVIDIA GB100", 3, errors.NvmlNotSupportedError),
         ("NVIDIA GB10", 4, errors.NvmlPermissionError),
-        ("NVIDIA GB10", 15, errors.NvmlDeviceLostError),
     ],
 )
 def test_an_integrated_gpu_without_memory_values_and_no_other_has_those_of_the_host(
