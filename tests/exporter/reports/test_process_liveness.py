@@ -55,36 +55,6 @@ class Bench:
         return [process.key.pid for process in self.store.snapshot(self.now).processes]
 
 
-def test_a_quiet_process_that_exited_is_removed_and_its_actions_end() -> None:
-    bench = Bench()
-    bench.take_report(1, host_pid=1)
-    bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("t"))
-    bench.now += 1.9
-    bench.presence.sweep()
-    assert bench.pids() == [1], "a process that reports is not checked"
-    bench.now += 0.2
-    bench.presence.sweep()
-    assert bench.pids() == []
-    (action,) = bench.finished
-    assert [result.outcome for result in action.results] == ["gone"]
-
-
-def test_a_silent_reporter_is_removed_when_its_process_exits() -> None:
-    bench = Bench()
-    bench.host.living = {1}
-    bench.take_report(1, host_pid=1)
-    bench.take_report(2, host_pid=None)
-    bench.now += 10
-    bench.presence.sweep()
-    assert bench.pids() == [1, 2]
-    bench.now += 6
-    bench.presence.sweep()
-    assert len(bench.store.snapshot(bench.now).silent) == 2
-    bench.host.living = set()
-    bench.presence.sweep()
-    assert [silent.key.pid for silent in bench.store.snapshot(bench.now).silent] == [2]
-
-
 def test_an_expired_reporter_without_a_host_pid_is_removed_only_if_its_connection_broke() -> None:
     bench = Bench()
     broken, stopped, again = (bench.take_report(pid, host_pid=None) for pid in (1, 2, 3))

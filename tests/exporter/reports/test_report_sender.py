@@ -114,16 +114,6 @@ def test_a_reporter_with_only_a_token_has_no_owner(bench: Bench) -> None:
     assert bench.identify(remote, pid=9) == (None, None)
 
 
-def test_a_decision_is_made_once_for_each_connection(bench: Bench) -> None:
-    for peer in (user(), user()):
-        for _ in range(3):
-            bench.identify(peer)
-    assert bench.host.lookups == [7, 7]
-    for pid in (1, 2, 3, 3, 1):
-        bench.identify(peer, pid)
-    assert bench.host.lookups == [7, 7, 1, 2, 3, 1], "two are remembered"
-
-
 def test_a_process_that_was_not_found_is_searched_again_after_a_while(bench: Bench) -> None:
     bench.host.uid, bench.host.found = None, False
     peer = user(pid=7)
