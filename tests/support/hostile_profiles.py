@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,30 +38,6 @@ def _rows(count: int, pool: Callable[[int], str], stack: Any = None, owner: Any 
     ]
 
 
-def many_pools(number: int) -> bytes:
-    """Each row has a pool of its own and the same deep stack."""
-    frames = [[f"f{i}", f"/src/{i}.py", i + number] for i in range(128)]
-    return _document(_rows(MAX_ROWS, lambda i: f"p{i}", lambda _: 0), stacks=[list(range(128))], frames=frames)
-
-
-def many_kinds(number: int) -> bytes:
-    """Each row has an owner of an own kind."""
-    owners = [[f"kind{number}.{i}"] for i in range(MAX_ROWS)]
-    return _document(_rows(MAX_ROWS, lambda _: "default", owner=lambda i: i), owners=owners)
-
-
-def many_owners(number: int) -> bytes:
-    """Each row has an owner of its own, with numbers in its text and a deep stack."""
-    frames = [[f"f{i}", f"/src/{i}.py", i + number] for i in range(128)]
-    owners = [["tensors", f"list of {i} in x{i:x} {number}", f"{i}x{i}", "float32"] for i in range(MAX_ROWS)]
-    return _document(
-        _rows(MAX_ROWS, lambda _: "default", lambda _: 0, lambda i: i),
-        stacks=[list(range(128))],
-        frames=frames,
-        owners=owners,
-    )
-
-
 def deep_stacks(number: int) -> bytes:
     """Thousands of different stacks, each as deep as is shown."""
     frames = [[f"f{i}", f"/src/{i}.py", i + number] for i in range(256)]
@@ -83,14 +58,6 @@ def many_frames(number: int) -> bytes:
     return _document(
         _rows(MAX_ROWS, lambda _: "default", lambda i: i % count), stacks=[[i] for i in range(count)], frames=frames
     )
-
-
-def many_stacks(number: int) -> bytes:
-    """A stack for each row, as many values as a profile may have."""
-    choose = random.Random(number)
-    frames = [[f"f{i}", f"{i}.py", i] for i in range(100)]
-    stacks = [[choose.randrange(100) for _ in range(7)] for _ in range(MAX_ROWS)]
-    return _document(_rows(MAX_ROWS, lambda _: "default", lambda i: i), stacks=stacks, frames=frames)
 
 
 def long_texts(number: int) -> bytes:
@@ -128,17 +95,6 @@ def long_kinds(number: int) -> bytes:
 
 
 HOSTILE: Mapping[str, Callable[[int], bytes]] = {
-    each.__name__: each
-    for each in (
-        many_pools,
-        many_kinds,
-        many_owners,
-        deep_stacks,
-        many_frames,
-        many_stacks,
-        long_texts,
-        long_tables,
-        long_kinds,
-    )
+    each.__name__: each for each in (deep_stacks, many_frames, long_texts, long_tables, long_kinds)
 }
 """Each returns the body of a profile; another number makes another profile of the same shape."""
