@@ -32,16 +32,6 @@ async def test_a_clear_of_the_whole_job_follows_a_yes() -> None:
         }
 
 
-async def test_a_clear_from_a_finding_is_of_the_job_that_has_the_idle_cache() -> None:
-    world = TopScreen()
-    async with world.on_screen() as pilot:
-        await pilot.press("shift+tab", "shift+tab", "down", "down", "c")
-        await until(lambda: "Clear notebook? Stays free 3.2 GiB" in world.text, "the question")
-        await pilot.press("y")
-        await until(lambda: world.requests, "the request")
-        assert world.requests[0]["target"] == {"pid": 50723}
-
-
 async def test_a_clear_that_waits_is_canceled_with_c_on_the_screen_of_the_job() -> None:
     world = TopScreen()
     world.waits = True

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterError, ExporterUnreachableError
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterError, ExporterUnreachableError
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.render.node_tables import heading, node_tables
@@ -171,14 +171,6 @@ def test_a_node_that_does_not_answer_keeps_its_last_values_and_a_new_one_says_wh
     assert [exporter["error"] and exporter["error"][:5] for exporter in document["exporters"]] == [None, "node3"]
     assert [len(exporter["devices"]) for exporter in document["exporters"]] == [8, 0]
     assert document["warnings"] == ["a store is down"]
-
-
-@pytest.mark.parametrize("error", [PrometheusError("prometheus-is-down"), ConfigurationError("parse error")])
-def test_a_failed_query_is_an_error(fleet: Any, error: Exception) -> None:
-    world, open_source = fleet
-    world.error = error
-    with pytest.raises(type(error)):
-        open_source().read()
 
 
 def test_devices_that_two_exporters_see_count_once_and_simulated_ones_do_not(fleet: Any) -> None:

@@ -83,17 +83,6 @@ def test_a_change_of_reserved_memory_moves_reading_and_report_together() -> None
     assert one.shown() == (3000, CONTEXT)
 
 
-def test_a_change_of_non_torch_memory_is_shown_once_it_is_certain() -> None:
-    one = Node(1)
-    one.settle()
-    one.non_torch[1] = 900
-    one.poll()
-    assert one.shown() == (1000, CONTEXT)
-    one.report()
-    one.report()
-    assert one.shown() == (1000, 900)
-
-
 def test_non_torch_memory_that_changes_in_every_reading_is_shown() -> None:
     one = Node(1)
     one.settle()

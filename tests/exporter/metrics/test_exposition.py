@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,28 +48,6 @@ def known(*processes: ReportingProcess, on: NodeReading | None = None) -> Snapsh
 
 def own(registry: Registry) -> tuple[Instruments, EventMetrics, CounterMetric]:
     return Instruments(registry), EventMetrics(registry), CounterMetric.of(EVALUATIONS, registry)
-
-
-def test_no_change_is_missing_on_a_page_that_is_rendered_meanwhile() -> None:
-    registry = Registry()
-    counter = CounterMetric.of(catalog.REPORTS, registry)
-    writer, stop = exposition(registry), threading.Event()
-
-    def count() -> None:
-        while not stop.is_set():
-            counter.labels("accepted").inc()
-
-    threads = [threading.Thread(target=count) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    pages = [text_of(writer, EMPTY) for _ in range(50)]
-    stop.set()
-    for thread in threads:
-        thread.join()
-    counts = [float(one) for page in pages for one in re.findall(r'{outcome="accepted"} (.*)', page)]
-    assert counts == sorted(counts)
-    (last,) = re.findall(r'{outcome="accepted"} (.*)', text_of(writer, EMPTY))
-    assert float(last) == registry.get_sample_value("gpumem_reports_total", {"outcome": "accepted"})
 
 
 def test_a_collector_of_the_registry_fails_alone(caplog: pytest.LogCaptureFixture) -> None:

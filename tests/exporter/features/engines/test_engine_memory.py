@@ -340,12 +340,6 @@ async def test_what_a_process_denies_does_not_keep_its_own_user_s_kernel_from_en
     assert {row.reason_code for row in action.results}.isdisjoint({"denied_by_owner"})
 
 
-async def test_a_process_without_an_engine_takes_no_part_whatever_it_denies(bench: EngineBench, ended: Any) -> None:
-    bench.put(2, rank="1", devices=(sample(UUIDS[1], 0, 16 * MIB),), denied_actions=COMMAND_ACTIONS)
-    action = await ended(target=Target(all=True))
-    assert {(row.pid, row.outcome) for row in action.results} == {(1, "done"), (TITLED, "done")}
-
-
 async def test_a_release_waits_for_the_start_of_a_selected_engine_that_takes_no_part(bench: EngineBench) -> None:
     facts = {
         TITLED: ProcessFacts(TITLED, 1000, "VLLM::EngineCore", uid=1001, started_seconds=-1e4),
