@@ -171,6 +171,7 @@ async def test_a_waiting_command_is_recalled_and_its_result_names_the_caller(ran
     under_way = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
     assert under_way is not None
     assert not under_way.finished
+    assert ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("bob")) == under_way
     assert ranks.woken == [ranks.first.key, ranks.second.key]
     for process in waiting:
         assert ranks.dispatcher.cancelled(process) == (action.id,)

@@ -12,7 +12,7 @@ from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.results import dry_run_results
 from gpumem_exporter.actions.selection import NodeFacts, select, select_reporting
-from gpumem_exporter.actions.timing import StepRate, Turn, first_common_step, plan
+from gpumem_exporter.actions.timing import StepRate, Turn, first_common_step, plan, seconds_until_step_ends
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
@@ -154,3 +154,8 @@ def test_the_step_of_a_group_is_the_first_that_no_rank_completes_within_the_lead
     step = first_common_step(rates, lead)
     assert is_late_enough(step, -1e-6)
     assert not is_late_enough(step - 1, 1e-6)
+
+
+def test_the_slowest_rank_determines_when_the_step_ends() -> None:
+    rates = (StepRate(50, 0.1, 1.0), StepRate(48, 0.5, 0.25))
+    assert seconds_until_step_ends(rates, 100) == pytest.approx(52 * 0.5 - 0.25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from gpumem_exporter.errors import (
     NvmlPermissionError,
     NvmlUnavailableError,
 )
+from gpumem_exporter.node.failures import FailureLog
 from gpumem_exporter.node.provider import DeviceIdentity
 from gpumem_exporter.node.reader import NodeReader
 from tests.support.builders import Clock, NobodyHost
@@ -256,3 +258,13 @@ def test_the_active_processes_are_read_every_few_seconds_and_are_unknown_where_t
     assert [device.active_pids for device in last.devices[:2]] == [frozenset({30}), None]
     assert node.activity_reads == 2 * len(node.listed)
     assert all(device.up for device in last.devices)
+
+
+def test_a_failure_that_stays_is_logged_though_another_one_was_logged_before(caplog: pytest.LogCaptureFixture) -> None:
+    times = iter((0.0, 30.0, 59.0, 60.0))
+    failures = FailureLog(logging.getLogger("test"), lambda: next(times))
+    failures.failed("kubelet", "unavailable")
+    failures.recovered("kubelet")
+    for _ in range(9):
+        failures.failed("kubelet", "permission denied")
+    assert [record.getMessage() for record in caplog.records] == ["kubelet: unavailable", "kubelet: permission denied"]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import gzip
-import json
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, Mock
 
-from gpumem_client.profile.profile_types import FORMAT
+from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.features.profiles.profile_intake import ProfileIntake
 from gpumem_exporter.features.profiles.profile_store import Profiles
 from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY
-from tests.support.builders import UUIDS, reporting
+from tests.support.builders import reporting
+from tests.support.profile_documents import body, profile
 
 USERS = range(1000, 1008)
 SENT = 100
@@ -55,18 +53,10 @@ async def test_all_profiles_of_unknown_errors_are_deleted_although_many_are_late
     assert profiles.newest_first() == []
 
 
-def request(identity: Any) -> Any:
+def request(identity: ProcessIdentity) -> Any:
     """Return a request with the profile of an out-of-memory error."""
-    document = {
-        "format": FORMAT,
-        "process": dataclasses.asdict(identity),
-        "id": "error-1",
-        "cause": OUT_OF_MEMORY,
-        "oom_number": 1,
-        "devices": [{"uuid": UUIDS[0], "allocated_bytes": 3}],
-        "rows": [[0, "default", None, None, 3, 1, None, None]],
-    }
-    sent = MagicMock(body=AsyncMock(return_value=gzip.compress(json.dumps(document).encode())))
+    content = body(identity, profile("error-1", OUT_OF_MEMORY, oom_number=1))
+    sent = MagicMock(body=AsyncMock(return_value=content))
     sent.scope = {"state": {"exchange": SimpleNamespace(owner="uid:1000", peer=None)}}
     sent.__getitem__.side_effect = sent.scope.__getitem__
     return sent
