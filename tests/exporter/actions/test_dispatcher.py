@@ -125,7 +125,10 @@ def test_a_process_that_does_not_report_what_stayed_free_leaves_it_unknown(bench
     if ends == "gone":
         bench.dispatcher.process_gone(bench.first.key, "it ended")
     else:
-        bench.now += 10.0 + SETTLING_GRACE_SECONDS
+        bench.now += 10.0 + SETTLING_GRACE_SECONDS - 0.1
+        bench.dispatcher.expire()
+        assert bench.current(action).settling
+        bench.now += 0.1
         bench.dispatcher.expire()
     settled = bench.current(action)
     assert (settled.settling, settled.still_free_bytes) == (False, 2)

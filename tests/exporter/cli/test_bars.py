@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.cli.render.columns import draw_strip, lengths
 from gpumem_exporter.cli.top.plot import timeline
-from tests.support.live_documents import GIB, history
+from tests.support.live_documents import GIB, NOW, history
 
 
 def _device(total: int, free: int, *jobs: tuple[str, int | None, int | None]) -> dict[str, Any]:
@@ -77,3 +77,9 @@ def test_the_parts_are_stacked_in_their_order_and_never_exceed_the_used_memory()
             if set(line.plain[span.start : span.end]) == {"█"}:
                 styles[str(span.style)] += span.end - span.start
     assert styles == {"green": 180, "yellow": 180}
+
+
+def test_what_happened_is_marked_at_its_time() -> None:
+    marks = [(NOW - 300, "!", "red"), (NOW - 900, "c", "")]
+    line = _plot(history("a"), marks=marks)[-2]
+    assert line == " " * 7 + "└" + "─" * 30 + "!" + "─" * 29

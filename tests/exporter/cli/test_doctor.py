@@ -19,7 +19,7 @@ from gpumem_exporter.cli.doctor.exporter import (
     check_version,
     reach,
 )
-from gpumem_exporter.cli.doctor.machine import check_driver, check_driver_elsewhere
+from gpumem_exporter.cli.doctor.machine import check_driver, check_driver_elsewhere, is_on_this_machine
 from gpumem_exporter.core.samples import DeviceMemory
 from gpumem_exporter.errors import NvmlDeviceLostError, NvmlUnavailableError
 from gpumem_exporter.node.provider import DeviceIdentity
@@ -201,3 +201,10 @@ def test_a_server_that_is_not_trusted_gets_no_token_to_check_permissions() -> No
     (finding,) = check_auth(api, has_token=True)  # type: ignore[arg-type]
     assert (finding.check, finding.verdict) == ("auth", WARN)
     assert api.asked == []
+
+
+def test_an_address_is_recognized_as_local() -> None:
+    for own in ("unix:///run/gpumem/exporter.sock", "https://ada:secret@127.0.0.1:9844", "http://localhost:9844"):
+        assert is_on_this_machine(own)
+    for other in ("http://203.0.113.9:9844", "http://node.invalid:9844"):
+        assert not is_on_this_machine(other)

@@ -52,3 +52,15 @@ def test_the_output_of_info_and_of_top_once() -> None:
         "fleet": _of([Node(full_node(), "http://a", "a"), Node(None, "http://b", "b", "refused")]),
     }
     assert_golden("info.txt", "\n".join(f"== {name}\n" + "\n".join(lines) + "\n" for name, lines in cases.items()))
+
+
+def test_a_file_gets_plain_full_lines() -> None:
+    out = io.StringIO()
+    console = open_console(out)
+    one = job("w" * 256, process(7, "0", workload="w" * 256, command="c" * 256))
+    show(console, node_tables([Node(live([device("0", one)], [one]))], View(), console.width, wide=True))
+    text = out.getvalue()
+    assert "w" * 256 in text
+    assert "c" * 256 in text
+    assert "\x1b" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())

@@ -123,3 +123,13 @@ def test_a_process_that_was_not_found_is_searched_again_after_a_while(bench: Ben
     assert bench.identify(peer) == (None, 1001)
     bench.now = 10.0
     assert bench.identify(peer) == (7, 1001)
+
+
+def test_a_decision_is_made_once_for_each_connection(bench: Bench) -> None:
+    for peer in (user(), user()):
+        for _ in range(3):
+            bench.identify(peer)
+    assert bench.host.lookups == [7, 7]
+    for pid in (1, 2, 3, 3, 1):
+        bench.identify(peer, pid)
+    assert bench.host.lookups == [7, 7, 1, 2, 3, 1], "two are remembered"

@@ -350,3 +350,25 @@ async def test_a_release_waits_for_the_start_of_a_selected_engine_that_takes_no_
     action = bench.request(target=Target(gpu="0"), caller=ADA)
     assert [wait.pid for wait in action.waits_for] == [STARTING]
     assert not bench.engine.asked
+
+
+async def test_a_dry_run_asks_the_engine_and_changes_nothing(bench: EngineBench, ended: Any) -> None:
+    action = await ended(dry_run=True)
+    assert [row.outcome for row in action.results] == ["would_release", "would_release"]
+    bench.engine.requests = [3]
+    busy = await ended(dry_run=True)
+    assert busy.results[0].reason_code == ReasonCode.ENGINE_BUSY
+    assert bench.engine.calls == []
+
+
+def test_an_engine_that_wakes_needs_memory_on_the_device(bench: EngineBench) -> None:
+    reporting_engine(bench, sample={"unmapped_bytes": 1 << 50})
+    refused = bench.request("resume_memory", dry_run=True)
+    assert refused.results[0].reason_code == ReasonCode.DEVICE_MEMORY_SHORT
+    assert bench.request("resume_memory", dry_run=True, force=True).state == "done"
+
+
+async def test_a_process_without_an_engine_takes_no_part_whatever_it_denies(bench: EngineBench, ended: Any) -> None:
+    bench.put(2, rank="1", devices=(sample(UUIDS[1], 0, 16 * MIB),), denied_actions=COMMAND_ACTIONS)
+    action = await ended(target=Target(all=True))
+    assert {(row.pid, row.outcome) for row in action.results} == {(1, "done"), (TITLED, "done")}
