@@ -157,16 +157,6 @@ def test_a_dry_run_answers_unsupported_and_refused_as_the_action_would(bench: Be
     assert {(row.outcome, row.limit_bytes is None) for row in forced.results} == {("would_set", False)}
 
 
-def test_targets_narrow_each_other(bench: Bench) -> None:
-    def pids(**target: Any) -> set[int | str]:
-        return {row.pid for row in bench.ask("reset_peak", Target(**target), dry_run=True).results}
-
-    assert pids(gpu="0") == {1}
-    assert pids(gpu="1", rank="1") == {2}
-    assert pids(uuid=UUIDS[1], workload="train") == {1, 2}
-    assert pids(gpu=("0", "1"), pid=2) == {2}
-
-
 def done(bench: Bench, caller: Caller | None = None, **changes: Any) -> Action:
     """Request an action of one process, and answer it."""
     action = bench.ask(target=Target(pid=1), caller=caller, **changes)

@@ -142,21 +142,6 @@ async def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_nam
     assert finished.results[0].reason_code == ReasonCode.GROUP_RANK_LATE
 
 
-async def test_a_group_is_withdrawn_if_a_rank_exits_or_refuses(ranks: Ranks) -> None:
-    for end in ("gone", "refused"):
-        action = ranks.ask_group()
-        for process in (ranks.first, ranks.second):
-            ranks.dispatcher.commands(process)
-            ranks.says(process, action.id)
-        if end == "gone":
-            ranks.dispatcher.process_gone(ranks.second.key, "it has ended")
-        else:
-            ranks.answer(ranks.second, action, "refused")
-        assert ranks.dispatcher.cancelled(ranks.says(ranks.first, action.id)) == (action.id,)
-        ranks.answer(ranks.first, action, "refused")
-        assert ranks.finished[-1].id == action.id
-
-
 def refuse(ranks: Ranks, process: ReportingProcess, action: Action, code: ReasonCode) -> None:
     result = CommandResult(action.id, "refused", f"because of {code}", code)
     ranks.dispatcher.take_results(replace(process, report=replace(process.report, results=(result,))))

@@ -83,19 +83,6 @@ def test_a_change_of_reserved_memory_moves_reading_and_report_together() -> None
     assert one.shown() == (3000, CONTEXT)
 
 
-def test_non_torch_memory_that_changes_in_every_reading_is_shown() -> None:
-    one = Node(1)
-    one.settle()
-    seen = set()
-    for more in range(12):
-        one.non_torch[1] = CONTEXT + more
-        one.poll()
-        one.report()
-        seen.add(one.shown()[1])
-    assert seen <= {CONTEXT + more for more in range(12)}
-    assert len(seen) > 8
-
-
 def test_the_readings_of_a_device_fit_to_all_its_processes() -> None:
     two = Node(1, 2)
     two.settle()
@@ -151,17 +138,6 @@ def test_a_sample_from_before_the_reading_proves_nothing() -> None:
         one.report(sample_age_seconds=one.now)
         one.reserved[1] = 5000
     assert one.shown() == (1000, None)
-
-
-def test_a_device_that_is_lost_shows_no_older_memory() -> None:
-    one = Node(1)
-    one.settle()
-    one.store.put_reading(node(taken=one.now))
-    assert node_ledgers(one.store.snapshot(one.now)) == {}
-    one.reserved[1] = 7000
-    one.poll()
-    one.report()
-    assert one.shown() == (7000, CONTEXT)
 
 
 def test_memory_that_the_driver_does_not_hold_is_unmapped() -> None:

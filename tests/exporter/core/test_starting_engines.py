@@ -150,15 +150,6 @@ def test_a_process_without_a_title_starts_if_it_reports_so() -> None:
     assert not bench.starting(after=REPORTED_START_SECONDS), "the first report of this start counts"
 
 
-def test_a_report_of_a_device_where_the_driver_does_not_list_the_process_holds_nothing_back() -> None:
-    bench = Bench()
-    bench.put(node(device(processes={}), taken=bench.now))
-    bench.reports(True)
-    assert not bench.starting()
-    bench.put(node(device(processes=None), taken=bench.now))
-    assert bench.starting() == STARTS
-
-
 def test_a_process_that_the_exporter_cannot_see_starts_no_engine_where_the_driver_lists_processes() -> None:
     bench = Bench(title="python")
     bench.reads(0)

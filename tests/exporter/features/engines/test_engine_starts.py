@@ -87,16 +87,6 @@ def test_a_device_that_only_the_driver_shows_for_the_process_counts() -> None:
     assert not bench.commands(bench.first)
 
 
-def test_a_clear_of_the_starting_engine_itself_waits() -> None:
-    bench = EngineBench()
-    engine = bench.put(ENGINE, devices=(sample(UUIDS[1], 0, MIB),), engine_starting=True)
-    bench.ask(target=Target(pid=ENGINE))
-    assert not bench.commands(engine)
-    bench.put(ENGINE, devices=(sample(UUIDS[1], 0, MIB),), engine_starting=False)
-    bench.later(1.0)
-    assert bench.commands(engine)
-
-
 def test_force_does_not_wait_and_a_user_forces_beside_its_own_engine_only() -> None:
     bench = EngineBench()
     of_ada = bench.put(3, owner_uid=ADA.uid, devices=(sample(UUIDS[1], 0, MIB),))

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import ACTIONS, Target
@@ -223,14 +222,6 @@ async def test_a_wake_counts_what_a_process_takes_that_is_found_after_its_engine
     assert engine.calls == ["resume"]
 
 
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_of_two_commands_to_wake_with_room_for_one_the_second_is_refused(dry_run: bool) -> None:
-    bench = WakeBench(commanded=True)
-    asked = bench.request(dry_run=dry_run)
-    assert bench.fetched() == ([] if dry_run else [1])
-    assert bench.codes(asked) == ({1: None} if dry_run else {}) | {2: SHORT}
-
-
 def test_commands_of_two_actions_count_each_other_when_they_are_delivered() -> None:
     bench = WakeBench(commanded=True)
     first, second = (bench.request(target=Target(pid=pid)) for pid in (1, 2))
@@ -280,14 +271,3 @@ def test_a_command_to_wake_waits_for_a_reading_of_the_driver() -> None:
     bench.now += 5.0  # the driver hangs: what it has shown last counts
     assert bench.fetched() == [2]
     assert bench.codes(late) == {2: SHORT}
-
-
-def test_the_memory_of_a_wake_is_free_again_once_it_has_failed() -> None:
-    bench = WakeBench(commanded=True)
-    first = bench.request(target=Target(pid=1))
-    assert bench.fetched() == [1]
-    process = bench.processes[1]
-    failed = CommandResult(first.id, "failed", "busy", ReasonCode.ENGINE_BUSY)
-    bench.dispatcher.take_results(replace(process, report=replace(process.report, results=(failed,))))
-    bench.request(target=Target(pid=2))
-    assert bench.fetched() == [2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.features.profiles.profile_store import FOLDER_NAME, MAX_IN_MEMORY, Profiles
-from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY, ProfileFacts, StoredProfile
+from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY, ProfileFacts
 from gpumem_exporter.settings import PROFILES_SHARE
 from tests.support.builders import identity
 from tests.support.profile_documents import body, facts, profile
@@ -112,15 +111,6 @@ def test_a_profile_whose_file_is_lost_is_unknown(tmp_path: Path) -> None:
     (tmp_path / FOLDER_NAME / f"{2:032x}.profile").write_bytes(b"{}\nanything")
     assert [profiles.read(f"{number:032x}") for number in (1, 2, 3)] == [None, None, None]
     assert numbers(profiles) == []
-
-
-def test_a_profile_can_be_read_while_its_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profiles = Profiles(tmp_path, max_bytes=limit(8))
-    read: list[StoredProfile | None] = []
-    monkeypatch.setattr(os, "fsync", lambda _: read.append(profiles.read(f"{1:032x}")))
-    profiles.put(named(1), BODY)
-    assert read == [profiles.read(f"{1:032x}")]
-    assert read[0] is not None
 
 
 def test_a_short_failure_of_a_read_loses_no_profile(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from gpumem_exporter.features.webhook import webhook_server
 from gpumem_exporter.features.webhook.review import FORBIDDEN, NotAReviewError, answer
 from gpumem_exporter.features.webhook.webhook_server import PODS, create_app
 from gpumem_exporter.logs import LogFormatter
-from tests.support.pod_shapes import CLIENT, SHAPES, Pod, Shape, answered, container, pod, review_of
+from tests.support.pod_shapes import SHAPES, Pod, Shape, answered, container, pod, review_of
 
 RESULT = "gpumem.io/injection"
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -91,17 +91,6 @@ def test_a_second_review_changes_nothing(shape: Shape) -> None:
     assert again == changed
     assert "patch" not in second
     assert second.get("warnings") == first.get("warnings")
-
-
-def test_another_webhook_may_add_a_container_before_the_second_review() -> None:
-    changed, _ = answered(SHAPES["indexed job"].pod)
-    changed["spec"]["containers"].insert(0, container("late"))
-    again, _ = answered(changed)
-    assert {name: variables(each)["PYTHONPATH"] for name, each in all_containers(again).items()} == {
-        "late": CLIENT,
-        "trainer": CLIENT,
-    }
-    assert len(again["spec"]["volumes"]) == 1
 
 
 def test_a_name_that_is_known_at_the_second_review_replaces_the_first_one() -> None:
