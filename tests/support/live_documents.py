@@ -41,14 +41,12 @@ def device(gpu: str, *jobs: dict[str, Any], total_gib: float = 80, **changes: An
         "gpu": gpu,
         "uuid": f"GPU-{gpu}",
         "name": "NVIDIA H100 80GB HBM3",
-        "up": True,
         "error": "",
         "utilization_ratio": 0.93 if jobs else 0.0,
         "memory": {
             "total_bytes": total,
             "used_bytes": sums["used"] + reserved,
             "free_bytes": free,
-            "reserved_bytes": reserved,
         },
         "ledger": {
             **{f"torch_{name}": sums[name] for name in ("allocated", "reclaimable", "fragmented")},
@@ -60,7 +58,6 @@ def device(gpu: str, *jobs: dict[str, Any], total_gib: float = 80, **changes: An
         },
         "idle_cache_bytes": sums["idle_cache"],
         "allocatable_bytes": free + sums["idle_cache"],
-        "pressure_ratio": 1 - (free + sums["idle_cache"]) / total,
         "jobs": [{"job": job_id, **{name: place[name] for name in _SHARE}} for job_id, place in places],
         **changes,
     }
@@ -78,12 +75,10 @@ def process(pid: int | str, *gpus: str, used_gib: float = 10, **changes: Any) ->
         "fragmented_bytes": used // 10,
         "non_torch_bytes": used // 10,
         "unmapped_bytes": 0,
-        "nccl_bytes": None,
     }
     of_device = {name: changes.pop(name, value) for name, value in sizes.items()}
     return {
         "pid": pid,
-        "reporting": True,
         "state": "reporting",
         "workload": "llm-pretrain",
         "rank": None,
@@ -92,11 +87,8 @@ def process(pid: int | str, *gpus: str, used_gib: float = 10, **changes: Any) ->
         "uid": 1001,
         "k8s_namespace": None,
         "k8s_pod": None,
-        "orphan": None,
-        "clears": True,
         "step": None,
         "started_unix_seconds": NOW - 5 * HOUR,
-        "actions": ["empty_cache"],
         "devices": [{"gpu": gpu, "uuid": f"GPU-{gpu}", **of_device} for gpu in gpus],
         **changes,
     }
@@ -136,12 +128,7 @@ def job(name: str, *processes: dict[str, Any], **changes: Any) -> dict[str, Any]
         "owner": first["user"],
         "gpus": gpus,
         "uuids": [f"GPU-{gpu}" for gpu in gpus],
-        "ranks": [one["rank"] for one in processes if one["rank"]],
-        "world_size": len(processes) if group else None,
         **sums,
-        "incomplete": [],
-        "inactive_since_unix_seconds": None,
-        "growth_bytes_per_hour": None,
         "state": "training" if first["state"] == "reporting" else "not reporting",
         "since_unix_seconds": NOW - 5 * HOUR,
         "step": 18204 if group else None,
@@ -162,7 +149,6 @@ def finding(kind: str, severity: str, title: str, sentence: str, **changes: Any)
         "sentence": sentence,
         **dict.fromkeys(("job", "gpu", "uuid", "idle_cache_bytes", "clear")),
         "owner": "",
-        "next": "",
         "since_unix_seconds": NOW - HOUR,
         **changes,
     }
@@ -175,7 +161,6 @@ def live(
     **node: Any,
 ) -> dict[str, Any]:
     """Return the document of a node; `node` changes its head."""
-    processes = [one for each in jobs for one in each["processes"]]
     memories = [one["memory"] for one in devices if one["memory"]]
     names = ("total_bytes", "used_bytes", "free_bytes")
     sums = {name: sum(memory[name] for memory in memories) if memories else None for name in names}
@@ -183,25 +168,16 @@ def live(
     totals = {
         "devices": len(devices),
         "jobs": len(jobs),
-        "processes": len(processes),
         **sums,
         "idle_cache_bytes": idle,
-        "allocatable_bytes": None if idle is None else (sums["free_bytes"] or 0) + idle,
-        "coverage_ratio": 0.93,
     }
     return {
         "time": {"unix_seconds": NOW, "clock_seconds": 1e4},
         "node": {
             "host": "gpu-node-7",
-            "version": "0.3.0",
-            "page": "",
-            "mode": "node",
             "source": "nvml",
             "driver": {"up": True, "error": "", "version": "570.1"},
             "taken_unix_seconds": NOW,
-            "status": "ok",
-            "failed_checks": [],
-            "allowed_actions": ["empty_cache"],
             "totals": totals,
             **node,
         },
