@@ -90,6 +90,9 @@ class ScriptedExporter:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def find_addresses(self) -> None:
+        """Nothing is to be found."""
+
     def requests_of(self, kind: str) -> list[Any]:
         """Return the requests of one kind."""
         return [request for name, request in self.requests if name == kind]

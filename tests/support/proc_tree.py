@@ -25,13 +25,11 @@ class Tree:
         *,
         start: int = 100,
         name: str = "python",
-        state: str = "S",
         cmdline: bytes = b"python\0train.py\0--token\0secret\0",
         uid: int = 0,
         cgroup: str = "0::/\n",
         namespace: str = "own",
         inner_pids: tuple[int, ...] = (),
-        stack: int = 0,
         environ: bytes = b"",
         parent: int = 0,
         cpu: int = 0,
@@ -40,7 +38,7 @@ class Tree:
         (directory / "ns").mkdir(parents=True)
         numbers = " ".join(str(number) for number in (pid, *inner_pids))
         fields = " ".join(["0"] * 9 + [str(cpu)] + ["0"] * 7)
-        (directory / "stat").write_text(f"{pid} ({name}) {state} {parent} {fields} {start} 0 0 0 0 0 {stack}\n")
+        (directory / "stat").write_text(f"{pid} ({name}) S {parent} {fields} {start} 0 0 0 0 0 0\n")
         uids = f"Uid:\t{uid}\t{uid}\t{uid}\t{uid}"
         (directory / "status").write_text(f"Name:\t{name}\n{uids}\nNSpid:\t{numbers}\n", newline="")
         (directory / "cmdline").write_bytes(cmdline)

@@ -9,7 +9,7 @@ from gpumem_exporter.cli import options
 from gpumem_exporter.cli.commands.actions import exit_code
 from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.main import main
-from tests.support.fleet_builders import action, row
+from tests.support.fleet_builders import ScriptedExporter, action, row
 from tests.support.golden import assert_golden, printed
 
 
@@ -24,28 +24,14 @@ def _printed(action: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture
-def requested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Replace the exporter, and record the requests that it would receive."""
-    bodies: list[dict[str, Any]] = []
-
-    class Api:
-        def __enter__(self) -> Api:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def find_addresses(self) -> None:
-            """Nothing is to be found."""
-
-        def submit(self, body: dict[str, Any]) -> dict[str, Any]:
-            bodies.append(body)
-            return {**action(_result()), "settle_seconds": 0.0}
-
-    monkeypatch.setattr(options, "ExporterApi", lambda *_, **__: Api())
-    return bodies
+def exporter(monkeypatch: pytest.MonkeyPatch) -> ScriptedExporter:
+    """Replace the exporter."""
+    scripted = ScriptedExporter(submits=[{**action(_result()), "settle_seconds": 0.0}])
+    monkeypatch.setattr(options, "ExporterApi", lambda *_, **__: scripted)
+    return scripted
 
 
-def test_the_request_has_every_option(requested: list[dict[str, Any]]) -> None:
+def test_the_request_has_every_option(exporter: ScriptedExporter) -> None:
     words = "--all --mode step --gc --deadline 5 --reason room --json"
     assert main(["clear", "--dry-run", *words.split()]) == 0
     assert main(["clear", "--settle", "3", *words.split()]) == 0
@@ -53,21 +39,20 @@ def test_the_request_has_every_option(requested: list[dict[str, Any]]) -> None:
     options = {"action": "empty_cache", "target": {"all": True}, "mode": "step", "force": False}
     options |= {"collect_garbage": True, "deadline_seconds": 5.0, "reason": "room"}
     terminate = {"action": "terminate", "target": {"pid": 7}, "force": False, "grace_seconds": 30.0}
-    assert requested == [
+    assert exporter.requests_of("submit") == [
         {**options, "dry_run": True},
         {**options, "dry_run": False, "settle_seconds": 3.0},
         {**terminate, "dry_run": False, "reason": ""},
     ]
 
 
-def test_a_group_is_mode_step_with_a_warning(
-    requested: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_group_is_mode_step_with_a_warning(exporter: ScriptedExporter, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clear", "--all", "--group", "--json"]) == 0
-    assert requested[0]["mode"] == "step"
     assert "--group is deprecated" in capsys.readouterr().err
     assert main(["clear", "--all", "--json"]) == 0
-    assert not requested[1].keys() & {"mode", "group", "deadline_seconds"}, "the exporter's choice"
+    group, plain = exporter.requests_of("submit")
+    assert group["mode"] == "step"
+    assert not plain.keys() & {"mode", "group", "deadline_seconds"}, "the exporter's choice"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -29,27 +29,21 @@ class Terminal(io.StringIO):
         return True
 
 
-class Api:
+class Api(ScriptedExporter):
     """An exporter whose dry run matches processes 1 and 2, and may not end 3."""
 
-    def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
-        self.matches = True
+    matches = True
 
-    def __enter__(self) -> Api:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def find_addresses(self) -> None:
-        """Nothing is to be found."""
-
-    def submit(self, body: dict[str, Any], **_: object) -> dict[str, Any]:
-        self.sent.append(body)
-        outcome = "would_terminate" if body["dry_run"] else "done"
+    def submit(self, request: Mapping[str, Any], **_: object) -> dict[str, Any]:
+        self.requests.append(("submit", request))
+        outcome = "would_terminate" if request["dry_run"] else "done"
         rows = [*(row(pid, outcome, workload="victim") for pid in (1, 1, 2)), row(3, "refused", reason="not listed")]
         rows = rows if self.matches else []
-        return {**action(*rows, action="terminate", dry_run=body["dry_run"]), "settle_seconds": 0.0}
+        return {**action(*rows, action="terminate", dry_run=request["dry_run"]), "settle_seconds": 0.0}
+
+    @property
+    def sent(self) -> list[Any]:
+        return self.requests_of("submit")
 
     @property
     def terminated(self) -> list[Any]:

@@ -35,19 +35,6 @@ def _put(
     )
 
 
-def test_an_expired_reporter_is_listed_as_silent(store: Store) -> None:
-    _put(store, now=0.0, rank="3")
-    _put(store, 200, now=5.0)
-    assert len(store.snapshot(15.0).processes) == 2
-    snapshot = store.snapshot(15.1)
-    assert [process.key.pid for process in snapshot.processes] == [200]
-    assert [(silent.key.pid, silent.rank) for silent in snapshot.silent] == [(100, "3")]
-    assert store.snapshot(20.1).processes == ()
-    store.put_reading(node(device(), taken=10.0))
-    assert store.snapshot(15.0).node is not None
-    assert store.snapshot(15.1).node is None
-
-
 UNSEEN: dict[str, Any] = {"host_pid": None}
 
 

@@ -74,15 +74,6 @@ def end_unreaped(process: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_a_real_child_is_described_without_its_arguments(child: subprocess.Popen[bytes]) -> None:
-    facts = LinuxHost().facts(child.pid)
-    assert facts is not None
-    assert (facts.pid, facts.start_time_ticks) == (child.pid, start_time_ticks(f"/proc/{child.pid}"))
-    assert facts.command == f"{Path(sys.executable).name} -c"
-    assert facts.user == pwd.getpwuid(os.geteuid()).pw_name
-    assert (facts.k8s_namespace, facts.k8s_pod, facts.k8s_container) == ("", "", "")
-
-
 def test_a_real_process_is_alive_until_it_exits_even_as_a_zombie(child: subprocess.Popen[bytes]) -> None:
     host = LinuxHost()
     started = start_time_ticks(f"/proc/{child.pid}")
