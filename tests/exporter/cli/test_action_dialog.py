@@ -126,3 +126,7 @@ def test_an_exporter_that_restarts_does_not_end_the_wait(monkeypatch: pytest.Mon
     for error in (SILENT, ExporterAnswerError(404, "unknown")):
         with pytest.raises(type(error), match="a1"):
             act(Api(error, error), BODY)  # type: ignore[arg-type]
+
+
+def test_nothing_to_clear_is_no_question() -> None:
+    assert confirmed_clear(action(dry_run=True)) is True

@@ -147,6 +147,7 @@ def test_a_file_without_one_token_is_an_error_that_does_not_show_the_content(tmp
         ({"rights": "own", "uid": 1001, "processes": 3}, "3 processes (uid 1001)"),
         ({"rights": "all", "uid": 0, "processes": 5}, "all processes"),
         ({"rights": "none", "reason": "a\ntoken"}, "cannot clear processes. a token"),
+        ({}, ""),
     ],
 )
 def test_one_line_says_what_the_caller_may_do(rights: dict[str, Any], part: str) -> None:

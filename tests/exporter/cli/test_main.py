@@ -58,6 +58,7 @@ def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
     [
         (["dance"], "'dance'", ", ".join(COMMANDS)),
         (["--verbose", "info"], "--verbose", "--help"),
+        (["clear", "--pid"], "--pid", "gpumem-exporter clear --help"),
         *((["clear", "--all", f"--wait={value}"], "--wait", "0 or more") for value in ("-0.1", "inf")),
         *((["clear", "--all", f"--settle={value}"], "--settle", "0 to 3600") for value in ("3601", "nan")),
         *((["gc", "--all", f"--deadline={value}"], "--deadline", "over 0") for value in ("0", "3601", "nan")),
@@ -66,9 +67,11 @@ def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
         (["info", "--url", "ftp://node:9844"], "ftp://node:9844", "https://host:port"),
         (["actions"], "command", "list, show, cancel"),
         (["actions", "show"], "ID", "required"),
+        (["actions", "list", "--state", "over"], "--state 'over'", "cancelled"),
         (["clear", "--json=3"], "--json", "no value"),
         (["fleet", "clear"], "--query", "fleet clear --help"),
         (["fleet", "clear", "--query", "up"], "Prometheus", "--prometheus URL"),
+        (["fleet", "clear", "--query", "up", "--parallel", "0"], "--parallel", "fleet clear --help"),
         (["fleet", "clear", "--query", "up", "--deadline", "soon"], "--deadline soon", "30s, 5m"),
         (["fleet", "top", "--prometheus", "http://p"], "terminal", "fleet info"),
         (["fleet", "info", "--prometheus", "node:9090"], "--prometheus", "http://host:port"),
@@ -78,6 +81,7 @@ def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
         (["--kube", "gpu-1", "serve"], "--kube", "`serve` uses no exporter of one node"),
         (["--url", "a:1", "fleet", "info"], "--url", "--instance-url http://{instance}"),
         (["--url", "a:1", "info", "--url", "b:1"], "--url", "twice"),
+        (["--kube", "gpu-1", "info", "--kube", "gpu-2"], "--kube", "twice"),
         (["--kube", "gpu-1", "fleet", "info"], "--kube", "--instance-url http://{instance}"),
     ],
 )

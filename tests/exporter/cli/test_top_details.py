@@ -143,3 +143,13 @@ async def test_a_clear_that_is_refused_or_impossible_says_why() -> None:
     async with world.on_screen(120) as pilot:
         await pilot.press("c")
         await until(lambda: "needs an exporter" in world.text, "no question")
+
+
+async def test_a_clear_from_a_finding_is_of_the_job_that_has_the_idle_cache() -> None:
+    world = TopScreen()
+    async with world.on_screen() as pilot:
+        await pilot.press("shift+tab", "shift+tab", "down", "down", "c")
+        await until(lambda: "Clear notebook? Stays free 3.2 GiB" in world.text, "the question")
+        await pilot.press("y")
+        await until(lambda: world.requests, "the request")
+        assert world.requests[0]["target"] == {"pid": 50723}

@@ -22,6 +22,7 @@ ENGINE, OWNER = 50, 1001
 TITLE = "VLLM::EngineCore"
 STARTED = 90.0
 ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1000)
+OWNER_OF_THE_ENGINE = Caller(CallerKind.UNIX, Rights.OWN, uid=OWNER)
 STARTING = ReasonCode.ENGINE_STARTING
 
 
@@ -161,3 +162,15 @@ def test_a_group_whose_step_has_passed_meanwhile_does_not_act() -> None:
     bench.later(1.0)
     codes = {result.reason_code for result in bench.current(asked).results}
     assert codes == {ReasonCode.GROUP_INCOMPLETE}
+
+
+def test_a_reporting_engine_belongs_to_the_user_that_the_kernel_names() -> None:
+    bench = EngineBench()
+    bench.engine(running=False)
+    of_ada = bench.put(3, owner_uid=ADA.uid, devices=(sample(UUIDS[0], 0, MIB),))
+    bench.put(ENGINE, owner_uid=OWNER, devices=(sample(UUIDS[0], 0, MIB),), engine_starting=True)
+    with pytest.raises(ActionForbiddenError):
+        bench.ask(target=Target(pid=3), force=True, caller=ADA)
+    bench.put(4, owner_uid=OWNER, devices=(sample(UUIDS[0], 0, MIB),))
+    assert not bench.ask(target=Target(pid=4), force=True, caller=OWNER_OF_THE_ENGINE).waits_for
+    assert not bench.commands(of_ada)
