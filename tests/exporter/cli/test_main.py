@@ -58,6 +58,7 @@ def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
     [
         (["dance"], "'dance'", ", ".join(COMMANDS)),
         (["--verbose", "info"], "--verbose", "--help"),
+        (["info", "now"], "now", "info --help"),
         (["clear", "--pid"], "--pid", "gpumem-exporter clear --help"),
         *((["clear", "--all", f"--wait={value}"], "--wait", "0 or more") for value in ("-0.1", "inf")),
         *((["clear", "--all", f"--settle={value}"], "--settle", "0 to 3600") for value in ("3601", "nan")),
