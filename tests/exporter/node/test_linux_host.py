@@ -312,3 +312,19 @@ def test_pids_stay_matched_from_the_first_list_of_visible_processes() -> None:
     for later in (reading(7, 8, visible=(7, 8)), reading(), reading(7, 9, visible=(7,))):  # 9 exited
         assert pids.check(later) is later
         assert pids.matched
+
+
+def test_the_cgroup_of_a_slurm_job_outranks_the_environment(tree: Tree) -> None:
+    claim = b"SLURM_JOB_ID=4711\0"
+    ours = "0::/system.slice/slurmstepd.scope/job_12/step_0\n"
+    tree.process(30, cgroup="0::/user.slice/user-1001.slice/session-1.scope\n", environ=claim)
+    tree.process(31, cgroup=ours, environ=claim)
+    tree.process(32, cgroup=f"0::/docker/{ID}\n", environ=claim)
+    host = LinuxHost(tree.root)
+    # Slurm may put no process into a cgroup.
+    assert (host.slurm_job(30), host.slurm_job(None)) == (None, None)
+    assert facts_of_host(LinuxHost(tree.root), 30).slurm_job_id == "4711"
+    assert facts_of_host(host, 31).slurm_job_id == host.slurm_job(31) == "12"
+    assert facts_of_host(host, 30).slurm_job_id == host.slurm_job(30) == host.slurm_job(None) == ""
+    assert facts_of_host(host, 32).slurm_job_id == "4711"
+    assert host.slurm_job(32) is None

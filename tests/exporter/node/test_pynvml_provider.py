@@ -14,6 +14,7 @@ import pytest
 
 from gpumem_exporter import errors
 from gpumem_exporter.core.samples import DeviceMemory
+from gpumem_exporter.node import driver_library as library_module
 from gpumem_exporter.node.driver_library import open_driver_files
 from gpumem_exporter.node.provider import DeviceIdentity
 from gpumem_exporter.node.pynvml_provider import RETURN_CODES, PynvmlProvider
@@ -347,3 +348,20 @@ def test_open_and_mapped_device_files_and_the_library_are_listed_once(tmp_path: 
         *("/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"),
         *(library, f"{library} (deleted)"),  # replaced on disk
     )
+
+
+def test_a_library_with_another_version_than_the_driver_is_loaded_again(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unloaded: list[int] = []
+    monkeypatch.setattr(library_module, "_dlclose", unloaded.append)
+    provider = PynvmlProvider()
+    for code in (4, 18):
+        library.codes["nvmlInitWithFlags"] = code
+        with pytest.raises(errors.NvmlUnavailableError, match=r"nvmlInit: .*NVML_ERROR_"):
+            provider.open()
+        assert unloaded == [4711] * (code == 18)
+    replaced = Library(Gpu("GPU-9"))
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: replaced)
+    provider.open()
+    assert uuids(provider) == ["GPU-9"]
