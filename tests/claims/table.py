@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from tests.claims import actions, device, errors, heaps, pools
 from tests.claims.place import EXPANDABLE, Bench, Place
-from tests.claims.values import Claim, Values
+from tests.claims.values import Claim, NotAvailableError, Values, require
 
 
 def _on(measure: Callable[[Bench], Values], settings: str = "") -> Callable[[Place], Values]:
@@ -58,3 +60,15 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("peaks are reset", _on(lambda bench: actions.peaks_are_reset(bench, _two(bench)))),
     Claim("a clear waits during a capture, which survives", _on(actions.waits_in_a_capture)),
 )
+
+
+def check(claim: Claim, place: Place) -> None:
+    """Require the values of a claim, and skip the test if they cannot be measured in this place."""
+    try:
+        values = claim.measure(place)
+    except NotAvailableError as reason:
+        pytest.skip(str(reason))
+    except BaseException:
+        place.rest()
+        raise
+    require(values)

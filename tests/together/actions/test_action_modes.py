@@ -206,33 +206,6 @@ def test_a_memory_fraction_below_the_reserved_memory_is_refused_unless_forced(
     assert process.call("free", numbers=[kept]) == 1
 
 
-@pytest.fixture
-def terminating(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProcess:
-    return start_exporter(node, *QUICK, "--action.allow", "terminate,empty_cache")
-
-
-def test_terminate_ends_the_target_process_and_releases_its_memory(
-    terminating: ExporterProcess, start_torch: StartTorch, node: EmulatedNode
-) -> None:
-    target, other = (start_torch(GPUMEM_EXPORTER_URL=terminating.url) for _ in range(2))
-    for process in (target, other):
-        process.call("alloc", nbytes=64 * MIB)
-        process.call("start_client", workload="train", rank=process.pid)
-    terminating.wait_for_processes(target.pid, other.pid)
-    used = node.books().used_by(target.pid)
-    wait_for(
-        lambda: terminating.metrics().values("gpumem_process_memory_used_bytes", pid=str(target.pid)), "the driver"
-    )
-    would = terminating.act("terminate", target={"pid": target.pid}, dry_run=True)
-    assert [(row["outcome"], row["freed_bytes"]) for row in would["results"]] == [("would_terminate", used)]
-    assert node.books().used_by(target.pid) == used
-    action = terminating.act("terminate", target={"pid": target.pid})
-    assert [(row["outcome"], row["reason_code"]) for row in action["results"]] == [("done", "ended_by_sigterm")]
-    assert action["freed_bytes"] == used
-    assert node.books().used_by(target.pid) == 0
-    assert other.pid in terminating.processes()
-
-
 RANK = """
 import os, time
 import torch.distributed as dist

@@ -87,9 +87,10 @@ def test_an_engine_without_its_server_is_shown_and_terminated_and_a_background_j
     assert [each["pid"] for each in json.loads(shown.stdout)["processes"]] == [engine]
 
     dry = run_command("terminate", "--orphans", "--dry-run", "--json", "--url", exporter.url)
-    assert {(each["pid"], each["outcome"]) for each in json.loads(dry.stdout)["results"]} == {
-        (engine, "would_terminate")
-    }
+    used = node.books().used_by(engine)
+    assert [(each["pid"], each["outcome"], each["freed_bytes"]) for each in json.loads(dry.stdout)["results"]] == [
+        (engine, "would_terminate", used)
+    ]
     command = [sys.executable, "-m", "gpumem_exporter", "terminate", "--orphans", "--url", exporter.url]
     for answer, ends in (("n", False), ("y", True)):
         terminal = TerminalProgram(command, clean_environment(TERM="xterm"), columns=120, lines=24)
@@ -98,6 +99,8 @@ def test_an_engine_without_its_server_is_shown_and_terminated_and_a_background_j
         assert terminal.wait() == (0 if ends else 1)
         terminal.close()
         assert (engine in adopter.pids) is not ends
+    (ended, *_) = exporter.get("/api/v1/actions")["actions"]
+    assert (ended["freed_bytes"], node.books().used_by(engine)) == (used, 0)
     assert job in adopter.pids
     assert node.books().used_by(job) >= 256 * MIB
     wait_for(lambda: orphans(exporter) == {}, "the end of the orphan")

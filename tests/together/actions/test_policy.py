@@ -137,9 +137,6 @@ def test_reload_applies_the_file_and_returns_its_rules(exporter: RunningExporter
     assert exporter.sample(EVALUATIONS, rule="two", result="acted") == 0, "an invalid file changes nothing"
 
 
-def test_reload_without_a_policy_is_404() -> None:
-    with running_exporter() as exporter:
-        assert "--policy.file" in problem(exporter.request("POST", RELOAD), 404)["detail"]
 
 
 def test_a_rule_that_does_not_help_stops_with_an_event(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Allocators and heaps: real PyTorch on an emulated node, every exported value compared with torch's."""
+"""Every claim of `tests/claims` on an emulated node, and claims about settings that need a process of their own."""
 
 from __future__ import annotations
 
@@ -9,28 +9,20 @@ from typing import Any
 
 import pytest
 
-from tests.claims import errors, heaps, pools
 from tests.claims.place import EXPANDABLE, SETTINGS, Bench, Place
-from tests.claims.values import SameNumber, require
+from tests.claims.table import CLAIMS, check
+from tests.claims.values import Claim, SameNumber, require
 from tests.emulation.node import MIB
 from tests.support.torch_release import since_torch, torch_release
 from tests.support.waiting import wait_for
 
 EMPTY_GRAPH = "import warnings; warnings.simplefilter('ignore')\n"
 
-PAGE_SIZES = since_torch((2, 10), "torch before 2.10 has no large_segment_size_mb")
-
 
 @pytest.fixture
 def classic(place: Place) -> Bench:
     """A process with classic segments and no memory; one for the whole module."""
     return place.process()
-
-
-@pytest.fixture(params=["", EXPANDABLE], ids=["classic", "expandable"])
-def either(place: Place, request: pytest.FixtureRequest) -> Bench:
-    """A process with classic segments, and another with expandable segments."""
-    return place.process(request.param)
 
 
 @pytest.fixture
@@ -48,25 +40,12 @@ def cleared(bench: Bench) -> int:
     return freed
 
 
-def test_classic_segments(classic: Bench) -> None:
-    """On random heaps of several streams, each statistic equals torch's, and a clear frees the reclaimable bytes."""
-    require(heaps.random_heaps_of_streams(classic, 12))
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_a_claim_is_true(claim: Claim, place: Place) -> None:
+    check(claim, place)
 
 
-def test_expandable_segments(place: Place) -> None:
-    """The same with pages of 2 MiB in the small pool and 20 MiB in the large pool."""
-    bench = place.process(EXPANDABLE)
-    require(heaps.random_heaps_of_streams(bench, 12, by_pages=True))
-
-
-@PAGE_SIZES
-def test_expandable_segments_with_another_page_size(begin: Any) -> None:
-    """`large_segment_size_mb` sets the page size, and with it the reclaimable bytes."""
-    bench = begin(**{SETTINGS: f"{EXPANDABLE},large_segment_size_mb:64"})
-    require(heaps.random_heaps_of_streams(bench, 4))
-
-
-@PAGE_SIZES
+@since_torch((2, 10), "torch before 2.10 has no large_segment_size_mb")
 def test_a_page_size_that_changes_during_the_run(begin: Any) -> None:
     """A segment keeps its page size; if two sizes are possible, reclaimable is absent."""
     bench = begin(**{SETTINGS: EXPANDABLE})
@@ -101,30 +80,6 @@ def test_expandable_segments_switched_on_and_off_during_the_run(begin: Any) -> N
         assert bench.info()["allocator_settings"] == "expandable_segments:False"
 
 
-def test_max_split_size(place: Place) -> None:
-    """Blocks above this size are never split."""
-    require(heaps.max_split_size(place))
-
-
-def test_garbage_collection_threshold_and_a_memory_fraction(place: Place) -> None:
-    """The allocator releases segments by itself; an out-of-memory error shows the fraction as its limit."""
-    require(heaps.memory_fraction(place))
-    require(errors.limit_of_a_fraction(place.process()))
-
-
-def test_a_living_mem_pool_keeps_its_cache(either: Bench) -> None:
-    """The pool's cache counts as reserved and private, and is not reclaimable until the pool is deleted."""
-    values = pools.living_mem_pool(either)
-    require(values)
-    assert values["private pools while it lives"].value == values["reserved while it lives"].value == 120 * MIB
-
-
-@since_torch((2, 14), "before torch 2.14, the memory of a dead graph is not shown as reclaimable")
-def test_a_dead_graphs_memory_is_reclaimable_and_a_living_ones_is_not(either: Bench) -> None:
-    """Torch's snapshot and statistics do not show the difference; the reclaimable bytes do."""
-    require(pools.graphs_living_and_dead(either))
-
-
 @since_torch((2, 10), "torch 2.9 empties no cache during a capture")
 def test_a_capture_that_failed_delays_no_clear(classic: Bench) -> None:
     """Torch runs none of its own hooks if the end of a capture fails."""
@@ -146,25 +101,6 @@ def test_a_capture_that_failed_delays_no_clear(classic: Bench) -> None:
     assert "capture" in classic.process.receive(during, 60)
     assert classic.exec("result = len(errors)") == 1, "nothing broke the capture: this was no test"
     assert cleared(classic) == 100 * MIB
-
-
-def test_memory_that_is_pending_on_another_stream(either: Bench) -> None:
-    """The memory is active but not allocated. A clear waits for it and frees it, so it is reclaimable."""
-    require(pools.pending_on_another_stream(either))
-
-
-def test_pinned_host_memory(classic: Bench) -> None:
-    """The value equals the memory of torch's host allocator, and counts on no device."""
-    values = pools.pinned_host_memory(classic)
-    require(values)
-    assert values["driver's used rose"].value == 0
-
-
-def test_the_asynchronous_backend(place: Place) -> None:
-    """The backend's statistics are exported, except constant zeros. Actions do what the backend supports."""
-    values = pools.asynchronous_backend(place)
-    require(values)
-    assert values["allocated"].value == 30 * MIB
 
 
 PLUGGABLE = """
@@ -209,11 +145,10 @@ def test_a_pluggable_allocator(begin: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "settings"),
     [
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:200"}, "max_split_size_mb:200"),
         ({SETTINGS: "max_split_size_mb:100", "PYTORCH_ALLOC_CONF": "max_split_size_mb:200"}, "max_split_size_mb:100"),
         ({SETTINGS: "", "PYTORCH_ALLOC_CONF": "max_split_size_mb:200"}, ""),
     ],
-    ids=["newer name", "both", "both, the older one empty"],
+    ids=["both", "both, the older one empty"],
 )
 def test_the_settings_in_force(begin: Any, environment: dict[str, str], settings: str) -> None:
     """The info series shows the variable in force, and settings made during the run."""
@@ -249,10 +184,3 @@ def test_the_interpreter_keeps_running_while_the_program_empties_its_cache(class
     assert longest_pause < flush / 4, "the interpreter stood still for a whole cudaFree"
     _, shown_after = classic.settle()
     assert shown_after["reserved_bytes"] == classic.stats()["reserved_bytes.all.current"] == 0
-
-
-def test_memory_allocated_past_a_disabled_cache_is_non_torch(classic: Bench) -> None:
-    """Torch does not count this memory. The driver does, as the process' non-torch bytes."""
-    values = pools.past_the_cache(classic)
-    require(values)
-    assert values["gpumem_torch_non_torch_bytes"].expected is not None

@@ -37,7 +37,7 @@ def names(pods: PodResources, known: NodeReading | None = None) -> tuple[str, st
     return facts.k8s_namespace, facts.k8s_pod, facts.k8s_container
 
 
-def test_devices_are_assigned_to_the_listed_containers(socket: Path) -> None:
+def test_devices_and_claims_are_assigned_to_the_listed_containers(socket: Path) -> None:
     with Kubelet(socket) as kubelet:
         kubelet.containers = {
             TRAINER: (UUIDS[0], UUIDS[1]),
@@ -46,30 +46,18 @@ def test_devices_are_assigned_to_the_listed_containers(socket: Path) -> None:
             ("kube-system", "proxy", "proxy"): (),
             ("gke", "named-otherwise", "x"): ("nvidia0",),
         }
-        before = time.clock_gettime(time.CLOCK_BOOTTIME) * 100
-        given = query_device_assignments(socket, 30)
-    assert given.by_device == {
-        UUIDS[0]: {Container(*TRAINER)},
-        UUIDS[1]: {Container(*TRAINER)},
-        UUIDS[2]: {Container(*SERVER), Container("web", "chat-1", "server")},
-    }
-    assert before - 1 <= given.queried_ticks <= time.clock_gettime(time.CLOCK_BOOTTIME) * 100
-
-
-def test_devices_of_a_resource_claim_are_assigned_by_the_name_of_nvidias_driver(socket: Path) -> None:
-    with Kubelet(socket) as kubelet:
         kubelet.claims = {
             TRAINER: (("gpu.nvidia.com", "gpu-0"), ("gpu.nvidia.com", "gpu-12")),
             SERVER: (("gpu.nvidia.com", "gpu-1-mig-1g10gb-19-0"), ("dra.cpu", "gpu-2")),
         }
-        kubelet.containers = {SERVER: (UUIDS[3],)}
+        before = time.clock_gettime(time.CLOCK_BOOTTIME) * 100
         given = query_device_assignments(socket, 30)
     assert given.by_device == {
-        "gpu-0": {Container(*TRAINER)},
-        "gpu-12": {Container(*TRAINER)},
+        **{name: {Container(*TRAINER)} for name in (UUIDS[0], UUIDS[1], "gpu-0", "gpu-12")},
+        UUIDS[2]: {Container(*SERVER), Container("web", "chat-1", "server")},
         "gpu-1-mig-1g10gb-19-0": {Container(*SERVER)},
-        UUIDS[3]: {Container(*SERVER)},
     }
+    assert before - 1 <= given.queried_ticks <= time.clock_gettime(time.CLOCK_BOOTTIME) * 100
 
 
 def test_a_query_of_a_hanging_kubelet_times_out(socket: Path) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
 
-from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_exporter.core.event import EVENT_TYPES
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.builders import UUIDS, report
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import wait_for
 
@@ -130,26 +127,3 @@ def severities(exporter: ExporterProcess) -> dict[str, str]:
     """Return the severity of the finding of each workload with an error."""
     findings = exporter.get("/api/v1/live")["findings"]
     return {each["sentence"].split()[0]: each["severity"] for each in findings if each["kind"] == "oom"}
-
-
-def fail(exporter: ExporterProcess, reporter: int) -> None:
-    """Send a report of an otherwise unknown process with an error."""
-    error = OutOfMemory(UUIDS[0], 1, requested_bytes=1)
-    who: dict[str, Any] = {"pid_namespace": 7, "session": f"session-{reporter}", "workload": f"w{reporter}"}
-    exporter.report(report(reporter, ooms=(error,), **who))
-
-
-def test_an_exporter_shows_another_s_stored_errors_after_that_one_releases_the_folder(
-    start_exporter: StartExporter, tmp_path: Path
-) -> None:
-    folder = ("--storage.path", str(tmp_path / "events"))
-    first = start_exporter(None, *folder)
-    for reporter in (1, 2, 3):
-        fail(first, reporter)
-    second = start_exporter(None, *folder)
-    fail(second, 1000)
-    assert len(shown(second)) == 2
-    assert first.stop() == 0
-    wait_for(lambda: len(shown(second)) == 2 * 4, "the earlier errors")
-    pids = {line.split('pid="')[1].split('"')[0] for line in shown(second)}
-    assert pids == {f"{reporter}@7:{os.geteuid()}" for reporter in (1, 2, 3, 1000)}

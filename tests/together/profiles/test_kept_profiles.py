@@ -8,13 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gpumem_client.profile.profile_types import ProfiledDevice, Row
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.kinds import PROFILES_PER_MINUTE
-from gpumem_exporter.features.profiles import profile_intake
-from tests.support.builders import UUIDS, Clock
+from tests.support.builders import UUIDS
 from tests.support.profile_documents import Reporter, profile
 from tests.support.running_command import run_command
 from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
@@ -134,32 +130,6 @@ def test_a_profile_that_no_command_and_no_error_explains_is_refused() -> None:
         problem(exporter.request("POST", PROFILES, {"id": "x"}), 415)
 
 
-def test_a_dry_run_and_a_group_change_nothing() -> None:
-    with running_exporter() as exporter:
-        reporter = Reporter(exporter)
-        dry = json.loads(exporter.act(action="profile", target={"all": True}, dry_run=True, duration_seconds=60).body)
-        assert [result["outcome"] for result in dry["results"]] == ["would_profile"]
-        for wrong in ({"mode": "step"}, {"group": True}, {"duration_seconds": 3601}, {"duration_seconds": -1}):
-            problem(exporter.act(action="profile", target={"all": True}, **wrong), 422)
-        problem(exporter.act(action="empty_cache", target={"all": True}, duration_seconds=1), 422)
-        assert reporter.report().get("commands", []) == []
-
-
-def test_a_recording_is_cancelled() -> None:
-    with running_exporter() as exporter:
-        reporter = Reporter(exporter)
-        action = asked(exporter, duration_seconds=600)
-        command = reporter.command()
-        reporter.report(waiting=(command["id"],))
-        assert exporter.request("DELETE", f"{ACTIONS}/{action['id']}").status == 202
-        assert reporter.report(waiting=(command["id"],))["cancelled"] == [command["id"]]
-        reporter.finish(command, outcome="refused", reason_code=ReasonCode.CANCELLED)
-        ended = exporter.document(f"{ACTIONS}/{action['id']}")
-        assert (ended["state"], ended["results"][0]["profile"]) == ("cancelled", None)
-        assert exporter.request("DELETE", f"{ACTIONS}/{action['id']}").status == 200
-        problem(exporter.request("DELETE", f"{ACTIONS}/unknown"), 404)
-
-
 def test_the_event_of_an_error_has_its_profile_whichever_arrives_first(tmp_path: Path) -> None:
     with running_exporter(storage_path=str(tmp_path)) as exporter:
         reporter = Reporter(exporter, slurm_job_id="4711")
@@ -197,35 +167,6 @@ def test_a_profile_that_names_an_unknown_device_is_refused() -> None:
             answer = reporter.send(replace(known, devices=devices, rows=tuple(rows)))
             assert "GPU-of-another-node" in problem(answer, 422)["detail"]
         assert listed(exporter) == []
-
-
-def test_the_profile_of_an_error_that_no_report_names_is_deleted() -> None:
-    clock = Clock(1000.0)
-    with running_exporter(clock=clock, report_expiry=3600.0) as exporter:
-        reporter = Reporter(exporter)
-        kept, invented = (sent(reporter.send(reporter.error_profile(number))) for number in (1, 9))
-        reporter.fail(1)
-        assert sorted(listed(exporter)) == sorted([kept, invented])
-        clock.now += 61.0
-        eventually(lambda: listed(exporter), lambda found: found == [kept])
-
-
-def test_a_process_and_a_user_send_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_intake, "MAX_OF_OWNER", PROFILES_PER_MINUTE + 1)
-    with running_exporter(
-        action_caller_limit=PROFILES_PER_MINUTE + 5, clock=Clock(1000.0), report_expiry=3600.0
-    ) as exporter:
-        first, second = Reporter(exporter, session="1"), Reporter(exporter, 101, session="2")
-        for number in range(PROFILES_PER_MINUTE):
-            sent(first.send(first.error_profile(number + 1)))
-        refused = first.send(first.error_profile(50))
-        problem(refused, 429)
-        assert int(refused.headers["retry-after"]) >= 1
-        sent(second.send(second.error_profile(1)))
-        problem(second.send(second.error_profile(2)), 429)  # the limit of their user
-        while (answer := second.post(b"")).status == 422:
-            pass
-        problem(answer, 429)  # what cannot be read counts as well
 
 
 def test_a_scraper_gets_a_new_profile_that_is_not_kept() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import resource
 import signal
 import threading
@@ -17,7 +15,6 @@ from typing import Any
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
-from gpumem_exporter.features.events.event_storage import FILE_NAME
 from tests.conftest import StartExporter
 from tests.support.builders import UUIDS, report
 from tests.support.exporter_process import ExporterProcess
@@ -136,21 +133,3 @@ def test_events_of_a_full_disk_are_stored_when_there_is_room_again(
     assert stored(exporter) == [("w1", number) for number in range(1, refused[-1] + 1)]
 
 
-def test_health_shows_a_folder_that_cannot_be_created_until_it_can(
-    start_exporter: StartExporter, tmp_path: Path
-) -> None:
-    in_the_way = tmp_path / "a file"
-    in_the_way.write_text("")
-    exporter = start_exporter(None, "--storage.path", str(in_the_way / "events"))
-    wait_for(lambda: not stores(exporter), "the error")
-    check = health(exporter)
-    assert check["status"] == "degraded"
-    assert os.strerror(errno.ENOTDIR) in check["checks"]["events"]["detail"]
-    send(exporter, 1, 2)
-    answer = exporter.request("GET", EVENTS)
-    assert answer.status == 503
-    assert answer.headers["retry-after"] == "1"
-    in_the_way.unlink()
-    wait_for(lambda: stores(exporter), "the folder")
-    assert stored(exporter) == [("w1", 1), ("w1", 2)]
-    assert (in_the_way / "events" / FILE_NAME).exists()

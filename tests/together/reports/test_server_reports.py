@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
 from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.wire.protocol import REPORTS_PATH, CommandResult, DeviceResult, Report, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
-from tests.support.running_exporter import RunningExporter, running_exporter
+from tests.support.running_exporter import RunningExporter, problem, running_exporter
 from tests.support.waiting import eventually, patient
 
 
@@ -45,12 +46,6 @@ def test_a_process_reports_whatever_bytes_are_in_its_environment(exporter: Runni
     assert delivery.deliver(sent)[0] is Outcome.ACCEPTED
     delivery.close()
     assert exporter.sample("gpumem_torch_allocated_bytes", uuid=UUIDS[0], workload="caf? é") == MIB
-
-
-def test_a_report_that_arrives_late_changes_nothing(exporter: RunningExporter) -> None:
-    exporter.report(report(1, devices=(sample(allocated=2),), sequence=2))
-    assert exporter.report(report(1, devices=(sample(allocated=1),), sequence=1)).status == 200
-    assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 2
 
 
 def test_an_unknown_device_in_a_report_is_logged_once_and_the_known_ones_are_stored(
@@ -96,7 +91,8 @@ def test_a_broken_connection_loses_no_command_and_removes_only_a_process_that_ex
         sock.close()
         eventually(lambda: len(exporter.runtime.held_requests), lambda held: held == 0)
         assert exporter.sample("gpumem_reporter_up", pid="1") == 1, "the process has not exited"
-        assert exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0).status == 202
+        submitted = exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0)
+        assert (submitted.status, exporter.document(submitted.headers["location"])["state"]) == (202, "queued")
         answer = exporter.report(report(1, devices=(sample(),), sequence=2, hold_seconds=300.0))
         assert [command["action"] for command in json.loads(answer.body)["commands"]] == ["empty_cache"]
         dying = send_raw(exporter, report(2, devices=(sample(),), hold_seconds=300.0))
@@ -106,8 +102,68 @@ def test_a_broken_connection_loses_no_command_and_removes_only_a_process_that_ex
         eventually(lambda: exporter.sample("gpumem_reporter_up", pid="2"), lambda up: up is None)
 
 
-def test_a_repeated_final_report_removes_the_process() -> None:
-    with running_exporter() as exporter:
-        assert exporter.report(report(7)).status == 200
-        assert exporter.report(report(7, final=True)).status == 200
-        assert exporter.runtime.snapshot().processes == ()
+Spoil = Callable[[dict[str, Any]], object]
+BAD_REPORTS: dict[str, tuple[int, str, str, Spoil]] = {
+    "a number of 2^63": (422, "invalid", "devices.0.reserved_bytes", lambda d: _device(d).update(reserved_bytes=2**63)),
+    "more allocated than reserved": (
+        *(422, "invalid", "devices.0.allocated_bytes"),
+        lambda d: _device(d).update(allocated_bytes=21 * MIB),
+    ),
+    "an unknown device": (422, "unknown_device", "devices.0.uuid", lambda d: _device(d).update(uuid="GPU-elsewhere")),
+    "no process": (422, "invalid", "process", lambda d: d.update(process=None)),
+    "an unknown outcome": (
+        *(422, "invalid", "results.0.outcome"),
+        lambda d: d.update(results=[{"id": "a", "outcome": "melted"}]),
+    ),
+    "an older session of the pid": (
+        *(409, "superseded", ""),
+        lambda d: d["process"].update(session="another", session_started_seconds=99.0),
+    ),
+    "an older process of the pid": (
+        *(409, "superseded", ""),
+        lambda d: d["process"].update(session="another", session_started_seconds=200.0, start_time_ticks=999),
+    ),
+    "a process too many": (503, "dropped", "", lambda d: d["process"].update(pid=2)),
+}
+
+
+def _device(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = document["devices"][0]
+    return found
+
+
+def state(exporter: RunningExporter) -> tuple[Any, dict[Any, float]]:
+    """Return what the exporter shows, without times and the use of its own process."""
+    processes = exporter.document("/api/v1/processes")["processes"]
+    for process in processes:
+        del process["sample_age_seconds"]
+    own = ("gpumem_scrape_collector_duration_seconds", "process_", "python_")
+    samples = {
+        (name, labels): value
+        for name, found in exporter.metrics().samples.items()
+        for labels, value in found.items()
+        if not name.startswith(own)
+    }
+    return (processes, exporter.document("/api/v1/devices")), samples
+
+
+def test_an_invalid_report_changes_only_the_count_of_refusals() -> None:
+    quiet = {"collect_interval": 3600, "report_interval": 3600, "report_expiry": 36000}
+    who: dict[str, Any] = {"session_started_seconds": 100.0, "start_time_ticks": 1000}
+    with running_exporter(report_max_processes=1, **quiet) as exporter:
+        assert exporter.report(report(1, devices=(sample(UUIDS[0], 3 * MIB, 17 * MIB),), **who)).status == 200
+        eventually(lambda: exporter.sample("gpumem_events_total", type="process_started"), lambda count: count == 1)
+        eventually(lambda: "gpumem_health_check_ok" in exporter.metrics().samples)
+        for sequence, (name, (status, outcome, field, spoil)) in enumerate(BAD_REPORTS.items(), start=2):
+            document = to_wire(report(1, devices=(sample(UUIDS[0], 4 * MIB, 16 * MIB),), sequence=sequence, **who))
+            spoil(document)
+            documents, before = state(exporter)
+            refused = problem(exporter.request("POST", REPORTS_PATH, document), status)
+            assert not field or [error["field"].startswith(field) for error in refused["errors"]] == [True], name
+            shown, after = state(exporter)
+            assert shown == documents, name
+            changed = {key: value - before.get(key, 0) for key, value in after.items() if value != before.get(key)}
+            counted = {key: value for key, value in changed.items() if key[0] != "gpumem_reports_created"}
+            labels = frozenset({("outcome", outcome)})
+            dropped = {("gpumem_processes_dropped_total", frozenset()): 1} if outcome == "dropped" else {}
+            assert counted == {("gpumem_reports_total", labels): 1, **dropped}, name

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from gpumem_client.wire import procfs
@@ -15,7 +12,7 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, RESERVED_BYTES, SHARED_BYTES, EmulatedNode
 from tests.support.builders import MIB, UUIDS, report
-from tests.support.exporter_process import ExporterProcess, token_file
+from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import run_command
 from tests.support.running_exporter import ScriptedHost, running_exporter
 from tests.support.waiting import eventually
@@ -114,24 +111,6 @@ def test_a_process_reports_its_memory_limit_and_nccl_s_bytes(
     eventually(lambda: values("gpumem_torch_nccl_bytes"), lambda found: found == [])
 
 
-def test_a_process_that_was_silent_for_a_while_is_one_process_of_its_job() -> None:
-    ahead_seconds = 0.0
-    with running_exporter(clock=lambda: time.monotonic() + ahead_seconds, report_expiry=3600) as exporter:
-
-        def running() -> list[bool]:
-            job = exporter.document("/api/v1/jobs/4711")  # an error for a moment, until its end is stored
-            return [row["end_unix_seconds"] is None for row in job.get("processes", ())]
-
-        sample = DeviceSample(UUIDS[0], allocated_bytes=GIB, reserved_bytes=GIB, reclaimable_bytes=0)
-        assert exporter.report(report(7, devices=(sample,), slurm_job_id="4711")).status == 200
-        ahead_seconds = 3601.0
-        eventually(lambda: exporter.metrics().values("gpumem_reporter_up"), lambda found: found == [0])
-        assert running() == [True]
-        assert exporter.report(report(7, devices=(sample,), sequence=2, slurm_job_id="4711")).status == 200
-        assert running() == [True]
-        assert "Still running: 1 of 1 process." in command(exporter.url, "report", "--job", "4711")
-
-
 class SlurmHost(ScriptedHost):
     """A host on which every process is in the cgroup of a Slurm job."""
 
@@ -152,21 +131,6 @@ def test_the_job_of_the_cgroup_replaces_the_job_that_a_report_claims() -> None:
         assert (refused.returncode, refused.stdout) == (1, "")
         unknown = run_command("report", "--job", "4711", "--user", "no-such-user", "--url", exporter.url)
         assert (unknown.returncode, "no-such-user" in unknown.stderr) == (2, True)
-
-
-def test_the_slurm_job_of_a_hidden_process_is_shown_with_the_token_only(tmp_path: Path) -> None:
-    token = token_file(tmp_path, "a-long-token")
-    sample = DeviceSample(UUIDS[0], allocated_bytes=GIB, reserved_bytes=GIB, reclaimable_bytes=0)
-    with running_exporter(host=SlurmHost(), web_hide_identities=True, action_token_file=token) as exporter:
-        assert exporter.report(report(7, devices=(sample,))).status == 200
-        authorized = {"Authorization": "Bearer a-long-token"}
-
-        def shown(path: str, headers: dict[str, str]) -> bool:
-            return b'"4711"' in exporter.get(path, **headers).body
-
-        for path in ("/api/v1/live", "/api/v1/processes"):
-            eventually(partial(shown, path, authorized), bool)
-            assert not shown(path, {})
 
 
 def test_a_job_s_report_has_its_peak_mean_and_idle_cache_also_after_it_ended(

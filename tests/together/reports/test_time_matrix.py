@@ -4,40 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.support.builders import UUIDS, report, sample
 from tests.support.device_truth import scrape, series_of, shown, truth, wait_until_right
 from tests.support.exporter_process import QUICK
-from tests.support.running_exporter import RunningExporter, running_exporter
 from tests.support.waiting import wait_for
 
 EXPIRY_SECONDS = 3.0
-
-
-@pytest.fixture
-def scripted() -> Iterator[RunningExporter]:
-    with running_exporter(report_interval=20, report_expiry=60) as running:
-        yield running
-
-
-def test_a_sample_is_exported_with_its_own_time_and_not_that_of_its_report(scripted: RunningExporter) -> None:
-    before = time.time()
-    assert scripted.report(report(7, devices=(sample(UUIDS[0], 5),), sample_age_seconds=12.5)).status == 200
-    after = time.time()
-    received = scripted.sample("gpumem_reporter_last_report_timestamp_seconds", pid="7")
-    taken = scripted.sample("gpumem_reporter_sample_timestamp_seconds", pid="7")
-    assert received is not None
-    assert before <= received <= after
-    assert taken == received - 12.5
-    (entry,) = scripted.document("/api/v1/processes")["processes"]
-    assert 12.5 <= entry["sample_age_seconds"] <= 12.5 + time.time() - before
 
 
 def test_a_stopped_process_expires_and_its_bytes_move_in_the_same_scrape(

@@ -16,7 +16,7 @@ from gpumem_exporter.core.samples import ProcessMemory
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.live_page import OpenPage, browser, open_page
 from tests.support.profile_documents import body, profile
-from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, running_exporter
 from tests.support.waiting import eventually
 
 __all__ = ["browser", "open_page"]
@@ -57,34 +57,6 @@ def exporter() -> Iterator[RunningExporter]:
         )
         fail(running)
         yield running
-
-
-def test_an_error_has_its_cause_the_memory_of_the_device_and_what_came_before(exporter: RunningExporter) -> None:
-    found = fail(exporter)
-    explained = found["explanation"]
-    assert explained["cause"] == "idle_cache"
-    parts = {part["key"]: (part["bytes"], part["job"], part["idle"]) for part in explained["parts"]}
-    (notebook,) = [job for job in exporter.document("/api/v1/live")["jobs"] if job["name"] == "notebook"]
-    assert parts == {
-        "torch_allocated": (70 * MIB, None, None),
-        "torch_fragmented": (10 * MIB, None, None),
-        "job": (300 * MIB, notebook["id"], 250 * MIB),
-        "rest": (520 * MIB, None, None),
-        "free": (100 * MIB, None, None),
-    }
-    times = [each["unix_seconds"] for each in found["before"]]
-    assert times == sorted(times, reverse=True)
-    assert max(times) < found["event"]["unix_seconds"]
-    assert {each["type"] for each in found["before"]} == {"oom", "process_started"}
-
-
-def test_another_event_has_no_explanation_and_an_unknown_one_is_not_found(exporter: RunningExporter) -> None:
-    (started, *_) = exporter.document(f"{EVENTS}?type=process_started")["events"]
-    found = exporter.document(f"{EVENTS}/{started['id']}")
-    assert (found["event"], found["explanation"]) == (started, None)
-    for number in (1, started["id"] - 1, 2**63 - 1):
-        problem(exporter.get(f"{EVENTS}/{number}"), 404)
-    problem(exporter.get(f"{EVENTS}/0"), 422)
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (390, "dark")])

@@ -16,7 +16,9 @@ from gpumem_exporter import __version__
 from tests.support.builders import UUIDS, report, sample
 from tests.support.profile_documents import Reporter
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
+
+LIVE = "/api/v1/live"
 
 
 def test_all_links_of_the_page_work(exporter: RunningExporter) -> None:
@@ -46,6 +48,29 @@ def test_only_a_demo_is_labeled_as_a_demo(exporter: RunningExporter) -> None:
         assert "Demo<" in demo.get("/").body.decode()
         assert demo.document("/health")["source"] == "demo"
         assert demo.sample("gpumem_exporter_build_info", source="demo") == 1
+
+
+def test_an_unchanged_document_is_not_sent_again() -> None:
+    with running_exporter() as exporter:
+        first = eventually(lambda: exporter.get(LIVE), lambda reply: b'"devices":[{' in reply.body)
+        etag, taken = first.headers["etag"], json.loads(first.body)["node"]["taken_unix_seconds"]
+        eventually(lambda: exporter.document(LIVE)["node"]["taken_unix_seconds"], lambda later: later > taken)
+        again = exporter.get(LIVE, If_None_Match=etag)
+        assert (again.status, again.body) == (304, b"")
+        exporter.report(report(4711))
+        changed = eventually(lambda: exporter.get(LIVE, If_None_Match=etag), lambda reply: reply.status == 200)
+        assert changed.headers["etag"] != etag
+
+
+def test_only_the_requested_job_has_details(exporter: RunningExporter) -> None:
+    for pid in (1, 2):
+        exporter.report(report(pid, devices=(sample(UUIDS[0]),), workload=f"job {pid}"))
+    first, second = sorted(exporter.document(f"{LIVE}?details=all")["jobs"], key=lambda job: str(job["name"]))[-2:]
+    whole = set(first["processes"][0])
+    shown = {job["id"]: job["processes"][0] for job in exporter.document(f"{LIVE}?details={first['id']}")["jobs"]}
+    assert set(shown[first["id"]]) == whole
+    assert set(shown[second["id"]]) < whole
+    assert set(shown[second["id"]]["devices"][0]) < set(shown[first["id"]]["devices"][0])
 
 
 @pytest.mark.parametrize(
@@ -163,6 +188,38 @@ def test_a_scrape_names_its_collectors_as_with_node_exporter(exporter: RunningEx
     for query in ("collect[]=device", "collect[]=devices&collect[]="):
         assert "devices, ledger" in problem(exporter.get(f"/metrics?{query}"), 400)["detail"]
     assert "gpumem_reports_total{" in exporter.get("/metrics?other=x").body.decode()
+
+
+def test_a_scrape_has_the_format_and_the_encoding_that_the_scraper_accepts(exporter: RunningExporter) -> None:
+    assert exporter.get("/metrics").headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    packed = exporter.get("/metrics", Accept="application/openmetrics-text;version=1.0.0", Accept_Encoding="gzip")
+    assert packed.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    assert packed.headers["vary"] == "Accept, Accept-Encoding"
+    assert gzip.decompress(packed.body).endswith(b"# EOF\n")
+
+
+def test_a_head_request_returns_headers_without_a_body(exporter: RunningExporter) -> None:
+    for path in ("/metrics", "/health", "/"):
+        answer = exporter.request("HEAD", path)
+        assert (answer.status, answer.body) == (200, b"")
+        assert int(answer.headers["content-length"]) > 0
+
+
+def test_the_path_of_the_metrics_is_a_setting() -> None:
+    with running_exporter(web_telemetry_path="/gpu/metrics") as exporter:
+        assert b"gpumem_nvml_up 1" in exporter.get("/gpu/metrics").body
+        problem(exporter.get("/metrics"), 404)
+        assert "/gpu/metrics" in exporter.document("/openapi.json")["paths"]
+        assert b'href="gpu/metrics"' in exporter.get("/").body
+
+
+def test_the_exporter_is_healthy_but_not_ready_if_the_driver_hangs_at_the_start() -> None:
+    provider = ScriptedProvider()
+    provider.hanging.set()
+    with running_exporter(provider=provider, ready=False) as exporter:
+        assert provider.stuck.wait(patient(30))
+        statuses = {path: exporter.get(path).status for path in ("/-/ready", "/-/healthy", "/metrics")}
+        assert statuses == {"/-/ready": 503, "/-/healthy": 200, "/metrics": 200}
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/health", "/api/v1/devices", "/nope"])

@@ -18,7 +18,7 @@ from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.edge.listeners import BindError, bind
 from tests.support.builders import report
-from tests.support.running_command import clean_environment, run_command
+from tests.support.running_command import clean_environment
 from tests.support.waiting import eventually, patient
 
 SERVE = [sys.executable, "-m", "gpumem_exporter", "serve"]
@@ -82,17 +82,6 @@ def test_a_signal_stops_the_exporter_while_reports_wait(number: signal.Signals, 
         assert exporter.process.stderr is not None
         said = [json.loads(line) for line in exporter.process.stderr]
         assert [line for line in said if not line["logger"].startswith("gpumem_exporter.node")] == []
-
-
-def test_an_address_in_use_is_a_one_line_error_with_exit_code_1() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
-        ended = run_command("serve", "--web.listen-address", f"127.0.0.1:{port}")
-    assert ended.returncode == 1
-    assert ended.stdout == ""
-    (line,) = ended.stderr.splitlines()
-    assert f"127.0.0.1:{port}" in line
-    assert "--web.listen-address" in line
 
 
 def test_every_address_of_the_machine_is_ipv4_and_ipv6() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import trustme
 
-from tests.support.certificates import authority, client_context, folder, handshake, issue, trust
+from tests.support.certificates import authority, client_context, folder, trust
 from tests.support.running_exporter import running_exporter
 from tests.support.waiting import eventually, patient
 
@@ -64,18 +64,6 @@ def test_configured_headers_replace_those_of_the_exporter_on_every_reply(folder:
     with serving(folder, FILES) as port:
         _, received = get(port, client_context(folder), "/")
         assert ("x-frame-options", "DENY") in [(n.lower(), v) for n, v in received]
-
-
-def test_a_renewed_certificate_is_served_without_a_restart(folder: Path, authority: trustme.CA) -> None:
-    with serving(folder, FILES) as port:
-        first = handshake(port, client_context(folder))
-        (folder / "tls.key").write_text("half a ke")
-        (folder / "tls.crt").unlink()
-        kept = handshake(port, client_context(folder))
-        assert kept == first
-        issue(authority, folder)
-        renewed = eventually(lambda: handshake(port, client_context(folder)), lambda seen: seen != first)
-        assert ssl.DER_cert_to_PEM_cert(renewed) in (folder / "tls.crt").read_text()
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
