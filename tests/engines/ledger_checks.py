@@ -187,12 +187,9 @@ def test_an_engine_in_the_program_sleeps_releases_its_cache_and_shows_its_blocks
     process.exec(f"{hash_blocks}\npool.free_blocks(blocks)")
     wait_until_equal(lambda: sample(exporter)["kv_cache_bytes"], states(0, taken), "the evictable blocks", SECONDS)
 
-    for level in (1, 2):
-        scraped_meanwhile(exporter, lambda level=level: process.exec(f"llm.sleep({level})"))  # type: ignore[misc]
-        wait_for_parts(exporter, {"other"}, everything | {"cuda_graphs"})
-        process.exec("llm.wake_up(['weights'])")
-        wait_for_parts(exporter, {"weights", "runtime", "other"}, {"kv_cache"})
-        process.exec("llm.wake_up()")
-        wait_for_parts(exporter, everything | {"other"}, set())
+    process.exec("llm.sleep(1)")
+    wait_for_parts(exporter, {"other"}, everything | {"cuda_graphs"})
+    process.exec("llm.wake_up()")
+    wait_for_parts(exporter, everything | {"other"}, set())
     process.exec("core.pause_scheduler(mode='abort')\ncore.release_kv_cache_memory()")
     wait_for_parts(exporter, {"weights", "runtime", "other"}, {"kv_cache"})

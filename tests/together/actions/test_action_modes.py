@@ -26,11 +26,13 @@ import os, threading, time
 import gpumem_client as client
 while not os.path.exists(stop):
     step_number = globals().get('step_number', 0) + 1
+    torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
     time.sleep(0.01)
     client.step()
 result = [step_number, threading.get_native_id()]
 """
-"""Steps of some milliseconds in the main thread until a file exists."""
+"""Steps of some milliseconds in the main thread until a file exists. Each reserves bytes again after a clear."""
+SETTLE_SECONDS = 0.5
 
 
 @pytest.fixture
@@ -49,10 +51,10 @@ def process(exporter: ExporterProcess, start_torch: StartTorch) -> TorchProcess:
 
 
 @contextmanager
-def stepping(process: TorchProcess, folder: Path) -> Iterator[list[int]]:
+def stepping(process: TorchProcess, folder: Path, nbytes: int = 0) -> Iterator[list[int]]:
     """Let the process make steps; afterwards the list has the number of the last one and its thread."""
     stop, ended = folder / "stop", list[int]()
-    number = process.send("exec", code=STEPPING, stop=str(stop))
+    number = process.send("exec", code=STEPPING, stop=str(stop), nbytes=nbytes)
     try:
         yield ended
     finally:
@@ -84,6 +86,38 @@ def test_in_every_mode_the_freed_bytes_are_what_the_driver_gained(
         assert action["freed_bytes"] == before - node.books().used_by(process.pid) > 0
         for row in rows.values():
             assert row["device_free_after_bytes"] - row["device_free_before_bytes"] == row["freed_bytes"]
+
+
+def settled(exporter: ExporterProcess, action: dict[str, Any]) -> dict[str, Any]:
+    """Wait until an action has settled."""
+    assert action["state"] == "done", action
+
+    def document() -> dict[str, Any] | None:
+        found: dict[str, Any] = exporter.get(f"/api/v1/actions/{action['id']}")
+        return None if found["settling"] else found
+
+    return wait_for(document, "the settling")
+
+
+def test_what_a_job_reserves_again_is_not_still_free(
+    exporter: ExporterProcess, process: TorchProcess, tmp_path: Path
+) -> None:
+    with stepping(process, tmp_path, 400 * MIB):
+        wait_for(lambda: exporter.processes()[process.pid]["step"], "a step")
+        action = exporter.act("empty_cache", target={"pid": process.pid}, settle_seconds=SETTLE_SECONDS)
+        assert (action["freed_bytes"], action["settling"], action["still_free_bytes"]) == (400 * MIB, True, None)
+        later = settled(exporter, action)
+    assert (later["freed_bytes"], later["still_free_bytes"], later["settle_seconds"]) == (400 * MIB, 0, SETTLE_SECONDS)
+    assert [row["still_free_bytes"] for row in later["results"]] == [0]
+
+    # A second clear ends the settling time of the first one, which would otherwise count what the second one frees.
+    process.call("empty_cache")
+    process.call("free", numbers=[process.call("alloc", nbytes=400 * MIB)])
+    first = exporter.act("empty_cache", target={"pid": process.pid}, mode="now", settle_seconds=3600)
+    process.call("free", numbers=[process.call("alloc", nbytes=400 * MIB)])
+    second = exporter.act("empty_cache", target={"pid": process.pid}, mode="now", settle_seconds=SETTLE_SECONDS)
+    assert settled(exporter, first)["still_free_bytes"] == 0
+    assert settled(exporter, second)["still_free_bytes"] == 400 * MIB
 
 
 def test_actions_at_random_times_break_no_cuda_graph_capture(

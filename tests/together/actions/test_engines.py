@@ -1,22 +1,24 @@
-"""Engines release and resume memory on the emulated node, and the results are what its driver lists."""
+"""Engines that start, release and resume memory on the emulated node, whose driver lists the results."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.programs import Program
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.local_users import LocalUser
 from tests.support.other_user import needs_root
 from tests.support.running_command import run_command
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 ALLOW = ("--action.allow", "default,release_memory,resume_memory")
 TITLE = "VLLM::APIServer"
@@ -59,6 +61,11 @@ server.serve_forever()
 """vLLM with its development routes, as vllm 0.32.0 has them in entrypoints/serve/dev/sleep/api_router.py."""
 
 
+def titled(title: str) -> tuple[str, ...]:
+    """Return the launcher of a program with this title."""
+    return ("bash", "-c", f'exec -a {title} "$0" "$@"')
+
+
 class Engine:
     """The program, and what it answers."""
 
@@ -81,8 +88,7 @@ def exporter(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProce
 
 @pytest.fixture
 def engine(node: EmulatedNode, exporter: ExporterProcess) -> Iterator[Engine]:
-    launcher = ("bash", "-c", f'exec -a {TITLE} "$0" "$@"')
-    with Program(node, ENGINE, environment={"PYTHONHOME": sys.base_prefix}, launcher=launcher) as program:
+    with Program(node, ENGINE, environment={"PYTHONHOME": sys.base_prefix}, launcher=titled(TITLE)) as program:
         engine = Engine(program)
         wait_for(lambda: str(engine.pid) in json.dumps(exporter.get("/api/v1/processes")), "the engine")
         yield engine
@@ -127,12 +133,15 @@ def test_an_engine_with_requests_is_left_alone_until_it_has_none(
     engine.set_requests(2)
     before = node.books().used_by(engine.pid)
     assert act("release_memory")["reason_code"] == "engine_busy"
-    target = {"pid": engine.pid}
-    waiting = exporter.act("release_memory", target=target, wait_idle_seconds=120, wait_seconds=0, expect=202)
+    request: dict[str, Any] = {"target": {"pid": engine.pid}, "wait_idle_seconds": 120, "wait_seconds": 0}
+    cancelled, waiting = (
+        f"/api/v1/actions/{exporter.act('release_memory', expect=202, **request)['id']}" for _ in range(2)
+    )
+    exporter.request("DELETE", cancelled)
+    wait_for(lambda: exporter.get(cancelled)["state"] == "cancelled", "the end of the wait")
     assert node.books().used_by(engine.pid) == before
     engine.set_requests(0)
-    shown = f"/api/v1/actions/{waiting['id']}"
-    wait_for(lambda: exporter.get(shown)["state"] == "done", "the engine to sleep")
+    wait_for(lambda: exporter.get(waiting)["state"] == "done", "the engine to sleep")
     assert node.books().used_by(engine.pid) == before - CACHE - WEIGHTS
     events = [event for event in exporter.events(type="action") if event["detail"]["action"] == "release_memory"]
     assert [event["detail"]["freed_bytes"] for event in events][-1] == CACHE + WEIGHTS
@@ -158,12 +167,78 @@ def test_another_user_reaches_no_engine_of_root(
     assert "--action.allow" in str(cautious.act("release_memory", target={"all": True}, expect=403))
 
 
-def test_a_cancelled_wait_does_nothing(node: EmulatedNode, engine: Engine, exporter: ExporterProcess) -> None:
-    engine.set_requests(1)
-    before = node.books().used_by(engine.pid)
-    request: dict[str, Any] = {"target": {"pid": engine.pid}, "wait_idle_seconds": 120, "wait_seconds": 0}
-    waiting = exporter.act("release_memory", expect=202, **request)
-    path = f"/api/v1/actions/{waiting['id']}"
-    exporter.request("DELETE", path)
-    wait_for(lambda: exporter.get(path)["state"] == "cancelled", "the end of the wait")
-    assert node.books().used_by(engine.pid) == before
+STARTING = "VLLM::EngineCore"
+HOARD = 2048 * MIB
+"""More than the engine holds when it measures, as in the field: otherwise its start does not fail."""
+
+STARTING_ENGINE = """
+wait()
+_, initial, _ = memory()
+say("snapshot")
+wait()
+malloc(256 << 20)
+_, activations = malloc(64 << 20)
+free(activations)
+_, available, _ = memory()
+assert initial >= available, f"Error in memory profiling. Initial {initial}, current {available} bytes are free"
+malloc(available // 2)
+say("serves")
+wait()
+"""
+"""As vLLM's worker: init_device, load_model, determine_available_memory, initialize_from_config."""
+
+
+@contextmanager
+def starting(node: EmulatedNode, exporter: ExporterProcess) -> Iterator[Program]:
+    """Start an engine that has looked at the free memory, and that the exporter shows; it goes on at `go()`."""
+    with Program(
+        node, STARTING_ENGINE, environment={"PYTHONHOME": sys.base_prefix}, launcher=titled(STARTING)
+    ) as engine:
+        engine.go()
+        assert engine.heard() == "snapshot"
+        listed = "/api/v1/processes"
+        wait_for(lambda: engine.pid in [each["pid"] for each in exporter.get(listed)["processes"]], "the engine")
+        yield engine
+
+
+def test_a_clear_waits_for_the_engine_and_a_forced_one_ends_its_start(
+    node: EmulatedNode, exporter: ExporterProcess, start_torch: StartTorch
+) -> None:
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client", workload="hoard")
+    process.call("free", numbers=[process.call("alloc", nbytes=HOARD)])
+    exporter.wait_for_processes(process.pid)
+    before = node.books().used_by(process.pid)
+    clear = ("clear", "--pid", str(process.pid), "--url", exporter.url)
+    with starting(node, exporter) as engine:
+        dry = run_command(*clear, "--dry-run", "--json")
+        assert [(each["outcome"], each["reason_code"]) for each in json.loads(dry.stdout)["results"]] == [
+            ("refused", "engine_starting")
+        ]
+        refused = run_command(*clear, "--deadline", "4")  # the first reply may take three
+        assert refused.returncode == 1
+        assert f"pid {engine.pid} ({STARTING})" in refused.stderr
+        for name in (str(engine.pid), STARTING, "GPU 0", "--force"):
+            assert name in refused.stdout
+        request = {"target": {"pid": process.pid}, "wait_seconds": 0, "deadline_seconds": patient(120)}
+        document = exporter.act("empty_cache", expect=202, **request)
+        (wait,) = document["waits_for"]
+        assert (wait["pid"], wait["title"], wait["gpu"]) == (engine.pid, STARTING, "0")
+        engine.go()
+        assert engine.heard() == "serves"
+        path = f"/api/v1/actions/{document['id']}"
+        assert exporter.get(path)["state"] == "queued"
+        assert node.books().used_by(process.pid) == before
+        engine.go()
+        assert engine.finish() == 0
+    wait_for(lambda: exporter.get(path)["state"] == "done", "the clear after the engine")
+    assert node.books().used_by(process.pid) == before - HOARD
+    assert exporter.get(path)["waits_for"] == []
+
+    process.call("free", numbers=[process.call("alloc", nbytes=HOARD)])
+    with starting(node, exporter) as engine:
+        assert run_command(*clear, "--force").returncode == 0
+        assert node.books().used_by(process.pid) == before - HOARD
+        engine.go()
+        assert engine.finish() == 1
+        assert "Error in memory profiling" in engine.stderr()
