@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from benchmarks.guest import Profiles, jobs
+from benchmarks.place import Place
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
@@ -37,3 +41,23 @@ def test_the_profile_of_an_error_outlives_its_process_and_the_exporter(
     found = exporter.get(f"/api/v1/profiles/{profile_id}")
     assert found["cause"] == "out_of_memory"
     assert sum(row["bytes"] for row in found["rows"]) == 48 << 20
+
+
+KINDS = ("plain", "wrapped", "dtensor", "fsdp", "checkpointed", "swapped", "out_of_memory")
+"""One of each way in which gradients and models come and go; the benchmark has all."""
+
+
+@pytest.mark.slow
+def test_no_kind_of_job_is_harmed_by_profiles() -> None:
+    with Place(real_gpu=False, devices=2, fresh=False) as place:
+        exporter = place.exporter()
+        profiles = Profiles(exporter)
+        try:
+            seen = jobs(place, exporter, KINDS, seconds=3, together=2)
+        finally:
+            profiles.end()
+    assert {kind: each["error"] for kind, each in seen.items() if "error" in each} == {}
+    assert seen.keys() == set(KINDS)
+    assert {kind: each["ooms"] for kind, each in seen.items() if each["ooms"] > each["ooms_alone"]} == {}
+    assert profiles.failures == []
+    assert profiles.outcomes["done"] > 0

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gpumem_client.profile.profile_types import ProfiledDevice, Row
 from gpumem_client.wire.reason_codes import ReasonCode
-from tests.support.builders import UUIDS
-from tests.support.profile_documents import Reporter, profile
+from gpumem_exporter.main import main
+from tests.support.builders import MIB, UUIDS
+from tests.support.made_up_profiles import training
+from tests.support.pprof_reader import read_pprof
+from tests.support.profile_documents import Reporter, profile, takes
 from tests.support.running_command import run_command
 from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 PROFILES = "/api/v1/profiles"
 EVENTS = "/api/v1/events"
@@ -193,3 +199,81 @@ def test_a_scraper_gets_a_new_profile_that_is_not_kept() -> None:
         assert exporter.sample("gpumem_actions_total", action="profile", outcome="done") == 1
         problem(exporter.get("/api/v1/processes/4711/profile"), 404)
         problem(exporter.get("/api/v1/processes/x/profile"), 422)
+
+
+@pytest.fixture
+def exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningExporter]:
+    """Run an exporter, which the commands of the test use."""
+    monkeypatch.chdir(tmp_path)
+    with running_exporter() as exporter:
+        monkeypatch.setenv("GPUMEM_EXPORTER_URL", exporter.url)
+        yield exporter
+
+
+def test_a_profile_is_a_table_of_owners_and_lines(
+    exporter: RunningExporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thread = takes(exporter, training())
+    assert main(["profile", "100", "--duration", "30s"]) == 0
+    thread.join(patient(30))
+    shown = capsys.readouterr()
+    assert "30 s" in shown.err
+    lines = shown.out.splitlines()
+    assert lines[0] == "Memory of train, pid 100, recorded for 30 s"
+    assert any("AdamW.exp_avg model.layers.*.mlp.fc.weight" in line and "768 MiB" in line for line in lines)
+    assert any(line.split()[:4] == ["300", "MiB", "1", "model.py:30"] for line in lines)
+    assert exporter.document("/api/v1/actions")["actions"][0]["action"] == "profile"
+
+
+def test_formats_files_and_differences(exporter: RunningExporter, capsys: pytest.CaptureFixture[str]) -> None:
+    thread = takes(exporter, training(leaked=300), training(leaked=900))
+    assert main(["profile", "100", "-o", "before.pb.gz", "-q"]) == 0
+    assert main(["profile", "--pid", "100", "-o", "after.html", "-q"]) == 0
+    thread.join(patient(30))
+    assert (
+        sum(sample.values["inuse_space"] for sample in read_pprof(Path("before.pb.gz").read_bytes()).samples)
+        == 4610 * MIB
+    )
+    assert Path("after.html").read_text().startswith("<!DOCTYPE html>")
+    after, before = listed(exporter)
+    capsys.readouterr()
+
+    assert main(["profile", "list"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == [after[:8], before[:8]]
+
+    assert main(["profile", "diff", before[:8], after[:8]]) == 0
+    of_ids = capsys.readouterr().out
+    assert "+600 MiB" in of_ids
+    assert "model.py:30 in forward" in of_ids
+    assert main(["profile", "show", before, "-o", "before.json"]) == 0
+    capsys.readouterr()
+    assert main(["profile", "diff", "before.json", after[:8]]) == 0
+    assert capsys.readouterr().out == of_ids
+    assert main(["profile", "diff", before, after, "--format", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["change_bytes"] == 600 * MIB
+
+
+def test_several_processes_have_a_file_each(exporter: RunningExporter, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = [takes(exporter, training(), pid=pid) for pid in (100, 101)]
+    assert main(["profile", "--workload", "train", "-o", "one.json"]) == 2
+    assert "2 processes" in capsys.readouterr().err
+    assert main(["profile", "--workload", "train", "--format", "json"]) == 0
+    for thread in threads:
+        thread.join(patient(30))
+    written = [json.loads(path.read_bytes()) for path in Path().glob("profile-*.json")]
+    assert {document["pid"] for document in written} == {100, 101}
+    assert sorted(capsys.readouterr().out.split()) == sorted(str(path) for path in Path().glob("profile-*.json"))
+
+
+def test_a_process_that_cannot_be_profiled_says_why(
+    exporter: RunningExporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "100"]) == 1
+    assert "100" in capsys.readouterr().err
+    reporter = Reporter(exporter, 100, actions=("empty_cache",))
+    assert main(["profile", str(reporter.pid)]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "pid 100" in shown.err
