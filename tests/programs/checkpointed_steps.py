@@ -180,11 +180,9 @@ def errors_name_the_accepted_values() -> None:
 
     for pattern, call in (
         (r"\bLinear\b.*blocks=\[", lambda: compare(nn.Linear(2, 2), batch)),
-        ("blocks", lambda: compare(net, batch, blocks=[nn.Linear(2, 2)])),
         (r"\bloss\b.*\(8, 3\)", lambda: compare(net, batch, loss=lambda output: output)),
         (r"\bloss\b.*\bparameter\b", lambda: compare(frozen, batch)),
         (r"\bhead\.weight\b.*\bhook\b", lambda: compare(hooked, batch)),
-        (r"\bmeta\b", lambda: compare(Net().to("meta"), batch.to("meta"))),
         (r"torch\.inference_mode", in_inference),
         (r"\bbatch\b.*\bdetached\b", lambda: compare(net, nn.Linear(16, 16)(batch))),
         (r"torch\.int8.*torch\.bfloat16.*torch\.float16", lambda: compare(net, batch, autocast=torch.int8)),

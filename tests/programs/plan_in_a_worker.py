@@ -28,14 +28,9 @@ class Width:
 
 
 def state() -> dict[str, Any]:
-    x = torch.ones(2, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        softmax = torch.softmax(x, 0).dtype
-    keys = "AutocastCPU", "AutogradCPU"
     return {
         "collector": gc.isenabled(),
-        "kernels": [sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)) for key in keys],
-        "types": [softmax, torch.get_default_dtype(), torch.get_default_device()],
+        "types": [torch.get_default_dtype(), torch.get_default_device()],
         "random": [torch.get_rng_state().tolist(), random.getstate()],
         "cuda": torch.cuda.is_initialized(),
         "environment": dict(os.environ),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import re
 import sys
 import types
 from dataclasses import dataclass
@@ -121,21 +120,6 @@ class Kernel(Reading):
             pass
 
         doubled[(1,)](self.layer(x))
-
-
-class Flexible(Reading):
-    def forward(self, x):
-        from torch.nn.attention.flex_attention import flex_attention
-
-        x = self.layer(x).view(-1, 4, 8, 16)
-        return flex_attention(x, x, x)
-
-
-class Quantized(Reading):
-    def forward(self, x):
-        import bitsandbytes
-
-        return bitsandbytes.quantize(x)
 
 
 class Unlabeled(Reading):
@@ -315,20 +299,12 @@ def a_config_is_planned_with_its_training_arguments() -> None:
         assert [fit.gpu.name for fit in planned.on] == ["2GiB", "1200MiB"]
         assert planned.on[0].fits
         larger = toolkit.plan("tiny", gpu="1300MiB", sequence=128, batch=1024, training_arguments=given)
-        first = larger.changes[0]
-        size, passes = map(int, re.findall(r"\d+", first.name))
         assert not larger.fits
-        assert size * passes >= 2048
-        assert first.fits_on == ("1300MiB",)
         assert [each.name for each in larger.changes[1:]] == ["bf16 autocast", "checkpointing", "sharding over 2"]
         free = toolkit.plan("tiny", gpu="2GiB", sequence=128, changes=False)
         assert free.batch == free.largest_batch > 8, "without TrainingArguments the planner chooses"
-        for arguments, expected in (
-            ({"optim": "lion_32bit"}, "lion_32bit.*adamw_torch"),
-            ({"deepspeed": "ds.json"}, "deepspeed"),
-        ):
-            with pytest.raises(ConfigurationError, match=expected):
-                toolkit.plan("tiny", gpu="2GiB", sequence=128, training_arguments=arguments)
+        with pytest.raises(ConfigurationError, match=r"lion_32bit.*adamw_torch"):
+            toolkit.plan("tiny", gpu="2GiB", sequence=128, training_arguments={"optim": "lion_32bit"})
         with pytest.raises(ConfigurationError, match="--sequence"):
             toolkit.plan("tiny", gpu="2GiB")
         with pytest.raises(ConfigurationError, match=r"'none'.*MODULE:FACTORY"):

@@ -16,15 +16,11 @@ from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import UNLIMITED
 from tests.support.paths import REPOSITORY
+from tests.support.running_command import clean_environment, run_command
 from tests.support.waiting import patient, wait_for
 
 EXAMPLES = REPOSITORY / "examples"
 SMALL = ("--epochs", "1", "--samples", "72", "--effective-batch", "32", "--width", "32", "--layers", "2")
-
-
-def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
-    return {**kept, "OMP_NUM_THREADS": "1", **changes, "PYTHONPATH": str(REPOSITORY)}
 
 
 # In a fork of an interpreter that has imported torch.
@@ -69,9 +65,18 @@ def test_the_command_in_the_docstring_of_the_hoarding_example_releases_its_cache
     node: EmulatedNode, start_exporter: StartExporter
 ) -> None:
     exporter = start_exporter(node, "--report.interval", "0.2", *UNLIMITED)
-    variables = environment(**node.environment(), GPUMEM_EXPORTER_URL=exporter.url)
-    command = [sys.executable, "-m", "gpumem_exporter"]
-    hoarding = [*command, "run", "--workload", "notebook", "--", sys.executable, str(EXAMPLES / "hoard.py")]
+    variables = clean_environment(**node.environment(OMP_NUM_THREADS="1", GPUMEM_EXPORTER_URL=exporter.url))
+    hoarding = [
+        sys.executable,
+        "-m",
+        "gpumem_exporter",
+        "run",
+        "--workload",
+        "notebook",
+        "--",
+        sys.executable,
+        str(EXAMPLES / "hoard.py"),
+    ]
     with subprocess.Popen(
         [*hoarding, "--mebibytes", "640"],
         env=variables,
@@ -83,14 +88,7 @@ def test_the_command_in_the_docstring_of_the_hoarding_example_releases_its_cache
             held = {"workload": "notebook", "gpu": "0"}
             wait_for(lambda: any(exporter.metrics().values("gpumem_torch_reclaimable_bytes", **held)), "its report")
             cached = exporter.metrics().value("gpumem_torch_reclaimable_bytes", **held)
-            cleared = subprocess.run(
-                [*command, "clear", "--workload", "notebook", "--json"],
-                env=variables,
-                capture_output=True,
-                text=True,
-                timeout=patient(60),
-                check=True,
-            )
+            cleared = run_command("clear", "--workload", "notebook", "--json", GPUMEM_EXPORTER_URL=exporter.url)
             assert f'"freed_bytes": {int(cached)}' in cleared.stdout
             assert cached == 640 << 20
             program.communicate(b"\n", timeout=patient(60))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.waiting import wait_until_equal
+from tests.support.paths import REPOSITORY
+from tests.support.torch_release import with_the_planners_kernels
+from tests.support.waiting import patient, wait_until_equal
 
 PLANNED, ERROR = "gpumem_torch_planned_reserved_peak_bytes", "gpumem_torch_plan_error_ratio"
 
@@ -57,3 +64,29 @@ def test_the_error_of_a_plan_is_exported_for_the_device_with_the_highest_peak_an
     assert shown(exporter, process.pid) == ([], [])
     (line,) = [line for line in process.stderr().splitlines() if "plan" in line]
     assert re.search(rf"{re.escape(str(garbage))}.*gpumem-exporter plan.*--json", line)
+
+
+@pytest.mark.slow
+@with_the_planners_kernels
+@pytest.mark.parametrize(
+    ("benchmark", "packages", "models"),
+    [
+        ("planner_models", ("transformers", "peft"), ("transformers-gpt2", "peft-llama-lora")),
+        ("planner_trainers", ("transformers", "accelerate", "lightning"), ("llama-bf16", "lightning-bf16")),
+    ],
+)
+def test_planned_peaks_equal_measured_peaks(
+    emulation: Path, benchmark: str, packages: tuple[str, ...], models: tuple[str, ...]
+) -> None:
+    for package in packages:
+        pytest.importorskip(package)
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{benchmark}", "--json", "--only", *models],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        timeout=patient(280),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    worst = json.loads(done.stdout)["rows"][-1]
+    assert worst["measured"] < 5
