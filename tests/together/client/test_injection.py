@@ -9,7 +9,7 @@ import pytest
 from tests.emulation.fixtures import StartTorch
 from tests.support.exporter_process import ExporterProcess
 from tests.support.injected_scripts import MIB, StartScript, exporter, run_to_the_end, start_script, wait_for_allocated
-from tests.support.waiting import wait_for, wait_until_equal
+from tests.support.waiting import wait_for
 
 __all__ = ["exporter", "start_script"]
 
@@ -106,27 +106,3 @@ def test_an_invalid_or_unreachable_exporter_url_does_not_affect_the_program(
     assert "Traceback" not in stderr
     # a missing exporter is not logged; an invalid address is
     assert ("this process is not reported" in stderr) == (not url.startswith("unix:///"))
-
-
-def test_the_names_of_a_platform_are_used_until_torch_has_a_rank(
-    exporter: ExporterProcess, start_script: StartScript
-) -> None:
-    program = start_script(
-        "hold(1); say(1); wait()\n"
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); wait()",
-        GPUMEM_DEFAULT_WORKLOAD="job-of-the-pod",
-        GPUMEM_DEFAULT_RANK="7",
-    )
-    program.heard()
-    exporter.wait_for_processes(program.pid)
-
-    def names() -> tuple[str, str]:
-        process = exporter.processes()[program.pid]
-        return process["workload"], process["rank"]
-
-    assert names() == ("job-of-the-pod", "7")
-    program.go()
-    wait_until_equal(names, ("job-of-the-pod", "0"), "the rank of torch's process group")
-    program.go()
-    assert program.finish() == 0

@@ -7,10 +7,20 @@ import subprocess
 from typing import Any
 
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
+from gpumem_client.release import DeepClean
+from gpumem_client.summary import Summary
+from gpumem_toolkit.leaks.live_tensors import LingeringTensors
+from gpumem_toolkit.measure.milestones import Milestones
+from gpumem_toolkit.oom.diagnosis import OomDiagnosis
+from gpumem_toolkit.oom.values import OomValues
+from gpumem_toolkit.planning.plan import Plan
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.library_programs import PROGRAMS, PYTHON
+from tests.support.exporter_process import ExporterProcess
+from tests.support.library_programs import PROGRAMS, PYTHON, StartLibrary
+from tests.support.torch_release import since_torch
 from tests.support.waiting import patient
 
 CELLS = [
@@ -85,3 +95,49 @@ def test_a_notebook_shows_the_cost_of_a_cell_and_clears_what_only_its_history_ho
     assert {"error: step.kept", "weights", "Out[2]"} <= {line[:24].strip() for line in oom["shown"].splitlines()}
     assert "Out[" not in shown["shown"]
     assert rest["shown"].split() == ["64"]
+
+
+def test_ranks_of_torchrun_with_ddp_and_fsdp(start_library: StartLibrary, exporter: ExporterProcess) -> None:
+    torchrun = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    program = start_library(*torchrun, "ddp_and_fsdp.py")
+    replicated = program.compare(ddp=2)["ddp"]
+    assert [(made.rank, made.world_size) for made in replicated] == [(0, 2), (1, 2)]
+    action = exporter.act("reset_peak", target={"workload": "job", "rank": "1"})
+    assert {(row["pid"], row["outcome"]) for row in action["results"]} == {(replicated[1].pid, "done")}
+    sharded = program.compare(fsdp=2)["fsdp"]
+    assert [made.pid for made in sharded] == [made.pid for made in replicated]
+    program.end()
+
+
+def test_actors_of_ray_have_their_job_and_differ_by_their_names(start_library: StartLibrary) -> None:
+    program = start_library(PYTHON, "ray_actors.py", RAY_USAGE_STATS_ENABLED="0")
+    actors = program.compare(driver=1, actor=3)["actor"]
+    documents = program.exporter.processes()
+    infos = program.exporter.metrics().infos()
+    expected = {made.pid: f"ray::Rollout({made.more['name'] or made.more['actor'][:8]})" for made in actors}
+    assert len(set(expected.values())) == 3
+    assert {made.pid: documents[made.pid]["command"] for made in actors} == expected
+    assert {made.pid: infos[str(made.pid)]["command"] for made in actors} == expected
+    for made in actors:
+        assert documents[made.pid]["ray_job_id"] == infos[str(made.pid)]["ray_job_id"] == made.more["job"] != "ffffffff"
+    program.end()
+
+
+@since_torch((2, 10), "torch 2.9 initializes CUDA before its launcher forks the ranks")
+def test_ranks_that_a_kernel_forks_report_and_later_the_kernel_itself(start_library: StartLibrary) -> None:
+    program = start_library(PYTHON, "notebook.py", run=False)
+    ranks = program.compare("notebook-alice", rank=2)["rank"]
+    assert [(made.rank, made.world_size) for made in ranks] == [(0, 2), (1, 2)]
+    (kernel,) = program.compare("notebook-alice", kernel=1)["kernel"]
+    assert kernel.pid not in [made.pid for made in ranks]
+    program.end()
+
+
+def test_a_notebook_shows_the_text_of_a_result() -> None:
+    for result in (Summary(reason="no <CUDA>"), OomDiagnosis(OomValues(phase="forward", requested=1 << 30), ())):
+        shown, _ = DisplayFormatter().format(result)
+        assert shown["text/plain"] == str(result)
+        assert shown["text/html"].startswith("<pre>")
+        assert "<CUDA>" not in shown["text/html"]
+    returned = (Summary, LingeringTensors, DeepClean, Milestones, Plan, OomDiagnosis)
+    assert [kind.__name__ for kind in returned if not hasattr(kind, "_repr_html_")] == []
