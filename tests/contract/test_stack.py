@@ -130,7 +130,7 @@ def test_the_daemonset_keeps_events_on_the_host_and_has_no_capability() -> None:
 def test_probes_that_restart_the_exporter_do_not_need_the_driver() -> None:
     (container,) = daemonset()["spec"]["template"]["spec"]["containers"]
     paths = {probe: container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")}
-    # This route answers while the driver hangs: see tests/together/reports/test_server_metrics.py.
+    # This route answers while the driver hangs: see tests/together/web/test_server_pages.py.
     assert set(paths.values()) == {"/-/healthy"}, paths
     assert container["readinessProbe"]["httpGet"]["path"] == "/health"
 

@@ -26,11 +26,11 @@ OWN, OTHER = 502, 501
 NUMBERS = itertools.count(1)
 
 
-def fail(exporter: RunningExporter, **changes: Any) -> Any:
+def fail(exporter: RunningExporter) -> Any:
     """Report an error of the job `train`, beside the idle cache of the job `notebook`; return its event's document."""
     number = next(NUMBERS)
     then = sample(UUIDS[0], 70 * MIB, fragmented=10 * MIB)
-    values = {"requested_bytes": 200 * MIB, "device_free_bytes": 100 * MIB, "limit_bytes": 1000 * MIB, **changes}
+    values = {"requested_bytes": 200 * MIB, "device_free_bytes": 100 * MIB, "limit_bytes": 1000 * MIB}
     error = OutOfMemory(UUIDS[0], number, phase="forward", step=7, sample=then, **values)
     answer = exporter.report(
         report(OWN, devices=(then,), workload="train", session="train", sequence=number + 1, ooms=(error,))

@@ -10,18 +10,16 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from gpumem_client.profile.profile_types import Frame, Owner
-from gpumem_exporter.features.profiles import profile_page
-from gpumem_exporter.features.profiles.profile_diff import Difference, difference
 from gpumem_exporter.features.profiles.profile_formats import render
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile
 from tests.support.builders import MIB
 from tests.support.live_page import browser
-from tests.support.made_up_profiles import LINEAR, MAIN, SCRIPT, made_up, many_stacks, stored, training
+from tests.support.made_up_profiles import MAIN, made_up, stored, training
 from tests.support.waiting import patient
 
 __all__ = ["browser"]
 
-Open = Callable[[StoredProfile | Difference], Page]
+Open = Callable[[StoredProfile], Page]
 HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>\u202e&amp;\"'"
 
 
@@ -33,7 +31,7 @@ def open_profile(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ope
     requested: list[str] = []
     complaints: list[str] = []
 
-    def open_(profile: StoredProfile | Difference) -> Page:
+    def open_(profile: StoredProfile) -> Page:
         path = tmp_path / f"{len(pages)}.html"
         path.write_bytes(render(profile, "html")[0])
         page = chromium.new_context(offline=True).new_page()
@@ -113,39 +111,6 @@ def test_names_of_another_users_process_are_text(open_profile: Open) -> None:
         page.keyboard.press("ArrowDown")
     assert "onerror" in details(page)
     assert "\u202e" not in page.inner_text("body")
-
-
-def test_a_difference_shows_what_grew_and_what_shrank(open_profile: Open) -> None:
-    before = made_up(
-        [(0, (LINEAR, Frame("keep", SCRIPT, 7), MAIN), None, MIB, MIB), (0, (), Owner("backward"), 8 * MIB, MIB)]
-    )
-    after = made_up([(0, (LINEAR, Frame("keep", SCRIPT, 7), MAIN), None, 6 * MIB, MIB)])
-    page = open_profile(difference(stored(before).at("live"), stored(after).at("live")))
-    assert page.locator("td:visible", has_text="train.py:7 in keep").count() == 3
-    assert page.locator("td:visible", has_text="+5.0 MiB").count() == 2
-    page.get_by_role("button", name="What shrank").click()
-    assert page.locator("td:visible", has_text="−8.0 MiB").count() == 1
-    page.get_by_role("button", name="Everything afterwards").click()
-    assert details(page).startswith("6.0 MiB")
-
-
-def test_the_page_says_when_rows_are_merged(open_profile: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = stored(many_stacks(stacks=200))
-    assert open_profile(profile).locator("#merged").inner_text() == ""
-    monkeypatch.setattr(profile_page, "MAX_LENGTH", 20_000)
-    page = open_profile(profile)
-    assert "200 rows" in page.locator("#merged").inner_text()
-    page.get_by_label("Search").fill("many small blocks")
-    assert page.locator("#found").inner_text() != ""
-    assert page.locator("p", has_text="185 more").count() == 2
-
-
-def test_five_thousand_stacks(open_profile: Open) -> None:
-    page = open_profile(stored(many_stacks()))
-    page.get_by_label("Search").fill("leaf_4321")
-    assert page.locator("#found").inner_text() != ""
-    page.locator("g.frame", has_text="call_0_0").first.click()
-    assert "call_0_0" in details(page)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -158,11 +158,6 @@ def test_the_described_credentials_are_those_that_open_each_route(
                     assert (answer.status != 401) is admitted, (method, path, credential, described, answer.status)
 
 
-@pytest.mark.parametrize("path", ["/nope", "/metrics/", "//", "/health%2f", "/docs/x.js", "/redoc"])
-def test_an_unknown_path_is_a_404_problem(exporter: RunningExporter, path: str) -> None:
-    problem(exporter.get(path), 404)
-
-
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.core.event import Event
-from tests.support.builders import UUIDS, report, sample
-from tests.support.running_exporter import RunningExporter, running_exporter
-from tests.support.waiting import patient
+from gpumem_exporter.core.samples import ProcessMemory
+from tests.support.builders import MIB, UUIDS, report, sample
+from tests.support.exporter_process import QUICK, ExporterProcess, token_file
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
+from tests.support.waiting import eventually, patient
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +108,58 @@ def test_the_memory_of_a_job_is_read_without_the_events_of_other_jobs(exporter: 
     everything = exporter.document("/api/v1/jobs/other")
     assert exporter.request("GET", "/api/v1/jobs/other?uid=7").status == 404
     assert len(everything["processes"]) > 1000
+
+
+HISTORY = "/api/v1/history"
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *("points=2001", "points=x", "from=-1", "from=nan", "from=1e300", "to=1e12", "from=20&to=20"),
+        *(f"device={97 * 'x'}", f"job={2049 * 'x'}", "jobs=x", "&".join(["device=GPU-1"] * 129)),
+    ],
+)
+def test_invalid_parameters_are_a_problem(exporter: RunningExporter, query: str) -> None:
+    errors = problem(exporter.get(f"{HISTORY}?{query}"), 422)["errors"]
+    assert errors[0]["field"].partition(".")[0] in query
+
+
+def test_hidden_commands_and_slurm_jobs_are_shown_with_the_token_only(tmp_path: Path) -> None:
+    token, authorized = token_file(tmp_path, "a-long-token"), {"Authorization": "Bearer a-long-token"}
+    provider = ScriptedProvider()
+    provider.processes[UUIDS[0]] = (ProcessMemory(4711, 50 * MIB),)
+    with running_exporter(provider=provider, web_hide_identities=True, action_token_file=token) as exporter:
+        path = f"{HISTORY}?job=pid~4711"
+        (hidden,) = eventually(lambda: exporter.document(path)["series"])
+        assert hidden["name"] == "pid 4711"
+        assert b"train.py" not in exporter.get(path).body
+        assert b"train.py" in exporter.get(path, **authorized).body
+        exporter.report(report(7, devices=(sample(),), slurm_job_id="4712"))
+        for path in ("/api/v1/live", "/api/v1/processes"):
+            eventually(lambda path=path: b'"4712"' in exporter.get(path, **authorized).body)  # type: ignore[misc]
+            assert b'"4712"' not in exporter.get(path).body
+
+
+def test_the_history_of_the_real_process_survives_a_restart(tmp_path: Path) -> None:
+    folder, begun = tmp_path / "storage", int(time.time())
+    exporter = ExporterProcess(tmp_path, "--demo", "--storage.path", str(folder), *QUICK)
+
+    def shown() -> dict[int, int | None]:
+        document = exporter.get(f"{HISTORY}?from={begun}")
+        (series, *_) = document["series"] or [{"used": {"max": []}}]
+        used = series["used"]["max"]
+        return {unix: value for unix, value in zip(document["unix_seconds"], used, strict=False) if value is not None}
+
+    try:
+        before = eventually(shown, lambda values: len(values) > 2)
+        assert exporter.stop() == 0
+        assert [path.name for path in folder.glob("history*")] == ["history.db"]
+        exporter.start()
+        after = eventually(shown, lambda values: max(values, default=0) > max(before) and min(values) <= min(before))
+        assert after.items() >= before.items()
+        assert exporter.stop(signal.SIGKILL) != 0
+        exporter.start()
+        assert eventually(shown, lambda values: min(values, default=2**40) <= min(before)).items() >= before.items()
+    finally:
+        exporter.close()
