@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.kubelet import Kubelet
 from tests.support.namespaces import CONTAINER, children, needs_namespaces
-from tests.support.running_command import run_command
 from tests.support.waiting import wait_for
 
 pytestmark = needs_namespaces
@@ -77,8 +75,6 @@ def test_reporters_in_containers_have_their_host_pids_and_bytes(
         reserved = stats["reserved_bytes.all.current"]
         assert metrics.value("gpumem_torch_non_torch_bytes", **labels) == used[pids[name]] - reserved
     exporter.metrics().assert_ledgers_add_up()
-    findings = json.loads(run_command("doctor", "--json", "--url", exporter.url).stdout)["findings"]
-    assert [each["verdict"] for each in findings if each["check"] == "pid namespace"] == ["PASS"]
 
     inside["second"].call("free")
     action = exporter.act("empty_cache", target={"pid": pids["second"]})
@@ -151,21 +147,17 @@ def test_a_process_in_a_pod_has_the_names_of_pod_and_jobs(
         wait_for(lambda: exporter.metrics().infos().get(pid, {}).get("k8s_pod") == "llm-0", "the pod's name")
         wait_for(lambda: str(silent.pid) in exporter.metrics().infos(), "the process without a reporter")
         infos = exporter.metrics().infos()
-        labels = infos[pid]
-        assert (
-            labels
-            | {
-                "container_id": CONTAINER_ID,
-                "k8s_pod_uid": UID.replace("_", "-"),
-                "k8s_namespace": "ml",
-                "k8s_pod": "llm-0",
-                "k8s_container": "trainer",
-                "slurm_job_id": "4242",
-                "ray_job_id": "01000000",
-                "reporting": "true",
-            }
-            == labels
-        )
+        expected = {
+            "container_id": CONTAINER_ID,
+            "k8s_pod_uid": UID.replace("_", "-"),
+            "k8s_namespace": "ml",
+            "k8s_pod": "llm-0",
+            "k8s_container": "trainer",
+            "slurm_job_id": "4242",
+            "ray_job_id": "01000000",
+            "reporting": "true",
+        }
+        assert expected.items() <= infos[pid].items()
         other = infos[str(silent.pid)]
         assert (other["slurm_job_id"], other["k8s_pod"], other["reporting"]) == ("77", "", "false")
         process.close()

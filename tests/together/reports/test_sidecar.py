@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
@@ -16,7 +13,6 @@ from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK, ExporterProcess, token_file
 from tests.support.namespaces import CONTAINER, children, needs_namespaces
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import run_command
 from tests.support.waiting import wait_for
 
 pytestmark = needs_namespaces
@@ -28,7 +24,7 @@ def main_pid(launcher_pid: int) -> int:
     return pid
 
 
-def inside(exporter: ExporterProcess) -> tuple[str, ...]:
+def shared_namespace(exporter: ExporterProcess) -> tuple[str, ...]:
     """Return a launcher that starts a program in the exporter's PID namespace, as shareProcessNamespace does."""
     assert exporter._popen is not None
     return ("nsenter", "--target", str(main_pid(exporter._popen.pid)), "--pid", "--mount", f"--wd={REPOSITORY}", "--")
@@ -51,13 +47,6 @@ def wait_for_polls(exporter: ExporterProcess) -> None:
     wait_for(lambda: polls() >= before + 3, "further polls")
 
 
-def doctor(exporter: ExporterProcess) -> dict[str, Any]:
-    """Return the finding of `doctor` about PID namespaces."""
-    findings = json.loads(run_command("doctor", "--json", "--url", exporter.url).stdout)["findings"]
-    (finding,) = [finding for finding in findings if finding["check"] == "pid namespace"]
-    return dict(finding)
-
-
 def assert_others_are_unknown(exporter: ExporterProcess, node: EmulatedNode, reserved: int) -> dict[str, int]:
     """Check and return the ledger of the first device, whose reporters have reserved this much."""
     metrics = exporter.metrics()
@@ -72,55 +61,39 @@ def assert_others_are_unknown(exporter: ExporterProcess, node: EmulatedNode, res
     return ledger
 
 
-@pytest.mark.parametrize(
-    ("way", "place", "listed"),
-    [
-        ("unix", "own container", "none"),
-        ("tcp", "same namespace", "host pids"),
-    ],
-)
 def test_a_sidecar_shows_its_reporters_and_leaves_the_rest_unattributed(
-    node: EmulatedNode,
-    start_exporter: StartExporter,
-    start_torch: StartTorch,
-    tmp_path: Path,
-    way: str,
-    place: str,
-    listed: str,
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     token = token_file(tmp_path, "right")  # the exporter cannot see this caller
-    if listed == "host pids":
-        node.set_process(31337, 0, GIB)  # of another pod
+    node.set_process(31337, 0, GIB)  # of another pod
     exporter = start_exporter(node, *QUICK, "--action.token-file", token, launcher=CONTAINER)
     wait_for_polls(exporter)
     assert_others_are_unknown(exporter, node, 0)
 
-    launchers = {"own container": CONTAINER, "same namespace": inside(exporter)}
-    trainer = start_trainer(start_torch, launchers[place], exporter.url if way == "unix" else exporter.tcp_url)
-    if listed == "host pids":
-        node.show_pid_as(trainer.pid, main_pid(trainer._popen.pid))
+    inside = start_trainer(start_torch, shared_namespace(exporter), exporter.tcp_url)
+    node.show_pid_as(inside.pid, main_pid(inside._popen.pid))
+    beside = start_trainer(start_torch, CONTAINER, exporter.url)
     reserved = 40 * MIB
-    wait_for(lambda: exporter.metrics().values("gpumem_torch_reserved_bytes") == [reserved], "its report")
+    wait_for(lambda: exporter.metrics().values("gpumem_torch_reserved_bytes") == [reserved] * 2, "their reports")
     wait_for_polls(exporter)
-    assert assert_others_are_unknown(exporter, node, reserved)["torch_allocated"] == reserved
+    assert assert_others_are_unknown(exporter, node, 2 * reserved)["torch_allocated"] == 2 * reserved
 
-    (entry,) = exporter.get("/api/v1/processes")["processes"]
-    assert (entry["own_pid"], entry["workload"]) == (trainer.pid, "train")
-    name = trainer.pid if place == "same namespace" else f"{trainer.pid}@{entry['pid_namespace']}:{os.geteuid()}"
-    assert (entry["pid"], entry["host_pid"]) == (name, trainer.pid if place == "same namespace" else None)
-    (device,) = entry["devices"]
-    assert (device["reserved_bytes"], device["used_bytes"], device["non_torch_bytes"]) == (reserved, None, None)
-    heading, row = run_command("info", "--url", exporter.url).stdout.partition("\nLedger\n")[2].splitlines()[:2]
-    assert row[heading.index("Other processes") :].split()[0] == "-"
-    assert doctor(exporter)["verdict"] == "WARN"
+    entries = {entry["host_pid"]: entry for entry in exporter.get("/api/v1/processes")["processes"]}
+    names = {inside.pid: inside.pid, None: f"{beside.pid}@{entries[None]['pid_namespace']}:{os.geteuid()}"}
+    assert {host_pid: entry["pid"] for host_pid, entry in entries.items()} == names
+    assert {entry["own_pid"] for entry in entries.values()} == {inside.pid, beside.pid}
+    for entry in entries.values():
+        (device,) = entry["devices"]
+        assert (device["reserved_bytes"], device["used_bytes"], device["non_torch_bytes"]) == (reserved, None, None)
 
-    trainer.call("free")
-    request = {"action": "empty_cache", "target": {"pid": name}}
-    answer = exporter.request("POST", "/api/v1/actions", request, {"Authorization": "Bearer right"})
-    assert [(row["outcome"], row["freed_bytes"]) for row in json.loads(answer.body)["results"]] == [("done", reserved)]
-
-    trainer.finish()
-    wait_for(lambda: exporter.get("/api/v1/processes")["processes"] == [], "its end")
+    for trainer, name in ((inside, names[inside.pid]), (beside, names[None])):
+        trainer.call("free")
+        request = {"action": "empty_cache", "target": {"pid": name}}
+        answer = exporter.request("POST", "/api/v1/actions", request, {"Authorization": "Bearer right"})
+        (row,) = json.loads(answer.body)["results"]
+        assert (row["outcome"], row["freed_bytes"]) == ("done", reserved)
+        trainer.finish()
+    wait_for(lambda: exporter.get("/api/v1/processes")["processes"] == [], "their end")
     wait_for_polls(exporter)
     assert_others_are_unknown(exporter, node, 0)
     assert exporter.log().count("PID namespace") == 1
