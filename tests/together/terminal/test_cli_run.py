@@ -1,3 +1,5 @@
+"""`gpumem-exporter run` as a process, and what the commands import."""
+
 from __future__ import annotations
 
 import shutil
@@ -8,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import REPOSITORY
 from tests.support.running_command import CONSOLE_SCRIPT, environment_without
 from tests.support.waiting import patient
 
 
-def _run(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def _run(
+    *arguments: str, python: tuple[str, ...] = (), environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """`gpumem-exporter run` in its own process, as the console script starts it."""
     return subprocess.run(
         [sys.executable, *python, "-c", CONSOLE_SCRIPT, "run", *arguments],
@@ -20,20 +25,13 @@ def _run(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedP
         text=True,
         timeout=patient(60),
         check=False,
-        env=environment_without("GPUMEM_", "PYTHONPATH"),
+        env=environment_without("GPUMEM_", "PYTHONPATH") if environment is None else environment,
     )
 
 
 @pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C"}])
 def test_the_command_gets_the_original_locale(locale: dict[str, str]) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", CONSOLE_SCRIPT, "run", "--", "/usr/bin/env"],
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        check=True,
-        env=locale,
-    )
+    ended = _run("--", "/usr/bin/env", environment=locale)
     variables = dict(line.split("=", 1) for line in ended.stdout.splitlines())
     assert {name: value for name, value in variables.items() if name.startswith("LC_")} == locale
 
@@ -71,3 +69,44 @@ def test_a_command_that_cannot_start_exits_with_126_or_127(tmp_path: Path) -> No
 def test_run_works_with_the_standard_library_alone() -> None:
     ended = _run("--", sys.executable, "-c", "print('ran')", python=("-I", "-S"))
     assert (ended.stdout, ended.stderr, ended.returncode) == ("ran\n", "", 0)
+
+
+def _main(*arguments: str, without: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the console script in a process that cannot import the module `without`."""
+    block = f"sys.modules[{without!r}] = None; " if without else ""
+    script = (
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); {block}"
+        "from gpumem_exporter.main import main; code = main(); "
+        "print(*sorted({name.split('.')[0] for name in sys.modules}), file=sys.__stderr__); sys.exit(code)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=patient(60), check=False
+    )
+
+
+def test_plan_without_the_toolkit_says_what_to_install() -> None:
+    ended = _main("plan", "--help", without="gpumem_toolkit")
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert "gpumem-toolkit" in ended.stderr.splitlines()[0]
+    assert _main("--help", without="gpumem_toolkit").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"),
+    [
+        (("--version",), {"rich", "pydantic"}),
+        (("run", "--help"), {"rich", "click", "pydantic", "argparse"}),
+        (("serve", "--log.level", "nonsense"), {"rich", "textual", "fastapi", "uvicorn", "pynvml"}),
+        (("clear",), {"rich", "textual", "fastapi", "uvicorn", "pynvml", "prometheus_client"}),
+        (
+            ("top", "--once", "--json", "--url", "unix:///nonexistent.sock"),
+            {"rich", "textual", "fastapi", "uvicorn", "pynvml"},
+        ),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(arguments: tuple[str, ...], unwanted: set[str]) -> None:
+    ended = _main(*arguments)
+    imported = set(ended.stderr.splitlines()[-1].split())
+    assert "gpumem_exporter" in imported
+    assert imported & unwanted == set()

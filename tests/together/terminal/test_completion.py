@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.cli.completion import of_list
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import CONSOLE_SCRIPT, clean_environment, run_command
@@ -52,11 +51,6 @@ def completions(line: str, url: str, shell: str = "bash") -> list[str]:
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout.split()
-
-
-def test_a_list_completes_its_last_name_and_repeats_none() -> None:
-    assert [item.value for item in of_list(["0", "1", "10"], "0,1")] == ["0,1", "0,10"]
-    assert [item.value for item in of_list(["0", "1"], "0,")] == ["0,1"]
 
 
 @pytest.mark.parametrize("url", ["unix:///nonexistent.sock", "no url"])

@@ -1,3 +1,5 @@
+"""`doctor --url` of an exporter on another machine: the findings are about that machine."""
+
 from __future__ import annotations
 
 import errno
@@ -5,15 +7,34 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
+
+from gpumem_exporter.cli.commands import doctor
+from gpumem_exporter.cli.commands.doctor import diagnose
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN
 from gpumem_exporter.cli.doctor.machine import check_socket
+from gpumem_exporter.node.pynvml_provider import PynvmlProvider
+from tests.support.running_exporter import ScriptedProvider, running_exporter
+from tests.support.waiting import eventually
 
 
-class _InaccessiblePath(type(Path())):  # type: ignore[misc]
-    """A path in an inaccessible folder. Root can access any folder, so this fakes it."""
+def test_the_exporters_driver_error_is_shown_and_the_local_driver_is_not_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def opened(_: PynvmlProvider) -> None:
+        raise AssertionError("opened-here")
 
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+    monkeypatch.setattr(doctor, "is_on_this_machine", lambda url: False)
+    monkeypatch.setattr(PynvmlProvider, "open", opened)
+    provider = ScriptedProvider()
+    provider.error = "driver-not-loaded"
+    with running_exporter(provider=provider) as exporter:
+        eventually(lambda: exporter.document("/health")["nvml"]["error"], lambda error: "driver-not-loaded" in error)
+        found = {finding.check: finding for finding in diagnose(exporter.url)}
+    assert found["driver"].verdict == FAIL
+    assert "driver-not-loaded" in found["driver"].detail
+    assert "opened-here" not in found["driver"].detail
+    assert "devices" not in found
 
 
 def test_a_listening_socket_passes_and_any_other_file_fails_if_it_is_the_only_address(tmp_path: Path) -> None:
@@ -30,7 +51,6 @@ def test_a_listening_socket_passes_and_any_other_file_fails_if_it_is_the_only_ad
         (path, WARN, os.strerror(errno.ECONNREFUSED).lower(), "start the exporter again"),
         (tmp_path, WARN, "is not a socket", "directory"),
         (tmp_path / "missing", PASS, "none at", f"--web.listen-socket {tmp_path / 'missing'}"),
-        (_InaccessiblePath("/run/s"), PASS, "may not access /run/s", "--url http://"),
     ):
         (required,), (not_required,) = (check_socket(other, required=required) for required in (True, False))
         assert (required.verdict, not_required.verdict) == (FAIL, optional)
