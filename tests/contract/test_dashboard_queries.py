@@ -169,6 +169,30 @@ def test_equal_nodes_of_two_clusters_are_two_jobs_of_one_user(tmp_path: Path) ->
     check(tmp_path, series, expression("fleet", "Jobs", letter, namespace="none"), {})
 
 
+def test_the_hours_of_a_user_are_the_sums_of_the_minutes_of_its_owners(tmp_path: Path) -> None:
+    series = {}
+    held, reported, idle = (
+        f"owner:gpumem_{name}"
+        for name in (
+            "process_memory_used_bytes:mean1m",
+            "process_memory_used_bytes:reported_mean1m",
+            "torch_idle_cache_bytes:mean1m",
+        )
+    )
+    owners = (("east", "ann", {held: 40, reported: 40, idle: 4}), ("west", "ann", {held: 20, reported: 20, idle: 2}))
+    for cluster, user, values in (*owners, ("west", "bob", {held: 11})):
+        for name, gib in values.items():
+            series[f'{name}{{cluster="{cluster}", user="{user}"}}'] = f"_x40 {gib * GIB}x59"  # an hour of minutes
+    for heading, expected in (
+        ("Held", {"ann": 60, "bob": 11}),
+        ("Reported", {"ann": 1}),
+        ("Idle cache share", {"ann": 0.1}),
+        ("Held by idle jobs", {"ann": 0, "bob": 0}),  # no activity is known
+    ):
+        query = expression("usage", "Users", letter_of("usage", "Users", heading))
+        check(tmp_path, series, query, {f'{{user="{user}"}}': value for user, value in expected.items()})
+
+
 COVERED: dict[str, tuple[dict[str, str], float | None]] = {
     "a node whose driver lists every process": ({}, 0.75),
     "no list of processes on a second device": (

@@ -20,8 +20,8 @@ class RunningPrometheus:
     """A Prometheus that scrapes every second; it is ready after construction.
 
     `targets` are `host:port` by the label `instance`; two names may have the same exporter. `clusters` are the values
-    of the label `cluster` by instance. `scrape` has more keys of the scrape configuration, such as
-    `scheme`; `flags` are more flags of Prometheus, and `rules` files of rules, which it evaluates every second.
+    of the label `cluster` by instance. `scrape` has more keys of the scrape configuration, such as `scheme`, and `rules`
+    are files of rules, which it evaluates every second.
     """
 
     def __init__(
@@ -30,7 +30,6 @@ class RunningPrometheus:
         targets: Mapping[str, str],
         scrape: Mapping[str, Any] | None = None,
         clusters: Mapping[str, str] | None = None,
-        flags: Sequence[str] = (),
         rules: Sequence[Path] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +49,8 @@ class RunningPrometheus:
         file.write_text(yaml.safe_dump(configuration))
         command = [
             *("prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}"),
-            *(f"--web.listen-address={address}", *flags),
+            f"--web.listen-address={address}",
+            *([f"--web.config.file={folder / 'web.yml'}"] if authority else []),
         ]
         self._running = ExitStack()
         log = self._running.enter_context(running(command, folder / "prometheus.log"))

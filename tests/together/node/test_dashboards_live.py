@@ -23,12 +23,10 @@ from tests.support.panel_frames import merged, table_of, transformed
 from tests.support.panel_queries import (
     Prometheus,
     Scope,
-    all_panels,
     load_dashboard,
     panel_of,
     queries,
     resolve,
-    variable_values,
 )
 from tests.support.ports import free_port
 from tests.support.running_prometheus import RunningPrometheus
@@ -112,23 +110,17 @@ class Scraped:
         """Return the values of the series of an instant query."""
         return [float(series["values"][0][1]) for series in self.prometheus.instant(scope.fill(expression), scope.end)]
 
-    def rows(self, dashboard: str, title: str, node: str, **variables: str) -> list[dict[str, Any]]:
+    def rows(self, dashboard: str, title: str, node: str) -> list[dict[str, Any]]:
         """Return the rows of a table by the headings of its columns."""
         document = load_dashboard(dashboard)
         panel = panel_of(document, title)
-        scope = self.scope(document, node, **variables)
-        columns, rows = transformed(merged(self.frames(panel, scope)), panel["transformations"])
-        return [{heading: row[name] for name, heading in columns if name in row} for row in rows]
-
-    def frames(self, panel: Mapping[str, Any], scope: Scope) -> list[list[dict[str, Any]]]:
-        several = len(panel["targets"]) > 1
-        return [
-            table_of(
-                self.prometheus.instant(scope.fill(target["expr"]), scope.end),
-                f"Value #{target['refId']}" if several else "Value",
-            )
+        scope = self.scope(document, node)
+        frames = [
+            table_of(self.prometheus.instant(scope.fill(target["expr"]), scope.end), f"Value #{target['refId']}")
             for target in panel["targets"]
         ]
+        columns, rows = transformed(merged(frames), panel["transformations"])
+        return [{heading: row[name] for name, heading in columns if name in row} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -250,27 +242,6 @@ def test_no_query_mixes_nodes_with_equal_pids(scraped: Scraped) -> None:
         scope = scraped.scope(dashboard, ".*" if several else DEMO)
         for query in queries(dashboard):
             scraped.prometheus.ask(query, scope)
-
-
-@pytest.mark.parametrize("node", [DEMO, EMULATED])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_variable_has_choices_and_every_table_has_one_row_per_subject(
-    scraped: Scraped, name: str, node: str
-) -> None:
-    dashboard = load_dashboard(name)
-    scope = scraped.scope(dashboard, node)
-    without = {(DEMO, "rank"), (EMULATED, "namespace")}
-    for variable in dashboard["templating"]["list"]:
-        if variable["type"] == "query" and (node, variable["name"]) not in without:
-            assert variable_values(variable, scraped.prometheus, scope, scope.variables), variable["name"]
-    for panel in all_panels(dashboard):
-        if panel["type"] != "table" or panel["transformations"][0]["id"] != "merge":
-            continue
-        frames = scraped.frames(panel, scope)
-        assert not any("__name__" in row for frame in frames for row in frame), panel["title"]
-        # Each query adds columns to existing rows, and none adds rows.
-        rows = merged(frames)
-        assert len(rows) == max(map(len, frames), default=0), panel["title"]
 
 
 @pytest.mark.parametrize("node", [DEMO, EMULATED])

@@ -34,28 +34,6 @@ def reporting(exporter: ExporterProcess) -> list[Mapping[str, Any]]:
     return [process for process in exporter.get("/api/v1/processes")["processes"] if process["reporting"]]
 
 
-def test_soon_after_the_start_every_process_reports_and_has_a_history(tmp_path: Path) -> None:
-    with demo(tmp_path) as fresh:
-        metrics = fresh.metrics()
-        events = fresh.get("/api/v1/events?type=process_started&limit=100")["events"]
-        live = eventually(lambda: fresh.get("/api/v1/live"), lambda live: live["findings"] and live["devices"])
-        now = live["time"]["unix_seconds"]
-        past = fresh.get(f"/api/v1/history?from={now - 3600}&to={now}")
-        health = eventually(lambda: fresh.get("/health"), lambda health: health["status"] == "ok")
-    assert health["devices"] == 8
-    started = metrics.value("process_start_time_seconds")
-    reported = sorted(event["detail"]["first_report_unix_seconds"] - started for event in events)
-    assert reported[REPORTING - 1] < patient(5)
-    starts = [event["unix_seconds"] for event in events[:REPORTING]]
-    assert starts == sorted(starts)
-    assert starts[-1] < started
-    assert len(metrics.values("gpumem_device_memory_used_bytes")) == 8
-    assert live["findings"][0]["kind"] == "growth"
-    assert not [found for found in live["findings"] if found["severity"] == "critical"]
-    assert {"idle_cache"} <= {found["kind"] for found in live["findings"]}
-    assert [series["used"]["max"].count(None) for series in past["series"]] == [0] * 8
-
-
 def test_its_reports_have_the_token_that_the_exporter_requires_and_it_stops_without_a_warning(tmp_path: Path) -> None:
     token = token_file(tmp_path, "a-secret-that-is-long-enough-to-be-one")
     with demo(tmp_path, "--report.token-file", token) as guarded:
