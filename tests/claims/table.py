@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.claims import actions, device, errors, heaps, pools
+from tests.claims import actions, device, heaps, pools
 from tests.claims.place import EXPANDABLE, Bench, Place
 from tests.claims.values import Claim, NotAvailableError, Values, require
 
@@ -53,8 +53,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("cudaMallocAsync: values are right or absent", pools.asynchronous_backend),
     Claim("memory allocated past a disabled cache is non-torch", _on(pools.past_the_cache)),
     Claim("ledgers add up in every scrape", device.ledgers_add_up),
-    Claim("an out-of-memory error has its memory values", _on(errors.values_of_an_error)),
-    Claim("a memory fraction is the limit of an error", _on(errors.limit_of_a_fraction)),
+    Claim("an out-of-memory error has its memory values", _on(actions.values_of_an_error)),
+    Claim("a memory fraction is the limit of an error", _on(actions.limit_of_a_fraction)),
     Claim("a dry run changes nothing", _on(actions.dry_run_touches_nothing)),
     Claim("a garbage collection frees reference cycles", _on(actions.cycles_go_with_a_collection)),
     Claim("peaks are reset", _on(lambda bench: actions.peaks_are_reset(bench, _two(bench)))),

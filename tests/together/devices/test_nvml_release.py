@@ -131,6 +131,5 @@ def test_the_commands_and_their_exit_codes(node: EmulatedNode, start_exporter: S
         hang.wait_for_waiting()
         command("release-nvml", "--wait", "0.1", code=1)
     assert "--wait" in command("release-nvml", "--wait", "61", code=2)
-    for body, field in (({"wait_seconds": 61}, "wait_seconds"), ({"reson": "typo"}, "reson")):
-        invalid = request(exporter, RELEASE, expect=422, **body)
-        assert [error["field"] for error in invalid["errors"]] == [field]
+    (invalid,) = request(exporter, RELEASE, expect=422, reson="typo")["errors"]
+    assert invalid["field"] == "reson"
