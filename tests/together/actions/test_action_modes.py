@@ -1,4 +1,4 @@
-"""The modes of actions, groups and termination, with real torch on the emulated node."""
+"""The modes of actions, groups, and what stays free after a clear, with real torch on the emulated node."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Rules of a policy that act by themselves, on a reload, and for the alerts of a real Alertmanager."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,4 @@
-"""The examples of docs/trainers.md with the real libraries, and the magics in a real kernel."""
+"""Launchers and trainers of other projects: the examples of docs/trainers.md, ranks, actors, and a real kernel."""
 
 from __future__ import annotations
 

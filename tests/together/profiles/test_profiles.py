@@ -1,4 +1,4 @@
-"""Profiles over HTTP: how a process sends one, and what the exporter shows of it."""
+"""Profiles over HTTP and with the command `profile`: how a process sends one, and what is shown of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Space for the next job: allocatable bytes, the limits of processes, and NCCL's bytes."""
+"""Space for the next job: allocatable bytes, limits, NCCL's bytes, what a job used, and who holds memory idly."""
 
 from __future__ import annotations
 

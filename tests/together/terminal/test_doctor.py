@@ -1,4 +1,4 @@
-"""`doctor --url` of an exporter on another machine: the findings are about that machine."""
+"""`doctor`: the driver of an exporter on another machine, and the socket of one on this machine."""
 
 from __future__ import annotations
 

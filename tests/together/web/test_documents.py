@@ -1,4 +1,4 @@
-"""Replies about a whole node: they are built beside the event loop, and their size has a limit."""
+"""Replies about a whole node: built beside the event loop, limited in size, and their history over a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live page of exporters that run: hostile names, no driver, many processes, and a lost connection."""
+"""The live page of exporters that run: hostile names, no driver, many processes, a lost connection, profiles."""
 
 from __future__ import annotations
 
