@@ -32,11 +32,11 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "a clear frees the reclaimable bytes: classic, three streams",
-        _on(lambda bench: heaps.random_heaps_of_streams(bench, 12)),
+        _on(lambda bench: heaps.random_heaps_of_streams(bench)),
     ),
     Claim(
         "a clear frees the reclaimable bytes: expandable, three streams",
-        _on(lambda bench: heaps.random_heaps_of_streams(bench, 12, by_pages=True), EXPANDABLE),
+        _on(lambda bench: heaps.random_heaps_of_streams(bench, by_pages=True), EXPANDABLE),
     ),
     Claim("a clear frees the reclaimable bytes: max_split_size_mb", heaps.max_split_size),
     Claim("a clear frees the reclaimable bytes: a memory fraction", heaps.memory_fraction),

@@ -21,7 +21,7 @@ from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import patient, wait_for
 
-ACTIONS = 1000
+ACTIONS = 500
 THREADS = 16
 PATIENCE_SECONDS = 90.0
 

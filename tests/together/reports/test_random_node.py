@@ -2,7 +2,7 @@
 
     GPUMEM_RANDOM_STEPS=10000 python -m pytest -s tests/together/reports/test_random_node.py
 
-The default is 200 steps. The run prints its seed. `GPUMEM_RANDOM_SEED` repeats its choices, but not the times at which
+The default is 150 steps. The run prints its seed. `GPUMEM_RANDOM_SEED` repeats its choices, but not the times at which
 reports and polls arrive. `python -m benchmarks.observer` is the same for ten minutes, with a real Prometheus.
 """
 
@@ -21,7 +21,7 @@ from tests.support.exporter_process import UNLIMITED
 from tests.support.observer import Observer
 from tests.support.random_node import DEVICES, TOTAL_BYTES, Steps, World
 
-STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "200"))
+STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "150"))
 QUIET_EVERY = 25
 EXPIRY_SECONDS, PAUSE_SECONDS = 5.0, 8.0
 # What takes long is taken seldom.
