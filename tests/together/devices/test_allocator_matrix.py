@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,8 +12,7 @@ import pytest
 from tests.claims.place import EXPANDABLE, SETTINGS, Bench, Place
 from tests.claims.table import CLAIMS, check
 from tests.claims.values import Claim, SameNumber, require
-from tests.emulation.node import GIB, MIB
-from tests.support.running_command import run_tool
+from tests.emulation.node import MIB
 from tests.support.torch_release import since_torch, torch_release
 from tests.support.waiting import wait_for
 
@@ -186,11 +184,3 @@ def test_the_interpreter_keeps_running_while_the_program_empties_its_cache(class
     assert longest_pause < flush / 4, "the interpreter stood still for a whole cudaFree"
     _, shown_after = classic.settle()
     assert shown_after["reserved_bytes"] == classic.stats()["reserved_bytes.all.current"] == 0
-
-
-def test_the_report_of_the_emulated_node_alone() -> None:
-    command = ("-m", "tests.gpu.report", "--emulated-only", "--only", "memory of a device")
-    ran = run_tool(sys.executable, *command)
-    assert ran.returncode == 0, ran.stderr + ran.stdout
-    assert "## Disagreements\n\nNone.\n" in ran.stdout
-    assert f"| free + used + reserved | {80 * GIB:,} |" in ran.stdout
