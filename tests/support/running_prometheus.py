@@ -50,7 +50,6 @@ class RunningPrometheus:
         command = [
             *("prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}"),
             f"--web.listen-address={address}",
-            *([f"--web.config.file={folder / 'web.yml'}"] if authority else []),
         ]
         self._running = ExitStack()
         log = self._running.enter_context(running(command, folder / "prometheus.log"))

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,70 +20,32 @@ from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.edge.listeners import BindError, bind
 from tests.support.builders import report
-from tests.support.running_command import clean_environment, environment_without, run_command
+from tests.support.exporter_process import ExporterProcess
+from tests.support.running_command import environment_without, run_command
 from tests.support.waiting import eventually, patient
-
-SERVE = [sys.executable, "-m", "gpumem_exporter", "serve"]
-
-
-@dataclass
-class Exporter:
-    process: subprocess.Popen[str]
-    url: str
-
-    def get(self, path: str) -> int:
-        with contextlib.closing(Connection(self.url, timeout_seconds=patient(30))) as connection:
-            return connection.request("GET", path).status
-
-
-@contextlib.contextmanager
-def started(command: list[str]) -> Iterator[Exporter]:
-    """Start an exporter that logs JSON and wait until it listens."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_environment())
-    try:
-        assert process.stderr is not None
-        # Lines about the driver may come first.
-        for line in iter(process.stderr.readline, ""):
-            document = json.loads(line)
-            if document["msg"] == "listening":
-                yield Exporter(process, document["addresses"].split(",")[0])
-                break
-            assert document["logger"].startswith("gpumem_exporter.node"), line
-        else:
-            raise AssertionError("it exited without listening")
-    finally:
-        process.kill()
-        process.wait(patient(30))
-        if process.stderr is not None:
-            process.stderr.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_exporter_while_reports_wait(number: signal.Signals, tmp_path: Path) -> None:
-    path = tmp_path / "exporter.sock"
-    flags = ["--web.listen-address", "127.0.0.1:0", "--web.listen-socket", str(path), "--log.format", "json"]
-    flags += ["--report.interval", "60", "--report.expiry", "120"]
-    with started([*SERVE, *flags]) as exporter:
-        assert exporter.get("/-/healthy") == 200
+    flags = ("--log.format", "json", "--report.interval", "60", "--report.expiry", "120")
+    with closing(ExporterProcess(tmp_path, *flags, fresh=True, ready="/-/healthy")) as exporter:
         held = []
         for pid in range(1, 4):
             body = json.dumps(to_wire(report(pid, hold_seconds=60.0))).encode()
             sock = socket.socket(socket.AF_UNIX)
-            sock.connect(str(path))
+            sock.connect(str(exporter.socket))
             head = f"POST {REPORTS_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             held.append(sock)
-        with contextlib.closing(Connection(exporter.url, timeout_seconds=patient(30))) as connection:
-            eventually(lambda: json.loads(connection.request("GET", "/health").body)["processes"], lambda n: n == 3)
-        exporter.process.send_signal(number)
-        assert exporter.process.wait(patient(30)) == 0
+        eventually(lambda: exporter.get("/health")["processes"], lambda count: count == 3)
+        assert exporter.stop(number) == 0
         for sock in held:
             assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
             sock.close()
-        assert not path.exists()
-        assert exporter.process.stderr is not None
-        said = [json.loads(line) for line in exporter.process.stderr]
-        assert [line for line in said if not line["logger"].startswith("gpumem_exporter.node")] == []
+        assert not exporter.socket.exists()
+        said = [json.loads(line) for line in exporter.log().splitlines()]
+        others = [line for line in said if not line["logger"].startswith("gpumem_exporter.node")]
+        assert [line["msg"] for line in others] == ["listening"]
 
 
 def test_every_address_of_the_machine_is_ipv4_and_ipv6() -> None:
@@ -155,7 +116,7 @@ def test_a_file_that_is_not_a_socket_is_kept(tmp_path: Path, make: Callable[[Pat
     assert path.exists()
 
 
-SERVE_ACTIVATED = [*SERVE, "--web.systemd-socket", "--log.format", "json"]
+SERVE = [sys.executable, "-m", "gpumem_exporter", "serve", "--web.systemd-socket"]
 
 
 def tcp_socket() -> socket.socket:
@@ -202,7 +163,7 @@ def start_activated(sockets: Sequence[socket.socket], command: Sequence[str]) ->
 @contextlib.contextmanager
 def activated(sockets: Sequence[socket.socket]) -> Iterator[subprocess.Popen[str]]:
     """Run an exporter with these sockets. It must end by itself or on a signal of the test."""
-    process = start_activated(sockets, SERVE_ACTIVATED)
+    process = start_activated(sockets, SERVE)
     try:
         yield process
     finally:
@@ -262,7 +223,7 @@ def abstract_socket() -> socket.socket:
 )
 def test_a_socket_that_the_exporter_cannot_use_is_an_error(make: Callable[[], socket.socket], named: str) -> None:
     with make() as sock:
-        _, log = start_activated([sock], SERVE_ACTIVATED).communicate(timeout=patient(60))
+        _, log = start_activated([sock], SERVE).communicate(timeout=patient(60))
     assert re.search(rf"--web\.systemd-socket: .*{named}", log)
 
 
