@@ -48,6 +48,20 @@ def test_a_process_reports_whatever_bytes_are_in_its_environment(exporter: Runni
     assert exporter.sample("gpumem_torch_allocated_bytes", uuid=UUIDS[0], workload="caf? é") == MIB
 
 
+def test_a_report_that_arrives_late_changes_nothing(exporter: RunningExporter) -> None:
+    exporter.report(report(1, devices=(sample(allocated=2),), sequence=2))
+    assert exporter.report(report(1, devices=(sample(allocated=1),), sequence=1)).status == 200
+    assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 2
+
+
+def test_an_action_over_the_limit_is_429_with_a_retry_after() -> None:
+    with running_exporter(action_process_limit=2) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        answers = [exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0) for _ in range(3)]
+        assert [answer.status for answer in answers] == [202, 202, 429]
+        assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+
+
 def test_an_unknown_device_in_a_report_is_logged_once_and_the_known_ones_are_stored(
     exporter: RunningExporter, caplog: pytest.LogCaptureFixture
 ) -> None:
