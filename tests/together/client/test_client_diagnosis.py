@@ -171,6 +171,29 @@ def test_the_error_keeps_its_frames_unless_free_frames_is_set_and_has_a_note(sta
     assert seen["other"] is False
 
 
+PHASES = """
+import gpumem_client as client
+import gpumem_toolkit as toolkit
+guard = toolkit.oom_guard()
+def fails():
+    with client.phase("before"):
+        pass
+    with client.phase("outer"), client.phase("inner"):
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+try:
+    guard(fails)()
+except torch.OutOfMemoryError as error:
+    values = guard.diagnosis.values
+    result = values.phase, values.user_phase, error.__notes__[0].splitlines()[0]
+"""
+
+
+def test_a_diagnosis_has_the_phase_of_the_error_although_the_error_has_ended_it(start_torch: StartTorch) -> None:
+    phase, user_phase, note = start_torch().exec(PHASES)
+    assert (phase, user_phase) == ("inner", "inner")
+    assert " in inner" in note
+
+
 def test_with_a_reporter_the_values_are_exact_to_the_byte(
     node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
 ) -> None:

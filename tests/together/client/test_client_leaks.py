@@ -72,6 +72,27 @@ def test_leaks_are_found_within_200_steps_and_their_holder_is_named(start_torch:
     assert "autograd graph" in first
 
 
+TRAINED = """
+import gpumem_client as client
+from gpumem_toolkit.integrations.training_watch import TrainingWatch
+watch, kept, values = TrainingWatch(leaks=True), [], {}
+while "gpumem/leak_bytes_per_step" not in values and len(kept) < 78:
+    watch.step_starts(batch_size=1)
+    kept.append(torch.empty(100 << 20, dtype=torch.uint8, device="cuda"))
+    client.step()
+    watch.step_ends()
+    values = watch.values()
+watch.stop()
+result = len(kept), values["gpumem/leak_bytes_per_step"]
+"""
+
+
+def test_a_trainers_logger_gets_the_rate_of_a_leak(start_torch: StartTorch) -> None:
+    steps, rate = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(TRAINED)
+    assert steps > 1
+    assert rate == pytest.approx(100 << 20, rel=0.05)
+
+
 WALKED = """
 import gc
 import gpumem_toolkit as toolkit
@@ -156,3 +177,27 @@ def test_a_walk_does_not_disturb_a_thread_that_fills_a_tuple(start_torch: StartT
     assert came_of == [7]
     assert count == 5
     assert left == 0
+
+
+FROZEN = """
+import gc
+import gpumem_toolkit as toolkit
+def run():
+    engine = {"weights": [torch.empty(16 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]}
+    gc.collect()
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        walked = toolkit.lingering_tensors(max_seconds=30)  # the default ends the search early on a slow machine
+        groups = [[group.count, group.bytes >> 20, *group.referrers] for group in walked.groups]
+        return groups, walked.hidden_objects > 0, gc.get_freeze_count() > 0.99 * frozen > 0
+    finally:
+        gc.unfreeze()
+result = run()
+"""
+
+
+def test_frozen_tensors_and_what_refers_to_them_are_found_and_stay_frozen(start_torch: StartTorch) -> None:
+    [[count, mebibytes, holder]], hidden, stayed = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(FROZEN)
+    assert (count, mebibytes, hidden, stayed) == (2, 32, True, True)
+    assert re.search(r"\bweights\b.*\bengine\b", holder)
