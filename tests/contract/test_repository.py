@@ -1,17 +1,26 @@
-"""README, docs/, CHANGELOG, deploy/ and grafana/ agree with the code."""
+"""README, docs/, CHANGELOG, deploy/ and grafana/ agree with the code, and what is generated from it is up to date."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import runpy
 import subprocess
 from functools import cache
+from importlib.metadata import version
 
 import pytest
+import yaml
 
+from gpumem_client.profile.owners import TESTED_TORCH
+from gpumem_client.wire.protocol import ACTION_OF_COMMAND
 from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions.kinds import COMMAND_NAMES
 from gpumem_exporter.commands import COMMANDS
 from gpumem_exporter.features.policy.policy_routes import RULE
+from gpumem_exporter.settings import setting_key
+from gpumem_exporter.settings_sources import settings_model
 from tests.support.metrics_list import METRICS
 from tests.support.packages import PACKAGES
 from tests.support.paths import REPOSITORY
@@ -19,6 +28,9 @@ from tests.support.running_command import run_tool
 
 FAMILIES = {metric.name: metric for metric in METRICS}
 PAGES = ("README.md", *sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("docs/**/*.md")))
+CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"
+GENERATE = runpy.run_path(str(REPOSITORY / "docs" / "generate.py"))
+"""The names of docs/generate.py."""
 DOCUMENTS = (*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "deploy/helm/gpumem-exporter/README.md")
 
 
@@ -115,3 +127,79 @@ def _expanded(written: str) -> list[str]:
         return [written]
     before, choices, after = match.groups()
     return [name for choice in choices.split(",") for name in _expanded(before + choice + after)]
+
+
+# --- What is generated from the code
+
+
+def without_types_of_options(page: str) -> list[str]:
+    """Return the words of a page without placeholders of values, which differ between releases of click."""
+    return re.sub(r"<(?:str|int|float)>|\b(?:TEXT|INTEGER|FLOAT)\b|[{}\[\]]", " ", page).split()
+
+
+@pytest.mark.parametrize("name", ["metrics.md", "command-line.md"])
+def test_a_generated_page_is_up_to_date(name: str) -> None:
+    made = GENERATE["PAGES"][name]()
+    assert without_types_of_options(made) == without_types_of_options(texts()[f"docs/{name}"]), "run docs/generate.py"
+
+
+def test_the_chart_describes_and_checks_every_value_and_setting_and_no_other() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    readme = (CHART / "README.md").read_text(encoding="utf-8")
+    assert readme == runpy.run_path(str(CHART.parent / "build_readme.py"))["readme"](), "run build_readme.py"
+    assert [name for name in values if f"| `{name}" not in readme] == []
+    written = (CHART / "values.schema.json").read_text(encoding="utf-8")
+    assert written == GENERATE["chart_schema"](), "run docs/generate.py"
+    schema = json.loads(written)["properties"]
+    assert schema.keys() - {"global"} == values.keys()
+    keys = {setting_key(field) for field in settings_model().model_fields}
+    fixed = GENERATE["FIXED_BY_THE_CHART"]
+    assert fixed - keys <= {"client.directory"}
+    assert schema["settings"]["properties"].keys() == keys - fixed
+    rules = yaml.safe_load((REPOSITORY / "deploy/prometheus/rules/alerts.yml").read_text(encoding="utf-8"))
+    alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"]}
+    assert set(schema["prometheusRule"]["properties"]["disabled"]["items"]["enum"]) == alerts
+
+
+# --- Actions, and releases of torch
+
+PLAIN = "reset_peak"
+"""An action without options of its own, and with a function of the same name in the client's public API."""
+PRODUCT = {"": REPOSITORY / "gpumem_exporter", "gpumem_client/": REPOSITORY / "client" / "gpumem_client"}
+
+
+def test_the_page_lists_the_files_that_name_a_plain_action() -> None:
+    (row,) = (line for line in texts()["docs/architecture.md"].splitlines() if line.startswith("| an action |"))
+    named = re.compile(rf'["\']({PLAIN}|{PLAIN.replace("_", "-")})["\']')
+    found = {
+        prefix + path.relative_to(folder).as_posix()
+        for prefix, folder in PRODUCT.items()
+        for path in folder.rglob("*")
+        if path.suffix in (".py", ".js", ".html") and named.search(path.read_text())
+    }
+    # Its public function, and the example of `start(actions=...)`.
+    api = {"gpumem_client/__init__.py", "gpumem_client/release.py", "gpumem_client/api.py"}
+    assert found - api == set(re.findall(r"`([^`]+)`", row))
+
+
+def test_the_client_knows_the_commands_of_the_declarations() -> None:
+    assert {action: name for name, action in ACTION_OF_COMMAND.items()} == {
+        action: name for action, name in COMMAND_NAMES.items() if name != action
+    }
+
+
+def test_documents_and_tests_name_the_releases_of_torch_that_the_client_acts_on() -> None:
+    oldest, newest = (".".join(map(str, release)) for release in TESTED_TORCH)
+    versions = texts()["docs/versions.md"]
+    assert f"name owners with torch {oldest} to {newest} only" in versions
+    (row,) = re.findall(r"^\| torch, CUDA build \|.*$", versions, re.MULTILINE)
+    assert f"{newest} in" in row
+    assert f"| {oldest}.0 |" in row
+    assert f'"torch>={oldest}"' in texts()["pyproject.toml"]
+
+
+@pytest.mark.tools
+def test_the_tests_run_with_a_release_in_the_range() -> None:
+    """A newer release fails here until TESTED_TORCH has it: profiles would come without owners."""
+    installed = tuple(map(int, version("torch").split(".")[:2]))
+    assert TESTED_TORCH[0] <= installed <= TESTED_TORCH[1]
