@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.panel_queries import Scope, expression, letter_of, load_dashboard, panel_of
-from tests.support.running_command import run_tool
+from tests.support.running_command import promtool_check, promtool_tests
 
 pytestmark = pytest.mark.tools
 
@@ -63,16 +61,8 @@ class Oom:
 
 def check(tmp_path: Path, series: dict[str, str], query: str, expected: dict[str, float]) -> None:
     """Assert that the expression returns exactly these series at EVALUATED_AT, with samples every 15 seconds."""
-    samples = [{"labels": labels, "value": value} for labels, value in expected.items()]
-    test: dict[str, Any] = {
-        "interval": "15s",
-        "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": [{"expr": query, "eval_time": f"{EVALUATED_AT}s", "exp_samples": samples}],
-    }
-    path = tmp_path / "test.json"
-    path.write_text(json.dumps({"evaluation_interval": "15s", "tests": [test]}))
-    checked = run_tool("promtool", "test", "rules", path)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    checks = [promtool_check(query, EVALUATED_AT, expected)]
+    promtool_tests(tmp_path, {"input_series": series, "promql_expr_test": checks})
 
 
 VERDICTS = {

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import run_tool
+from tests.support.running_command import promtool_check, promtool_tests
 
 pytestmark = pytest.mark.tools
 
@@ -61,16 +59,6 @@ EXPECTED: list[dict[str, float]] = [
 def test_the_joins_with_dcgm_exporter_find_what_the_page_says(tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "dcgm.md").read_text(encoding="utf-8")
     expressions = re.findall(r"^```promql\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-    series = [{"series": name, "values": f"{value}x70"} for name, value in {**DCGM, **OURS}.items()]
-    checks: list[dict[str, Any]] = [
-        {
-            "expr": expression,
-            "eval_time": "65m",
-            "exp_samples": [{"labels": labels, "value": value} for labels, value in expected.items()],
-        }
-        for expression, expected in zip(expressions, EXPECTED, strict=True)
-    ]
-    test = {"interval": "1m", "input_series": series, "promql_expr_test": checks}
-    (tmp_path / "tests.json").write_text(json.dumps({"tests": [test]}))
-    ran = run_tool("promtool", "test", "rules", tmp_path / "tests.json")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    series = {name: f"{value}x70" for name, value in {**DCGM, **OURS}.items()}
+    checks = [promtool_check(*each) for each in zip(expressions, [3900.0] * 4, EXPECTED, strict=True)]
+    promtool_tests(tmp_path, {"input_series": series, "promql_expr_test": checks}, interval="1m")

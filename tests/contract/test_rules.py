@@ -21,11 +21,11 @@ import yaml
 from gpumem_exporter.core.event import EVENT_TYPES
 from gpumem_exporter.page.findings import SEVERITIES, SEVERITY
 from tests.support.alertmanagers import Receiver, alertmanager, receiving
-from tests.support.dashboard_rules import nodes
-from tests.support.growth_tables import ACTIVATION_GIB, LEAKS, STEADY, Leak, Minutes, Sizes
+from tests.support.growth_tables import ACTIVATION_GIB, STEADY, Minutes, Sizes
 from tests.support.metrics_list import METRICS
+from tests.support.panel_queries import nodes
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import run_tool
+from tests.support.running_command import promtool_check, promtool_tests, run_tool
 from tests.support.waiting import patient, wait_for, wait_until_equal
 
 RULES = REPOSITORY / "deploy" / "prometheus" / "rules"
@@ -200,25 +200,11 @@ def runbook_queries(path: Path) -> list[str]:
 def test_the_query_for_lost_devices_excludes_devices_with_a_new_index(tmp_path: Path) -> None:
     query = runbook_queries(RUNBOOKS / "GpuMemDeviceLost.md")[1]
 
-    def series(gpu: int, uuid: str, values: str) -> dict[str, str]:
-        name = f'gpumem_device_up{{job="gpumem",instance="NODE:9844",gpu="{gpu}",uuid="{uuid}"}}'
-        return {"series": name, "values": values}
-
-    lost = [
-        series(0, "GPU-a", "1x20"),
-        series(1, "GPU-b", "1x5 stale"),
-        series(2, "GPU-c", "1x5 stale"),
-        series(1, "GPU-c", "_x8 1x10"),
-    ]
-    missing = {"labels": '{job="gpumem",instance="NODE:9844",gpu="1",uuid="GPU-b"}', "value": 1}
-    test = {
-        "interval": "1m",
-        "input_series": lost,
-        "promql_expr_test": [{"expr": query, "eval_time": "18m", "exp_samples": [missing]}],
-    }
-    (tmp_path / "tests.yml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
-    ran = run_tool("promtool", "test", "rules", "tests.yml", cwd=tmp_path)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ups = {(0, "a"): "1x20", (1, "b"): "1x5 stale", (2, "c"): "1x5 stale", (1, "c"): "_x8 1x10"}
+    device = '{{job="gpumem",instance="NODE:9844",gpu="{}",uuid="GPU-{}"}}'
+    lost = {f"gpumem_device_up{device.format(*key)}": values for key, values in ups.items()}
+    checks = [promtool_check(query, 18 * 60, {device.format(1, "b"): 1})]
+    promtool_tests(tmp_path, {"input_series": lost, "promql_expr_test": checks}, interval="1m")
 
 
 @pytest.mark.tools
@@ -267,7 +253,7 @@ GROWTH = "GpuMemLeak|GpuMemOomSoon|GpuMemServerGrowth"
 GIB = 1 << 30
 
 
-def series_of_job(minutes: int, device_gib: float, sizes: Callable[[Minutes], Sizes], *, steps: bool) -> list[Any]:
+def series_of_job(minutes: int, device_gib: float, sizes: Callable[[Minutes], Sizes], *, steps: bool) -> dict[str, str]:
     """Return the metrics of a job of `growth_tables`, each minute."""
     processes: dict[tuple[int, str], list[float | None]] = {}
     free: dict[int, list[float]] = {}
@@ -283,13 +269,13 @@ def series_of_job(minutes: int, device_gib: float, sizes: Callable[[Minutes], Si
             used = [gib + ACTIVATION_GIB for there, gib in now.values() if there == gpu]
             free.setdefault(gpu, []).append(device_gib - sum(used))
 
-    def line(name: str, labels: str, values: Sequence[float | None]) -> dict[str, str]:
+    def line(name: str, labels: str, values: Sequence[float | None]) -> tuple[str, str]:
         texts = ["_" if value is None else f"{value:.0f}" for value in values]
         # A series that has ended is stale, as after a scrape without it.
         ended = [i for i, (now, before) in enumerate(pairwise(reversed(texts))) if now == "_" != before]
         for place in ended:
             texts[len(texts) - 1 - place] = "stale"
-        return {"series": f'{name}{{job="gpumem",instance="n",{labels}}}', "values": " ".join(texts)}
+        return f'{name}{{job="gpumem",instance="n",{labels}}}', " ".join(texts)
 
     found = [
         line("gpumem_device_memory_free_bytes", f'gpu="{gpu}",uuid="{gpu}"', [gib * GIB for gib in values])
@@ -310,44 +296,7 @@ def series_of_job(minutes: int, device_gib: float, sizes: Callable[[Minutes], Si
         if steps:
             ended = [None if size is None else 10 * minute for minute, size in enumerate(kept)]
             found.append(line("gpumem_torch_step", labels, ended))
-    return found
-
-
-def promtool_tests(folder: Path, tests: list[dict[str, Any]]) -> None:
-    """Evaluate the alerts on growth over series, and check expressions at some times."""
-    needed = needed_rules(GROWTH)
-    rules = [rule for file in FILES for group in groups(file) for rule in group["rules"]]
-    kept = [rule for rule in rules if (rule.get("alert") or rule["record"]) in needed]
-    (folder / "rules.json").write_text(json.dumps({"groups": [{"name": "growth", "rules": kept}]}))
-    document = {"rule_files": ["rules.json"], "evaluation_interval": "1m", "tests": tests}
-    (folder / "tests.json").write_text(json.dumps(document))
-    ran = run_tool("promtool", "test", "rules", folder / "tests.json")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def at(minute: float, expression: str, *samples: tuple[str, float]) -> dict[str, Any]:
-    expected = [{"labels": labels, "value": value} for labels, value in samples]
-    return {"eval_time": f"{minute:.0f}m", "expr": expression, "exp_samples": expected}
-
-
-@pytest.mark.tools
-def test_the_alerts_on_growth_name_the_rank_that_leaks(tmp_path: Path) -> None:
-    tests = []
-    for leak in LEAKS:
-        left = f"{ALERTS['GpuMemOomSoon']['expr']}"
-        minute = round(max(leak.end - 9, 0.7 * leak.end))
-        close = f"max(abs(({left}) / {60 * (leak.end - minute)} - 1)) < bool 0.25"
-        firing = 'count by (rank) (ALERTS{alertname="GpuMemOomSoon",alertstate="firing"})'
-        series = series_of_job(round(leak.end), leak.device_gib, leak.sizes, steps=True)
-        checks = [at(minute, close, ("{}", 1)), at(minute, firing, ('{rank="0"}', 1))]
-        tests.append({"name": str(leak), "interval": "1m", "input_series": series, "promql_expr_test": checks})
-    slow = Leak(8, 60, 1, 70)
-    for alert_name, minute, steps in (("GpuMemLeak", 80, True), ("GpuMemServerGrowth", 240, False)):
-        series = series_of_job(minute, slow.device_gib, slow.sizes, steps=steps)
-        firing = f'count by (alertname, rank) (ALERTS{{alertname=~"{GROWTH}",alertstate="firing"}})'
-        checks = [at(minute, firing, (f'{{alertname="{alert_name}",rank="0"}}', 1))]
-        tests.append({"name": alert_name, "interval": "1m", "input_series": series, "promql_expr_test": checks})
-    promtool_tests(tmp_path, tests)
+    return dict(found)
 
 
 @pytest.mark.tools
@@ -356,14 +305,15 @@ def test_the_alerts_on_growth_are_silent_on_more_processes_and_on_stages(tmp_pat
     tests = [
         {
             "name": f"{job}, {'with' if steps else 'without'} steps",
-            "interval": "1m",
             "input_series": series_of_job(minutes, 80, STEADY[job], steps=steps),
-            "promql_expr_test": [at(minute, firing) for minute in range(20, minutes, 10)],
+            "promql_expr_test": [promtool_check(firing, 60 * minute, {}) for minute in range(20, minutes, 10)],
         }
         for job in STEADY
         for steps, minutes in ((True, 80), (False, 190))
     ]
-    promtool_tests(tmp_path, tests)
+    needed = needed_rules(GROWTH)
+    rules = [rule for rule in EVERY_RULE if (rule.get("alert") or rule["record"]) in needed]
+    promtool_tests(tmp_path, *tests, rules=rules, interval="1m")
 
 
 def needed_rules(text: str) -> set[str]:

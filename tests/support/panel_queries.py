@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import promql_parser as promql
+
 from tests.support.paths import REPOSITORY
 
 _LABEL_VALUES = re.compile(r"label_values\((?:(?P<match>.+),\s*)?(?P<label>\w+)\)", re.DOTALL)
@@ -85,6 +87,22 @@ def queries(dashboard: Mapping[str, Any]) -> Iterator[Query]:
             yield Query(where, target["expr"], bool(target.get("instant")), target.get("legendFormat", ""))
     for annotation in dashboard["annotations"]["list"]:
         yield Query(f"{dashboard['uid']} / annotation {annotation['name']}", annotation["expr"])
+
+
+def nodes(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield every node with its ancestors, the parent last."""
+    yield tree, above
+    for name in ("lhs", "rhs", "expr", "param", "vector_selector"):
+        inner = getattr(tree, name, None)
+        if isinstance(inner, promql.Expr):
+            yield from nodes(inner, (*above, tree))
+    for inner in getattr(tree, "args", None) or ():
+        yield from nodes(inner, (*above, tree))
+
+
+def selectors(tree: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield every selector of series with its ancestors."""
+    return ((node, above) for node, above in nodes(tree) if isinstance(node, promql.VectorSelector))
 
 
 class Prometheus:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
@@ -71,3 +73,29 @@ def run_tool(
         timeout=patient(100),
         check=False,
     )
+
+
+def promtool_tests(folder: Path, *tests: Mapping[str, Any], rules: Sequence[Any] = (), interval: str = "15s") -> None:
+    """Assert that promtool finds what the tests expect of series with a sample each interval, under these rules.
+
+    A test has the series as `input_series`, a mapping from names to values.
+    """
+    (folder / "rules.json").write_text(json.dumps({"groups": [{"name": "rules", "rules": list(rules)}]}))
+    given = [
+        {
+            **test,
+            "interval": interval,
+            "input_series": [{"series": name, "values": values} for name, values in test["input_series"].items()],
+        }
+        for test in tests
+    ]
+    document = {"rule_files": ["rules.json"] if rules else [], "evaluation_interval": interval, "tests": given}
+    (folder / "tests.json").write_text(json.dumps(document))  # JSON is YAML
+    ran = run_tool("promtool", "test", "rules", folder / "tests.json")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def promtool_check(expression: str, seconds: float, expected: Mapping[str, float]) -> dict[str, Any]:
+    """Return the check of a test that an expression has exactly these values, by labels, at a time."""
+    samples = [{"labels": labels, "value": value} for labels, value in expected.items()]
+    return {"expr": expression, "eval_time": f"{seconds:.0f}s", "exp_samples": samples}
