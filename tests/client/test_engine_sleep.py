@@ -158,16 +158,6 @@ def test_an_error_of_the_engine_is_the_result_and_its_loop_goes_on(core: Core) -
     assert (core.asleep, core.thread.is_alive()) == (set(), True)  # its requests do not wait forever
 
 
-def test_a_loop_that_is_in_a_long_step_does_nothing_later(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sleep, "_START_SECONDS", 0.05)
-    core.stuck.clear()
-    refused(lambda: CoreMemory(core).release(keep_weights=False, force=False), ReasonCode.ENGINE_BUSY)
-    core.stuck.set()
-    wait_for(core.input_queue.empty, "the loop")
-    CoreMemory(core).release(keep_weights=False, force=False)
-    assert core.calls == [("sleep", 1, "wait")]
-
-
 def test_a_request_that_was_refused_is_in_the_queue_before_the_next_one(
     core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,21 +251,6 @@ def test_a_command_waits_until_the_engine_has_no_request(core: Core) -> None:
     bench.now += 31
     (result,) = bench.due()
     assert (result.outcome, result.reason_code) == ("refused", ReasonCode.ENGINE_BUSY)
-
-
-def test_what_an_engine_released_is_absent_while_unmapped_memory_is_unknown(core: Core) -> None:
-    bench = Bench(core)
-    release = core.sleep
-
-    def sleep(*options: Any, **named: Any) -> Any:
-        bench.allocator.unmapped_memory = None  # the release has changed the heap since the last walk
-        return release(*options, **named)
-
-    core.sleep = sleep  # type: ignore[method-assign]
-    bench.wait_idle("a")
-    (device,) = bench.due()[0].devices
-    assert (device.reserved_before_bytes, device.reserved_after_bytes) == (100, None)
-    assert (device.allocated_before_bytes, device.allocated_after_bytes) == (10, None)
 
 
 def test_a_process_without_an_engine_does_not_offer_it() -> None:

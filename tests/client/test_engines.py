@@ -319,15 +319,6 @@ def test_a_core_that_serves_shows_its_worker_cache_and_requests(function: str) -
         )
 
 
-@pytest.mark.usefixtures("vllm")
-def test_a_core_is_not_ready_before_it_has_a_scheduler() -> None:
-    worker = Worker()
-    worker.available_kv_cache_memory_bytes = 1
-    core, reader = EngineCore(worker), EngineReader(clock())
-    with Running(core, "step"):
-        assert (known(reader).measures, known(reader).ready) == (False, False)
-
-
 @pytest.mark.parametrize(
     ("runner", "requests"),
     [

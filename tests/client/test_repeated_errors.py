@@ -61,13 +61,6 @@ def test_the_third_equal_error_turns_a_part_off_with_one_line(caplog: pytest.Log
     assert not errors.ended("another part"), "two of each kind"
 
 
-def test_an_engine_that_cannot_be_read_is_left_alone_and_reports_go_on(bench: Bench) -> None:
-    bench.allocator.engine = broken = Counted()
-    reports = [bench.report() for _ in range(6)]
-    assert broken.calls == 3
-    assert all(report.devices for report in reports)
-
-
 def test_readings_of_the_cache_end(bench: Bench) -> None:
     bench.allocator.unused = broken = Counted()
     for _ in range(20):

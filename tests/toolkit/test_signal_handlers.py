@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -19,8 +20,26 @@ from gpumem_client.phases.measured_block import Measured
 from gpumem_client.phases.observed import Observed
 from gpumem_client.wire.protocol import Command
 from gpumem_toolkit import oom_guard
+from gpumem_toolkit.integrations.training_watch import safely
 from gpumem_toolkit.oom import guard
 from tests.support.fake_allocator import FakeAllocator
+
+
+def test_an_integration_that_fails_is_one_line_and_the_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    steps = []
+
+    @safely
+    def step() -> None:
+        steps.append(1)
+        raise RuntimeError("a defect of the integration")
+
+    with caplog.at_level(logging.DEBUG):
+        for _ in range(3):
+            step()
+    assert len(steps) == 3
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert "a defect of the integration" in lines[0]
 
 
 class TooLateError(Exception):

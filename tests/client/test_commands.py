@@ -1,4 +1,4 @@
-"""Commands that wait in a process for the end of a step, an idle time or the end of a capture."""
+"""Commands in a process: how they run, and how they wait for a step, an idle time or the end of a capture."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, cast
 import pytest
 
 from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands import scheduler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.scheduler import Scheduler
-from gpumem_client.wire.protocol import Command, CommandResult
+from gpumem_client.wire.protocol import Command, CommandResult, DeviceSample, StillFree
 from tests.support.fake_allocator import FakeAllocator
 from tests.support.waiting import patient
 
@@ -24,12 +25,25 @@ class Bench:
         self.woken = 0
         self.allocator = cast("Any", FakeAllocator())
         self.sampler = Sampler(self.allocator, swallow=lambda error: None, clock=lambda: self.now)
-        self.executor = Executor(self.allocator, self.sampler, clock=lambda: self.now)
+        self.collected = 0
+        self.executor = Executor(
+            self.allocator, self.sampler, collect_garbage=self._collect_garbage, clock=lambda: self.now
+        )
         self.scheduler = Scheduler(self.executor, self.allocator, self.sampler, wake=self.wake, clock=lambda: self.now)
         self.sampler.at_step = self.scheduler.at_step
 
     def wake(self) -> None:
         self.woken += 1
+
+    def _collect_garbage(self) -> None:
+        self.collected += 1
+
+    def run(self, action: str = "empty_cache", id: str = "a", **changes: Any) -> CommandResult:
+        """Run a command at once."""
+        command = Command(id=id, action=action, **{"deadline_seconds": 30.0, **changes})
+        result = self.executor.run(command, expires_seconds=self.now + command.deadline_seconds)
+        assert result is not None
+        return result
 
     def add(self, mode: str = "step", command_id: str = "a", **changes: Any) -> None:
         command = Command(command_id, **{"action": "empty_cache", "deadline_seconds": 30.0, "mode": mode, **changes})
@@ -50,6 +64,68 @@ class Bench:
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+def test_what_another_thread_reserves_during_the_clear_is_neither_freed_nor_still_free(bench: Bench) -> None:
+    clear = bench.allocator.empty_cache
+
+    def clear_while_another_thread_allocates() -> None:
+        clear()
+        bench.allocator.reserved += 50
+
+    bench.allocator.empty_cache = clear_while_another_thread_allocates
+    (device,) = bench.run(settle_seconds=10.0).devices
+    assert (device.reserved_after_bytes, device.freed_bytes) == (60, 90)
+    settling = bench.executor.settling
+    settling.measure((DeviceSample(device.uuid, reserved_bytes=60),), taken_seconds=109.9)
+    assert settling.results(64) == ()
+    settling.measure((DeviceSample(device.uuid, reserved_bytes=60),), taken_seconds=110.0)
+    assert settling.results(64) == (StillFree("a", device.uuid, 40),)
+    settling.delivered(settling.results(64))
+    assert settling.results(64) == ()
+
+
+def test_the_bytes_of_a_result_are_absent_while_unmapped_memory_is_unknown(bench: Bench) -> None:
+    bench.allocator.unmapped_memory = None
+    (device,) = bench.run().devices
+    assert (device.reserved_before_bytes, device.reserved_after_bytes, device.freed_bytes) == (None, None, 90)
+    assert (device.allocated_before_bytes, device.allocated_after_bytes) == (None, None)
+    bench.allocator.unmapped_memory = Unmapped(3, 2)
+    (device,) = bench.run(id="b").devices
+    assert (device.reserved_after_bytes, device.allocated_after_bytes) == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        ("CUDAPluggableAllocator does not yet support emptyCache. If you need it, ask.", "unsupported"),
+        ("CUDA error: misaligned address", "failed"),
+    ],
+)
+def test_an_error_of_torch_is_the_result(bench: Bench, error: str, outcome: str) -> None:
+    bench.allocator.error = RuntimeError(error)
+    result = bench.run()
+    assert (result.outcome, result.reason) == (outcome, f"RuntimeError: {error}")
+
+
+def test_a_command_that_arrives_twice_runs_once_and_has_one_result(bench: Bench) -> None:
+    assert bench.run() == bench.run()
+    assert bench.allocator.cleared == 1
+    bench.run(id="another")
+    assert bench.allocator.cleared == 2
+
+
+def test_garbage_is_collected_only_on_request(bench: Bench) -> None:
+    bench.run()
+    assert bench.collected == 0
+    bench.run(id="b", collect_garbage=True)
+    assert bench.collected == 1
+    bench.run("collect_garbage", id="c")
+    assert bench.collected == 2
+    assert bench.allocator.cleared == 2
+
+
+# --- Waiting
 
 
 def test_a_command_in_mode_step_runs_after_the_next_step_in_the_training_thread(bench: Bench) -> None:
