@@ -118,41 +118,28 @@ print(others(sys.modules[name].__file__ for name in ("sitecustomize", "helper") 
 """
 
 
-def with_and_without(tmp_path: Path, *options: str, **given: str) -> list[tuple[int, str, str]]:
-    """Return how a program ends, and what it prints, without the bootstrap and with it."""
-    ended = [run(NEWEST, tmp_path, SHOWN, *options, bootstrap=bootstrap, **given) for bootstrap in (False, True)]
-    return [(each.returncode, each.stdout, each.stderr) for each in ended]
-
-
+@pytest.mark.parametrize("options", [(), ("-I",), ("-S",), ("-O",)])
 @pytest.mark.parametrize(
-    "text",
+    ("text", "path"),
     [
-        "import helper, queue\nprint('once')",
-        "raise RuntimeError('of the user')",
-        "import no_such_module_anywhere",
-        "not python",
+        ("import helper, queue\nprint('once')", "own"),
+        ("raise RuntimeError('of the user')", "own"),
+        ("import no_such_module_anywhere", "own"),
+        ("not python", ":own:further:"),
+        ("", ""),
     ],
 )
-def test_the_user_s_sitecustomize_runs_once_and_fails_as_without_the_client(tmp_path: Path, text: str) -> None:
+def test_sitecustomize_sys_path_and_options_work_as_without_the_client(
+    tmp_path: Path, text: str, path: str, options: tuple[str, ...]
+) -> None:
     own = tmp_path / "own"
     own.mkdir()
     (own / "helper.py").touch()
     (own / "sitecustomize.py").write_text(text)
-    plain, injected = with_and_without(tmp_path)
+    ended = [run(NEWEST, tmp_path, SHOWN, *options, bootstrap=with_it, path=path) for with_it in (False, True)]
+    plain, injected = [(each.returncode, each.stdout, each.stderr) for each in ended]
     assert injected == plain
-    assert "sitecustomize" in plain[1] + plain[2]
-
-
-@pytest.mark.parametrize("path", ["", "own", ":own:further:"])
-def test_sys_path_is_the_same_as_without_the_client(tmp_path: Path, path: str) -> None:
-    plain, injected = with_and_without(tmp_path, path=path)
-    assert injected == plain
-
-
-@pytest.mark.parametrize("option", ["-I", "-S", "-O"])
-def test_the_interpreter_s_options_work_as_without_the_client(tmp_path: Path, option: str) -> None:
-    plain, injected = with_and_without(tmp_path, option)
-    assert injected == plain
+    assert options or not path or "sitecustomize" in plain[1] + plain[2]
 
 
 @pytest.mark.parametrize("disabled", [True, False])

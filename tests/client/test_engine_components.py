@@ -100,13 +100,6 @@ def test_the_state_follows_requests_allocations_and_sleep() -> None:
     assert state(100, allocated=None, ready=None, requests=None) == ("", None)
 
 
-def test_what_is_reported_for_the_first_time_was_not_idle_before() -> None:
-    engine = EngineClock(lambda: 1000.0)
-    found = engine.state(EngineFacts("vllm", ready=True, requests=0), asleep=False, allocations=5)
-    assert found is not None
-    assert (found.state, found.idle_seconds) == ("serving", 0.0)
-
-
 def test_a_report_has_the_engine_and_an_error_of_it_costs_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     allocator: Any = FakeAllocator()
     loop = ReportLoop(identity(1), allocator, OutOfMemoryLog(lambda: None), ErrorLog())

@@ -85,12 +85,6 @@ def own(monkeypatch: pytest.MonkeyPatch) -> ProcessIdentity:
     return identity.current_process(ReporterSettings.resolve(environ={}))
 
 
-def test_the_nil_id_of_ray_is_no_job(own: ProcessIdentity, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own.ray_job_id == ""
-    monkeypatch.setenv("RAY_JOB_ID", "01000000")
-    assert identity.current_process(ReporterSettings.resolve(environ={})).ray_job_id == "01000000"
-
-
 def test_ray_is_not_imported_and_is_asked_only_once_it_is_initialized(
     own: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:

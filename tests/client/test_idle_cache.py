@@ -38,12 +38,6 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_the_value_is_absent_until_the_window_has_passed(bench: Bench) -> None:
-    assert bench.read(80) is None
-    assert all(bench.read(80) is None for _ in range(int(WINDOW) - 1))
-    assert bench.read(80) == 80
-
-
 def test_the_value_is_the_smallest_of_the_window(bench: Bench) -> None:
     bench.fill(80)
     assert bench.read(30) == 30

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.allocator.heap_sum import Heap, PoolSegment
+from gpumem_client.allocator.heap_sum import Heap, PoolSegment, read_heaps
 from gpumem_client.allocator.reclaimable import Reclaimable
 
 
@@ -72,13 +72,6 @@ def test_classic_segments_need_one_walk_and_then_the_statistics_only(bench: Benc
     assert bench.walks == 1
 
 
-def test_a_heap_watched_from_its_start_needs_no_walk(bench: Bench) -> None:
-    for reserved in (0, 100, 200):
-        assert bench.look(state(reserved=reserved, allocated=0, split=0)) == reserved
-        bench.now += 10
-    assert bench.walks == 0
-
-
 def test_reset_counters_require_a_walk(bench: Bench) -> None:
     bench.look(state())
     bench.now += 10
@@ -124,19 +117,6 @@ def test_a_heap_too_large_to_walk_is_unknown(bench: Bench) -> None:
     assert bench.look(state(mapped=1, operations=2)) == 33
 
 
-def test_statistics_without_private_pools_need_a_walk_only_after_a_segment_change(bench: Bench) -> None:
-    bench.heaps = {0: Heap(100, 40, returnable_bytes=50)}
-    for operations in range(100):
-        assert bench.look(state(private=None, operations=operations)) == 50
-        bench.now += 10
-    assert bench.walks == 1
-    bench.heaps = {0: Heap(120, 40, private_bytes=20, returnable_bytes=50)}
-    grown = state(reserved=120, private=None)
-    assert bench.look(grown) == 50
-    assert bench.reclaimable.private_bytes(0, grown) == 20
-    assert bench.walks == 2
-
-
 def test_segments_of_pools_are_known_until_a_pool_changes(bench: Bench) -> None:
     def pooled(freed: int = 0, **values: int) -> dict[str, Any]:
         stat = {"current": 20, "allocated": 20 + freed, "freed": freed}
@@ -149,13 +129,41 @@ def test_segments_of_pools_are_known_until_a_pool_changes(bench: Bench) -> None:
     assert bench.reclaimable.pool_segments(0, pooled(freed=20)) is None
 
 
-def test_a_change_by_another_thread_before_the_walk_is_not_fragmentation(bench: Bench) -> None:
-    bench.heaps = {0: Heap(180, 40, expandable=True, returnable_bytes=113)}  # 80 more were reserved in between
-    assert bench.look(state(mapped=1)) == 33
-
-
 def test_unused_bytes_need_no_walk_for_memory_that_another_stream_uses(bench: Bench) -> None:
     pending = {**state(), "active_bytes": dict.fromkeys(("current", "allocated", "freed"), 45)}
     assert bench.reclaimable.bytes(0, pending) is None
     assert bench.reclaimable.unused_bytes(0, pending) == 100 - 45 - pending["inactive_split_bytes"]["current"]
     assert bench.walks == 0
+
+
+MIB = 1 << 20
+
+
+def _segment(*blocks: tuple[int, str], **changes: Any) -> dict[str, Any]:
+    return {
+        "device": 0,
+        "address": 0,
+        "total_size": sum(size for size, _ in blocks),
+        "allocated_size": sum(size for size, state in blocks if state == "active_allocated"),
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "blocks": [{"size": size, "state": state} for size, state in blocks],
+        **changes,
+    }
+
+
+def _expandable(*blocks: tuple[int, str], **changes: Any) -> dict[str, Any]:
+    return _segment(*blocks, is_expandable=True, **changes)
+
+
+def _returnable(*segments: dict[str, Any], **given: Any) -> int | None:
+    return read_heaps(segments, **given)[0].returnable_bytes
+
+
+def test_the_page_size_is_the_only_one_that_divides_the_segment_otherwise_unknown() -> None:
+    blocks = (30 * MIB, "active_allocated"), (34 * MIB, "inactive")
+    assert _returnable(_expandable(*blocks), large_pages={20 * MIB, 64 * MIB}) == 0
+    either = _expandable((30 * MIB, "active_allocated"), (290 * MIB, "inactive"))
+    assert _returnable(either, large_pages={64 * MIB}) == 256 * MIB
+    assert _returnable(_segment((MIB, "inactive")), either, large_pages={20 * MIB, 64 * MIB}) is None

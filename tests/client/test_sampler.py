@@ -35,26 +35,6 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_without_steps_each_report_takes_a_sample(bench: Bench) -> None:
-    for looks in (1, 2, 3):
-        assert bench.report() == 0.0
-        assert bench.allocator.looks == looks
-        bench.now += 1.0
-
-
-def test_while_steps_run_one_step_per_report_takes_the_sample(bench: Bench) -> None:
-    bench.report()
-    for _ in range(10):
-        bench.step()
-    bench.report()
-    looks = bench.allocator.looks
-    for _ in range(50):
-        for _ in range(10):
-            bench.step()
-        assert bench.report() < 0.1001  # a step is 0.1 s, in floating point
-    assert bench.allocator.looks - looks == 50
-
-
 @pytest.mark.parametrize("seconds", [0.09, 0.13, 0.3, 0.45, 0.7, 1.0, 1.9, 7.0])
 def test_no_sample_is_older_than_two_steps(bench: Bench, seconds: float) -> None:
     bench.report()
@@ -120,14 +100,6 @@ def test_one_long_step_does_not_change_the_step_time(bench: Bench) -> None:
     assert bench.sampler.step_seconds == pytest.approx(2.0)
 
 
-def test_only_the_first_of_several_optimizers_counts_a_step(bench: Bench) -> None:
-    other = Optimizer()
-    for _ in range(3):
-        bench.step()
-        bench.sampler.on_step(other)
-    assert bench.sampler.take().step == 3
-
-
 def test_another_optimizer_counts_once_the_first_makes_no_more_steps(bench: Bench) -> None:
     bench.step()
     given_up, bench.optimizer = bench.optimizer, Optimizer()
@@ -159,14 +131,6 @@ def test_after_a_mark_only_marks_count_and_the_step_of_the_first_mark_counts_onc
             bench.sampler.on_step(None)
     # Before the first mark, each step of the optimizer counts.
     assert bench.sampler.take().step == (3 if mark_first else 5 + 2)
-
-
-def test_an_error_of_a_sample_does_not_reach_the_training_thread(bench: Bench) -> None:
-    bench.allocator.error = RuntimeError("CUDA error")
-    bench.step()
-    assert [str(error) for error in bench.errors] == ["CUDA error"]
-    bench.step()
-    assert len(bench.errors) == 2
 
 
 def test_a_step_does_not_wait_while_the_cache_is_being_cleared(bench: Bench) -> None:

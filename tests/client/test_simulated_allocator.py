@@ -121,16 +121,3 @@ def test_a_clear_does_not_release_the_private_pool_of_a_graph() -> None:
     assert allocator.reclaimable_bytes == 50 * MIB
     assert allocator.empty_cache() == 50 * MIB
     assert (allocator.statistics.private_pools_bytes, allocator.statistics.reserved_bytes) == (102 * MIB, 102 * MIB)
-
-
-def test_a_reset_sets_the_peaks_to_the_current_values() -> None:
-    memory = Memory(FREE_AT_FIRST)
-    allocator = CachingAllocator(memory)
-    allocator.allocate(30 * MIB)
-    allocator.free(allocator.allocate(40 * MIB))
-    allocator.empty_cache()
-    allocator.reset_peaks()
-    statistics = allocator.statistics
-    assert (statistics.allocated_peak_bytes, statistics.reserved_peak_bytes) == (30 * MIB, 30 * MIB)
-    allocator.close()
-    assert memory.free_bytes == FREE_AT_FIRST

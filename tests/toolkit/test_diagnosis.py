@@ -91,25 +91,6 @@ def test_frames_show_the_phase(places: list[Place], source_line: str, expected: 
     assert phase_of(places, source_line) == expected
 
 
-class _Tensor:
-    def to(self, *_: object, **__: object) -> None:
-        raise RuntimeError
-
-
-def test_the_source_line_shows_that_a_tensor_is_moved() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        [each.to("cuda") for each in [_Tensor()]]  # type: ignore[func-returns-value]
-    traceback = caught.value.__traceback__
-    assert traceback is not None
-    at = traceback
-    while at.tb_next is not None and at.tb_next.tb_next is not None:
-        at = at.tb_next
-    at.tb_next = None  # torch's method is in C and has no frame: remove the frame of its stand-in
-    origin = origin_of(traceback)
-    assert origin.phase == "data transfer"
-    assert __file__ in origin.place
-
-
 BASE = OomValues(requested=GIB, free=GIB // 2, total=8 * GIB, allocated=6 * GIB, reserved=6 * GIB, reclaimable=0)
 
 
@@ -224,32 +205,6 @@ def test_advice_is_enough_only_if_earlier_runs_of_the_block_show_its_need() -> N
         assert values.batch_growth is not None or not any(each.enough for each in advise(values)), kind
 
 
-WITH_GRAPH = {"checkpointing", "mixed_precision", "offload", "accumulation", "shard"}
-
-
-@pytest.mark.parametrize("phase", ["", "forward", "backward", "evaluate", "data transfer"])
-def test_without_a_graph_nothing_is_advised_that_needs_one(phase: str) -> None:
-    values = _with(phase=phase, batch_size=64, grown=4 * GIB, ranks=2)
-    assert not {each.kind for each in advise(values)} & WITH_GRAPH
-    if phase != "data transfer":
-        assert {each.kind for each in advise(replace(values, gradients=True))} >= WITH_GRAPH
-
-
-def test_a_known_cause_comes_before_a_smaller_batch_that_is_enough() -> None:
-    measured = {"batch_size": 64, "grown": 4 * GIB, "batch_growth": 6 * GIB, "bytes_per_item": 96 * MIB}
-    for more, kind in (
-        ({"losses": 40, "gradients": True}, "separate_backward"),
-        ({"evaluating": True, "gradients": True}, "inference_mode"),
-        ({"causes": (CAUSES[0],)}, CAUSES[0].kind),
-    ):
-        kinds = [each.kind for each in advise(_with(phase="forward", **measured, **more))]
-        assert kinds[0] == kind
-        assert "smaller_batch" in kinds
-    few = _with(phase="forward", losses=3, gradients=True)
-    assert "separate_backward" not in [each.kind for each in advise(few)]
-    assert "inference_mode" not in [each.kind for each in advise(_with(phase="forward", evaluating=True))]
-
-
 def test_expandable_segments_name_the_variable_that_every_release_reads() -> None:
     (advice,) = [each for each in advise(_with(reserved=7 * GIB, fragmented=GIB)) if each.kind == "expandable_segments"]
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in advice.text
@@ -315,15 +270,6 @@ def test_every_known_cause_is_recognized_and_has_a_text_of_its_own() -> None:
     for cause in CAUSES:
         values = _with(phase=cause.phase or "forward", causes=(cause,))
         assert [each.text for each in advise(values) if each.kind == cause.kind] == [cause.text]
-
-
-def test_a_phase_with_advice_of_its_own_has_no_advice_for_a_batch() -> None:
-    for code, phase in (("copy:deepcopy", "a copy"), ("torch.serialization:load", "loading")):
-        (cause,) = _called(code)
-        values = _with(phase=phase, causes=(cause,), batch_size=64, grown=4 * GIB, gradients=True)
-        assert [each.kind for each in advise(values)] == [cause.kind]
-    assert phase_of([STEP, Place("copy", "deepcopy"), Place("torch._tensor", "__deepcopy__")])[0] == "a copy"
-    assert phase_of([STEP, Place("torch.optim.optimizer", "load_state_dict")])[0] == "loading"
 
 
 def test_expected_growth_is_a_line_through_measured_batches() -> None:
