@@ -3,70 +3,22 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, cast
 
 import pytest
 
-from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands import scheduler
-from gpumem_client.commands.executor import Executor
-from gpumem_client.commands.scheduler import Scheduler
-from gpumem_client.wire.protocol import Command, CommandResult, DeviceSample, StillFree
-from tests.support.fake_allocator import FakeAllocator
+from gpumem_client.wire.protocol import Command, DeviceSample, StillFree
+from tests.support.fake_allocator import CommandBench
 from tests.support.waiting import patient
 
 
-class Bench:
-    """A process at step 0, with a manual clock and a count of the reporter's wakeups."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.woken = 0
-        self.allocator = cast("Any", FakeAllocator())
-        self.sampler = Sampler(self.allocator, swallow=lambda error: None, clock=lambda: self.now)
-        self.collected = 0
-        self.executor = Executor(
-            self.allocator, self.sampler, collect_garbage=self._collect_garbage, clock=lambda: self.now
-        )
-        self.scheduler = Scheduler(self.executor, self.allocator, self.sampler, wake=self.wake, clock=lambda: self.now)
-        self.sampler.at_step = self.scheduler.at_step
-
-    def wake(self) -> None:
-        self.woken += 1
-
-    def _collect_garbage(self) -> None:
-        self.collected += 1
-
-    def run(self, action: str = "empty_cache", id: str = "a", **changes: Any) -> CommandResult:
-        """Run a command at once."""
-        command = Command(id=id, action=action, **{"deadline_seconds": 30.0, **changes})
-        result = self.executor.run(command, expires_seconds=self.now + command.deadline_seconds)
-        assert result is not None
-        return result
-
-    def add(self, mode: str = "step", command_id: str = "a", **changes: Any) -> None:
-        command = Command(command_id, **{"action": "empty_cache", "deadline_seconds": 30.0, "mode": mode, **changes})
-        self.scheduler.add(command, expires_seconds=self.now + command.deadline_seconds)
-
-    def steps(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.now += 0.1
-            self.sampler.on_step(None)
-
-    def result(self) -> CommandResult:
-        results = self.executor.results(64)
-        self.executor.delivered(results)
-        (result,) = results
-        return result
-
-
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench() -> CommandBench:
+    return CommandBench()
 
 
-def test_what_another_thread_reserves_during_the_clear_is_neither_freed_nor_still_free(bench: Bench) -> None:
+def test_what_another_thread_reserves_during_the_clear_is_neither_freed_nor_still_free(bench: CommandBench) -> None:
     clear = bench.allocator.empty_cache
 
     def clear_while_another_thread_allocates() -> None:
@@ -85,7 +37,7 @@ def test_what_another_thread_reserves_during_the_clear_is_neither_freed_nor_stil
     assert settling.results(64) == ()
 
 
-def test_the_bytes_of_a_result_are_absent_while_unmapped_memory_is_unknown(bench: Bench) -> None:
+def test_the_bytes_of_a_result_are_absent_while_unmapped_memory_is_unknown(bench: CommandBench) -> None:
     bench.allocator.unmapped_memory = None
     (device,) = bench.run().devices
     assert (device.reserved_before_bytes, device.reserved_after_bytes, device.freed_bytes) == (None, None, 90)
@@ -102,20 +54,20 @@ def test_the_bytes_of_a_result_are_absent_while_unmapped_memory_is_unknown(bench
         ("CUDA error: misaligned address", "failed"),
     ],
 )
-def test_an_error_of_torch_is_the_result(bench: Bench, error: str, outcome: str) -> None:
+def test_an_error_of_torch_is_the_result(bench: CommandBench, error: str, outcome: str) -> None:
     bench.allocator.error = RuntimeError(error)
     result = bench.run()
     assert (result.outcome, result.reason) == (outcome, f"RuntimeError: {error}")
 
 
-def test_a_command_that_arrives_twice_runs_once_and_has_one_result(bench: Bench) -> None:
+def test_a_command_that_arrives_twice_runs_once_and_has_one_result(bench: CommandBench) -> None:
     assert bench.run() == bench.run()
     assert bench.allocator.cleared == 1
     bench.run(id="another")
     assert bench.allocator.cleared == 2
 
 
-def test_garbage_is_collected_only_on_request(bench: Bench) -> None:
+def test_garbage_is_collected_only_on_request(bench: CommandBench) -> None:
     bench.run()
     assert bench.collected == 0
     bench.run(id="b", collect_garbage=True)
@@ -128,7 +80,7 @@ def test_garbage_is_collected_only_on_request(bench: Bench) -> None:
 # --- Waiting
 
 
-def test_a_command_in_mode_step_runs_after_the_next_step_in_the_training_thread(bench: Bench) -> None:
+def test_a_command_in_mode_step_runs_after_the_next_step_in_the_training_thread(bench: CommandBench) -> None:
     bench.add()
     assert bench.scheduler.ids == ("a",)
     bench.scheduler.run_due()
@@ -143,7 +95,7 @@ def test_a_command_in_mode_step_runs_after_the_next_step_in_the_training_thread(
     assert bench.allocator.cleared == 1
 
 
-def test_a_command_for_a_numbered_step_runs_after_that_step_only(bench: Bench) -> None:
+def test_a_command_for_a_numbered_step_runs_after_that_step_only(bench: CommandBench) -> None:
     bench.add(at_step=4)
     bench.steps(3)
     assert bench.executor.results(64) == ()
@@ -151,7 +103,7 @@ def test_a_command_for_a_numbered_step_runs_after_that_step_only(bench: Bench) -
     assert bench.result().step == 4
 
 
-def test_a_command_for_a_passed_step_expires(bench: Bench) -> None:
+def test_a_command_for_a_passed_step_expires(bench: CommandBench) -> None:
     bench.steps(4)
     bench.add(at_step=4)
     result = bench.result()
@@ -160,7 +112,7 @@ def test_a_command_for_a_passed_step_expires(bench: Bench) -> None:
     assert bench.allocator.cleared == 0
 
 
-def test_during_a_capture_mode_step_waits_for_the_next_step_and_a_numbered_step_is_refused(bench: Bench) -> None:
+def test_during_a_capture_mode_step_waits_for_the_next_step_and_a_numbered_step_is_refused(bench: CommandBench) -> None:
     bench.add()
     bench.add(command_id="b", at_step=2)
     bench.allocator.capturing = True
@@ -172,7 +124,7 @@ def test_during_a_capture_mode_step_waits_for_the_next_step_and_a_numbered_step_
     assert bench.result().step == 3
 
 
-def test_a_step_does_not_wait_for_a_command_in_another_thread(bench: Bench) -> None:
+def test_a_step_does_not_wait_for_a_command_in_another_thread(bench: CommandBench) -> None:
     bench.add()
     with bench.sampler.exclusively():
         bench.steps()
@@ -181,7 +133,7 @@ def test_a_step_does_not_wait_for_a_command_in_another_thread(bench: Bench) -> N
     assert bench.result().outcome == "done"
 
 
-def test_a_numbered_step_waits_until_the_deadline_at_most(bench: Bench) -> None:
+def test_a_numbered_step_waits_until_the_deadline_at_most(bench: CommandBench) -> None:
     bench.add(at_step=1, deadline_seconds=0.15)
     training = threading.Thread(target=bench.steps, daemon=True)
     with bench.sampler.exclusively():  # a command of the reporter's thread that hangs
@@ -191,7 +143,7 @@ def test_a_numbered_step_waits_until_the_deadline_at_most(bench: Bench) -> None:
     assert (bench.result().outcome, bench.allocator.cleared) == ("expired", 0)
 
 
-def test_a_signal_handler_may_end_a_step_at_any_moment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_handler_may_end_a_step_at_any_moment(bench: CommandBench, monkeypatch: pytest.MonkeyPatch) -> None:
     may_run, interrupted = scheduler._may_run_at_step, threading.Event()
 
     def interrupts(command: Command) -> bool:
@@ -220,7 +172,9 @@ def test_a_signal_handler_may_end_a_step_at_any_moment(bench: Bench, monkeypatch
         ("now", None, "cuda_graph_capture"),
     ],
 )
-def test_a_command_after_its_deadline_never_runs(bench: Bench, mode: str, at_step: int | None, code: str) -> None:
+def test_a_command_after_its_deadline_never_runs(
+    bench: CommandBench, mode: str, at_step: int | None, code: str
+) -> None:
     bench.allocator.capturing = mode == "now"
     bench.add(mode, at_step=at_step)
     bench.now += 30.0
@@ -231,7 +185,7 @@ def test_a_command_after_its_deadline_never_runs(bench: Bench, mode: str, at_ste
     assert (result.outcome, result.reason_code) == ("expired", code)
 
 
-def test_a_cancelled_command_does_not_run(bench: Bench) -> None:
+def test_a_cancelled_command_does_not_run(bench: CommandBench) -> None:
     bench.add()
     bench.scheduler.cancel(("unknown", "a"))
     result = bench.result()
@@ -240,7 +194,7 @@ def test_a_cancelled_command_does_not_run(bench: Bench) -> None:
     assert bench.allocator.cleared == 0
 
 
-def test_a_command_in_mode_idle_runs_after_two_seconds_without_an_allocation(bench: Bench) -> None:
+def test_a_command_in_mode_idle_runs_after_two_seconds_without_an_allocation(bench: CommandBench) -> None:
     bench.add("idle")
     for _ in range(5):
         bench.scheduler.run_due()
@@ -256,7 +210,7 @@ def test_a_command_in_mode_idle_runs_after_two_seconds_without_an_allocation(ben
     assert bench.result().outcome == "done"
 
 
-def test_an_allocator_that_counts_no_allocations_is_not_idle(bench: Bench) -> None:
+def test_an_allocator_that_counts_no_allocations_is_not_idle(bench: CommandBench) -> None:
     bench.allocator.allocated_blocks = None
     bench.add("idle")
     for _ in range(30):
@@ -266,7 +220,7 @@ def test_an_allocator_that_counts_no_allocations_is_not_idle(bench: Bench) -> No
     assert (bench.result().reason_code, bench.allocator.cleared) == ("not_idle", 0)
 
 
-def test_while_steps_run_mode_idle_waits_and_does_not_count_allocations(bench: Bench) -> None:
+def test_while_steps_run_mode_idle_waits_and_does_not_count_allocations(bench: CommandBench) -> None:
     bench.add("idle")
     for _ in range(50):
         bench.steps()
@@ -278,14 +232,14 @@ def test_while_steps_run_mode_idle_waits_and_does_not_count_allocations(bench: B
     assert bench.result().outcome == "done"
 
 
-def test_an_unknown_mode_or_action_is_unsupported(bench: Bench) -> None:
+def test_an_unknown_mode_or_action_is_unsupported(bench: CommandBench) -> None:
     bench.add("someday")
     assert bench.result().outcome == "unsupported"
     bench.add(action="explode", command_id="b")
     assert bench.result().outcome == "unsupported"
 
 
-def test_a_command_is_refused_if_64_are_waiting(bench: Bench) -> None:
+def test_a_command_is_refused_if_64_are_waiting(bench: CommandBench) -> None:
     for number in range(65):
         bench.add(command_id=str(number))
     result = bench.result()

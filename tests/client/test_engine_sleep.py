@@ -15,19 +15,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from gpumem_client.allocator.sampler import Sampler
-from gpumem_client.commands.executor import Executor
-from gpumem_client.commands.scheduler import Scheduler
 from gpumem_client.engines import sleep
 from gpumem_client.engines.sleep import CoreMemory, host_available_bytes
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import Command, CommandResult
+from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from tests.support.fake_allocator import FakeAllocator
+from tests.support.fake_allocator import CommandBench
 from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20
@@ -215,47 +212,32 @@ def test_the_available_memory_of_the_host_is_the_least_of_all_limits(tmp_path: P
     assert host_available_bytes(str(tmp_path / "nowhere")) is None
 
 
-class Bench:
-    """A reporter's executor and scheduler in a process with an engine core."""
-
-    def __init__(self, core: Core | None) -> None:
-        self.now = 100.0
-        allocator = self.allocator = cast("Any", FakeAllocator())
-        sampler = Sampler(allocator, swallow=lambda error: None, clock=lambda: self.now)
-        memory = None if core is None else CoreMemory(core)
-        self.executor = Executor(allocator, sampler, engine=lambda: memory, clock=lambda: self.now)
-        self.scheduler = Scheduler(self.executor, allocator, sampler, wake=lambda: None, clock=lambda: self.now)
-
-    def wait_idle(self, id_: str, seconds: float = 30.0) -> None:
-        command = Command(id_, "release_memory", seconds, mode="idle")
-        self.scheduler.add(command, expires_seconds=self.now + seconds)
-
-    def due(self) -> tuple[CommandResult, ...]:
-        self.scheduler.run_due()
-        results = self.executor.results(64)
-        self.executor.delivered(results)
-        return results
+def due(bench: CommandBench) -> tuple[CommandResult, ...]:
+    bench.scheduler.run_due()
+    results = bench.executor.results(64)
+    bench.executor.delivered(results)
+    return results
 
 
 def test_a_command_waits_until_the_engine_has_no_request(core: Core) -> None:
-    bench, core.requests = Bench(core), 1
+    bench, core.requests = CommandBench(CoreMemory(core)), 1
     assert bench.executor.actions[-2:] == ("release_memory", "resume_memory")
-    bench.wait_idle("a")
-    assert bench.due() == ()
+    bench.add("idle", "a", action="release_memory")
+    assert due(bench) == ()
     core.requests = 0
-    (result,) = bench.due()
+    (result,) = due(bench)
     assert (result.outcome, core.asleep) == ("done", {"weights", "kv_cache"})
     core.asleep.clear()
     core.requests = 1
-    bench.wait_idle("b")
+    bench.add("idle", "b", action="release_memory")
     bench.now += 31
-    (result,) = bench.due()
+    (result,) = due(bench)
     assert (result.outcome, result.reason_code) == ("refused", ReasonCode.ENGINE_BUSY)
 
 
 def test_a_process_without_an_engine_does_not_offer_it() -> None:
-    bench = Bench(None)
+    bench = CommandBench()
     assert "release_memory" not in bench.executor.actions
-    bench.executor.run(Command("a", "release_memory", 30.0), expires_seconds=200.0)
-    bench.wait_idle("b")
-    assert [(each.id, each.reason_code) for each in bench.due()] == [(id_, ReasonCode.NO_ENGINE) for id_ in "ab"]
+    for number, mode in enumerate(("now", "idle")):
+        bench.add(mode, str(number), action="release_memory")
+    assert [each.reason_code for each in due(bench)] == [ReasonCode.NO_ENGINE] * 2

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.allocator.unmapped import Unmapped
+from gpumem_client.commands.executor import Executor
+from gpumem_client.commands.scheduler import Scheduler
 from gpumem_client.engines.engine_state import EngineFacts
-from gpumem_client.wire.protocol import DeviceSample
+from gpumem_client.engines.sleep import CoreMemory
+from gpumem_client.wire.protocol import Command, CommandResult, DeviceSample
 
 
 class FakeAllocator:
@@ -91,3 +95,51 @@ class FakeAllocator:
     def allocations(self, index: int) -> tuple[int, int] | None:
         self.counted += 1
         return None if self.allocated_blocks is None else (self.allocated_blocks, 0)
+
+
+class CommandBench:
+    """A process at step 0 that runs commands, with a manual clock and a count of the reporter's wakeups."""
+
+    def __init__(self, engine: CoreMemory | None = None) -> None:
+        self.now = 100.0
+        self.woken = 0
+        self.allocator = cast("Any", FakeAllocator())
+        self.sampler = Sampler(self.allocator, swallow=lambda error: None, clock=lambda: self.now)
+        self.collected = 0
+        self.executor = Executor(
+            self.allocator,
+            self.sampler,
+            engine=lambda: engine,
+            collect_garbage=self._collect_garbage,
+            clock=lambda: self.now,
+        )
+        self.scheduler = Scheduler(self.executor, self.allocator, self.sampler, wake=self.wake, clock=lambda: self.now)
+        self.sampler.at_step = self.scheduler.at_step
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def _collect_garbage(self) -> None:
+        self.collected += 1
+
+    def run(self, action: str = "empty_cache", id: str = "a", **changes: Any) -> CommandResult:
+        """Run a command at once."""
+        command = Command(id=id, action=action, **{"deadline_seconds": 30.0, **changes})
+        result = self.executor.run(command, expires_seconds=self.now + command.deadline_seconds)
+        assert result is not None
+        return result
+
+    def add(self, mode: str = "step", command_id: str = "a", **changes: Any) -> None:
+        command = Command(command_id, **{"action": "empty_cache", "deadline_seconds": 30.0, "mode": mode, **changes})
+        self.scheduler.add(command, expires_seconds=self.now + command.deadline_seconds)
+
+    def steps(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.now += 0.1
+            self.sampler.on_step(None)
+
+    def result(self) -> CommandResult:
+        results = self.executor.results(64)
+        self.executor.delivered(results)
+        (result,) = results
+        return result

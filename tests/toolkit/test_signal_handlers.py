@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.allocator.sampler import Sampler
-from gpumem_client.commands.executor import Executor
-from gpumem_client.commands.scheduler import Scheduler
 from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.phases.measured_block import Measured
 from gpumem_client.phases.observed import Observed
-from gpumem_client.wire.protocol import Command
 from gpumem_toolkit import oom_guard
 from gpumem_toolkit.integrations.training_watch import safely
 from gpumem_toolkit.oom import guard
-from tests.support.fake_allocator import FakeAllocator
+from tests.support.fake_allocator import CommandBench
 
 
 def test_an_integration_that_fails_is_one_line_and_the_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,16 +111,12 @@ def test_an_error_at_a_guarded_block_reaches_the_user_s_code(monkeypatch: pytest
 
 
 def test_a_command_interrupted_by_a_signal_handler_fails_and_the_error_goes_on() -> None:
-    allocator: Any = FakeAllocator()
-    allocator.empty_cache = interrupted
-    sampler = Sampler(allocator, swallow=lambda error: None)
-    executor = Executor(allocator, sampler)
-    waiting = Scheduler(executor, allocator, sampler, wake=lambda: None)
-    sampler.at_step = waiting.at_step
-    waiting.add(Command("a", "empty_cache", 30.0, mode="step"), expires_seconds=float("inf"))
+    bench = CommandBench()
+    bench.allocator.empty_cache = interrupted
+    bench.add()
     with pytest.raises(TooLateError):
-        sampler.on_step(None)
-    (result,) = executor.results(64)
+        bench.steps()
+    result = bench.result()
     assert (result.id, result.outcome) == ("a", "failed")
     assert "TooLateError" in result.reason
-    assert not sampler.exclusively().locked()
+    assert not bench.sampler.exclusively().locked()
