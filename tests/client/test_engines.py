@@ -421,34 +421,21 @@ def test_sglang_shows_its_weights_cache_tokens_and_requests(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("changes", "available", "requests"),
+    ("changes", "available", "found"),
     [
-        ({}, 700, 0),
-        ({"chunked_req": object()}, 700, 1),
-        ({"grammar_manager": SimpleNamespace(grammar_queue=[1, 2])}, 700, 2),
-        ({}, 699, 1),  # a prompt whose batch runs
+        ({}, 700, {"requests": 0}),
+        ({"chunked_req": object()}, 700, {"requests": 1}),
+        ({"grammar_manager": SimpleNamespace(grammar_queue=[1, 2])}, 700, {"requests": 2}),
+        ({}, 699, {"requests": 1}),  # a prompt whose batch runs
+        # An interleaved cache has the tokens of all its ranks.
+        ({"kv_shard_widening": 2}, 1700, {"cache": CacheUse(0.0, 0.15)}),
+        ({"kv_shard_widening": 2}, 600, {"cache": CacheUse(0.55, 0.15)}),
+        ({"kv_shard_widening": 2}, 2001, {"cache": None}),
     ],
 )
-def test_sglang_is_busy_with_requests_that_are_in_no_queue(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], available: int, requests: int
+def test_sglang_is_busy_with_requests_that_are_in_no_queue_and_has_the_tokens_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], available: int, found: dict[str, Any]
 ) -> None:
-    reader, scheduler = ready_sglang(monkeypatch, available=available, **changes)
-    assert known(reader).requests == requests
-    assert scheduler.waiting_queue == []
-
-
-@pytest.mark.parametrize(
-    ("available", "cache"), [(1700, CacheUse(0.0, 0.15)), (600, CacheUse(0.55, 0.15)), (2001, None)]
-)
-def test_the_tokens_of_an_interleaved_cache_are_those_of_all_its_ranks(
-    monkeypatch: pytest.MonkeyPatch, available: int, cache: CacheUse | None
-) -> None:
-    reader, _ = ready_sglang(monkeypatch, available=available, kv_shard_widening=2)
-    assert known(reader).cache == cache
-
-
-def ready_sglang(monkeypatch: pytest.MonkeyPatch, *, available: int, **changes: Any) -> tuple[EngineReader, Scheduler]:
-    """Return a scheduler without requests, and what reads it."""
     load(monkeypatch, "sglang", __version__="0.5.23")
     load(monkeypatch, SGLANG, Scheduler=Scheduler)
     scheduler, reader = Scheduler(), EngineReader(clock())
@@ -458,4 +445,5 @@ def ready_sglang(monkeypatch: pytest.MonkeyPatch, *, available: int, **changes: 
     scheduler.token_to_kv_pool_allocator.available_size = lambda: available
     for name, value in changes.items():
         setattr(scheduler, name, value)
-    return reader, scheduler
+    facts = known(reader)
+    assert {name: getattr(facts, name) for name in found} == found

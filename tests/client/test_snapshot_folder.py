@@ -44,20 +44,16 @@ def test_the_folder_is_private(folder: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_open_to_others_is_rejected(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o777)
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_open_to_others_and_a_link_are_rejected(folder: Path, tmp_path: Path, *, link: bool) -> None:
+    place = tmp_path / "private" if link else folder
+    place.mkdir()
+    place.chmod(0o700 if link else 0o777)
+    if link:
+        folder.symlink_to(place)
     with pytest.raises(CommandRefusedError, match=rf"{folder}.*GPUMEM_SNAPSHOT_DIR"):
         write()
-
-
-def test_a_link_is_rejected(folder: Path, tmp_path: Path) -> None:
-    private = tmp_path / "private"
-    private.mkdir(mode=0o700)
-    folder.symlink_to(private)
-    with pytest.raises(CommandRefusedError, match=rf"{folder}.*GPUMEM_SNAPSHOT_DIR"):
-        write()
-    assert list(private.iterdir()) == []
+    assert list(place.iterdir()) == []
 
 
 def test_only_the_newest_files_are_kept(folder: Path) -> None:

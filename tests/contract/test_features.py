@@ -15,37 +15,25 @@ from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_python
 
 SERVED = """
-import json, sys, tempfile, threading, urllib.request
+import json, sys
 sys.path.insert(0, {copy!r})
 import gpumem_exporter
 assert gpumem_exporter.__file__.startswith({copy!r}), gpumem_exporter.__file__
 from gpumem_exporter.commands import COMMANDS
 from gpumem_exporter.demo import DemoNode
-from gpumem_exporter.edge.listeners import bind
-from gpumem_exporter.runtime import Runtime
-from gpumem_exporter.serving import build_server
-from gpumem_exporter.settings_sources import load_settings
+from tests.support.running_exporter import running_exporter
 
 node = DemoNode()
-listeners = bind(("127.0.0.1:0",), "")
-runtime = Runtime(load_settings({{}}, {{}}), provider=node.provider, host=node.host)
-started = threading.Event()
-server = build_server(runtime, listeners, on_started=started.set)
-thread = threading.Thread(target=server.run_until_signal, args=(listeners.sockets,), daemon=True)
-thread.start()
-assert started.wait(60)
-url = "http://" + listeners.addresses[0]
-read = lambda path: urllib.request.urlopen(url + path, timeout=30).read().decode()
-metrics = read("/metrics")
-assert "gpumem_exporter_build_info" in metrics
-succeeded = [line.split()[-1] for line in metrics.splitlines() if line.startswith("gpumem_scrape_collector_success{{")]
-assert len(succeeded) > 3 and set(map(float, succeeded)) == {{1.0}}, metrics
-assert "<title>" in read("/")
-live = json.loads(read("/api/v1/live"))
-health = json.loads(read("/health"))
-paths = sorted(json.loads(read("/openapi.json"))["paths"])
-assert {{"devices", "jobs", "findings"}} <= live.keys(), live
-print(json.dumps({{"commands": sorted(COMMANDS), "paths": paths, "status": health["status"]}}))
+with running_exporter(provider=node.provider, host=node.host) as exporter:
+    metrics = exporter.metrics()
+    assert metrics.values("gpumem_exporter_build_info")
+    succeeded = metrics.values("gpumem_scrape_collector_success")
+    assert len(succeeded) > 3 and set(succeeded) == {{1.0}}, metrics.text
+    assert b"<title>" in exporter.get("/").body
+    live = exporter.document("/api/v1/live")
+    assert {{"devices", "jobs", "findings"}} <= live.keys(), live
+    paths, status = sorted(exporter.document("/openapi.json")["paths"]), exporter.document("/health")["status"]
+print(json.dumps({{"commands": sorted(COMMANDS), "paths": paths, "status": status}}))
 """
 
 
