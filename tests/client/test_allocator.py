@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from gpumem_client import torch_access
 from gpumem_client.allocator import unmapped
 from gpumem_client.allocator.allocator import Allocator
-from gpumem_client.allocator.unmapped import Unmapped
+from gpumem_client.allocator.unmapped import Unmapped, without_unmapped
+from tests.support.builders import sample as torch_sample
 
 MIB = 1 << 20
 
@@ -27,7 +29,6 @@ class C:
     def __init__(self) -> None:
         self.pools: dict[tuple[int, int], int] | None = {}
         self.reserved = 100 * MIB
-        self.settings = ""
         self._cuda_memorySnapshot: Any = None
 
     def _cuda_hasPrimaryContext(self, index: int) -> bool:  # noqa: N802 - torch's name
@@ -55,13 +56,6 @@ class C:
 
     def _cuda_hostMemoryStats(self) -> dict[str, Any]:  # noqa: N802 - torch's name
         return {"allocated_bytes": {"current": 7}}
-
-
-class NewC(C):
-    """`torch._C` with the function that 2.10 added."""
-
-    def _accelerator_getAllocatorSettings(self) -> str:  # noqa: N802 - torch's name
-        return self.settings
 
 
 class Torch:
@@ -185,3 +179,12 @@ def test_torch_s_state_has_a_reference_to_the_mark_of_a_thread(
     before = sys.getrefcount(mark)
     torch_access.mark_thread()
     assert sys.getrefcount(mark) == before + 1
+
+
+def test_a_sample_has_only_what_the_driver_holds() -> None:
+    counted = replace(torch_sample(allocated=100, reclaimable=30, fragmented=20), component_bytes={"parameters": 100})
+    held = without_unmapped(counted, Unmapped(90, 80))
+    assert (held.reserved_bytes, held.allocated_bytes, held.reclaimable_bytes) == (60, 20, 30)
+    assert held.unmapped_bytes == 90
+    assert held.component_bytes == {}, "which of the tensors are unmapped is unknown"
+    assert without_unmapped(counted, Unmapped(0, 0)).component_bytes == {"parameters": 100}

@@ -97,6 +97,13 @@ def test_a_capture_whose_end_or_start_fails_is_over_in_every_thread(bench: Bench
     assert not bench.under_way()
 
 
+def test_a_capture_is_over_when_its_graph_is_deleted(bench: Bench) -> None:
+    graph = bench.graph_class()
+    bench.begin(graph)
+    del graph
+    assert not bench.under_way()
+
+
 def test_a_pool_whose_first_graph_is_deleted_during_a_second_capture_is_alive(bench: Bench) -> None:
     first, second = bench.capture((1, 0)), bench.graph_class()
     bench.begin(second, (1, 0))

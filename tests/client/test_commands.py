@@ -124,6 +124,16 @@ def test_during_a_capture_mode_step_waits_for_the_next_step_and_a_numbered_step_
     assert bench.result().step == 3
 
 
+def test_a_command_in_mode_now_waits_for_the_end_of_a_capture(bench: CommandBench) -> None:
+    bench.allocator.capturing = True
+    bench.add("now")
+    bench.scheduler.run_due()
+    assert bench.scheduler.ids == ("a",)
+    bench.allocator.capturing = False
+    bench.scheduler.run_due()
+    assert (bench.result().outcome, bench.allocator.cleared) == ("done", 1)
+
+
 def test_a_step_does_not_wait_for_a_command_in_another_thread(bench: CommandBench) -> None:
     bench.add()
     with bench.sampler.exclusively():

@@ -167,3 +167,10 @@ def test_the_page_size_is_the_only_one_that_divides_the_segment_otherwise_unknow
     either = _expandable((30 * MIB, "active_allocated"), (290 * MIB, "inactive"))
     assert _returnable(either, large_pages={64 * MIB}) == 256 * MIB
     assert _returnable(_segment((MIB, "inactive")), either, large_pages={20 * MIB, 64 * MIB}) is None
+
+
+def test_a_pending_block_merges_with_its_free_neighbors() -> None:
+    segment = _expandable(
+        (MIB, "active_allocated"), (25 * MIB, "inactive"), (10 * MIB, "active_pending_free"), (4 * MIB, "inactive")
+    )
+    assert _returnable(segment) == 20 * MIB
