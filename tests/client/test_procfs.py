@@ -62,6 +62,14 @@ def test_nothing_after_the_script_is_ever_included(program: str, before: list[st
     assert not any(argument in described for argument in after)
 
 
+def test_a_command_line_is_split_at_nuls_and_padding_is_dropped() -> None:
+    assert split_cmdline(b"python\0train.py\0") == ["python", "train.py"]
+    assert split_cmdline(b"title\0\0\0\0") == ["title"]
+    assert split_cmdline(b"python\0\0x\0") == ["python", "", "x"]
+    assert split_cmdline(b"\xff\0") == ["\N{REPLACEMENT CHARACTER}"]
+    assert split_cmdline(b"") == []
+
+
 def test_state_and_start_time_are_found_after_a_name_with_parentheses() -> None:
     fields = " ".join(str(number) for number in range(4, 53))
     stat = f"4711 (a) R) (b ) S {fields}\n"

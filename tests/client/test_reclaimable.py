@@ -72,6 +72,13 @@ def test_classic_segments_need_one_walk_and_then_the_statistics_only(bench: Benc
     assert bench.walks == 1
 
 
+def test_a_heap_watched_from_its_start_needs_no_walk(bench: Bench) -> None:
+    for reserved in (0, 100, 200):
+        assert bench.look(state(reserved=reserved, allocated=0, split=0)) == reserved
+        bench.now += 10
+    assert bench.walks == 0
+
+
 def test_reset_counters_require_a_walk(bench: Bench) -> None:
     bench.look(state())
     bench.now += 10

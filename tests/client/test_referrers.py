@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.objects.referrers import NO_REFERRER, describe_referrers
+from gpumem_client.objects.referrers import GRAPH, NO_REFERRER, describe_referrers
 from gpumem_client.uninterrupted import Slices
 
 
@@ -250,6 +250,17 @@ def test_the_cache_of_a_function_has_its_name() -> None:
     assert described == {each: f"{kind} in {place}.{name}" for each, (kind, name) in wanted.items()}
 
 
+def test_the_holder_of_a_node_names_what_its_graph_keeps() -> None:
+    class Node:
+        """Refers to tensors in C++ only."""
+
+    kept, unseen = Kept([Node()]), itertools.repeat(Thing())
+    described = describe_referrers([id(next(unseen))], Slices(), lambda: False, sizes=False, nodes=[Node])
+    graph = "perhaps the autograd graph of list in attribute held of a Kept"
+    assert described == {id(next(unseen)): graph, GRAPH: graph}
+    del kept
+
+
 def _fails(thing: Thing) -> None:
     raise ValueError(id(thing))
 
@@ -399,3 +410,11 @@ def test_no_code_of_the_classes_runs(hold: Callable[[Thing], object], words: str
     assert Ran.count == 0
     assert words in described
     del holder
+
+
+def test_the_search_goes_on_at_an_instance_of_a_class_without_a_module() -> None:
+    names: dict[str, Any] = {}
+    exec("class Made: pass", names)  # as of a template
+    thing, made = Thing(), names.pop("Made")()
+    made.kept = thing
+    assert _described(id(thing)) == "attribute kept of a Made"

@@ -205,6 +205,17 @@ def test_advice_is_enough_only_if_earlier_runs_of_the_block_show_its_need() -> N
         assert values.batch_growth is not None or not any(each.enough for each in advise(values)), kind
 
 
+WITH_GRAPH = {"checkpointing", "mixed_precision", "offload", "accumulation", "shard"}
+
+
+@pytest.mark.parametrize("phase", ["", "forward", "backward", "evaluate", "data transfer"])
+def test_without_a_graph_nothing_is_advised_that_needs_one(phase: str) -> None:
+    values = _with(phase=phase, batch_size=64, grown=4 * GIB, ranks=2)
+    assert not {each.kind for each in advise(values)} & WITH_GRAPH
+    if phase != "data transfer":
+        assert {each.kind for each in advise(replace(values, gradients=True))} >= WITH_GRAPH
+
+
 def test_expandable_segments_name_the_variable_that_every_release_reads() -> None:
     (advice,) = [each for each in advise(_with(reserved=7 * GIB, fragmented=GIB)) if each.kind == "expandable_segments"]
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in advice.text

@@ -64,6 +64,18 @@ def test_a_leak_below_a_hard_pattern_is_found_later(name: str, steps: int) -> No
         assert _found(allocated(hard_shapes()[name], seed, percent=1.0), steps) is not None, seed
 
 
+def test_a_slow_drift_is_seldom_reported() -> None:
+    alarms = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        away, wandering = 0.0, []
+        for _ in range(600):
+            away = 0.95 * away + rng.gauss(0, 4)
+            wandering.append(int((100 + away) * MIB))
+        alarms += _found(wandering, 600) is not None
+    assert alarms <= 1
+
+
 def _detector(reported: list[Leak]) -> LeakDetector:
     return LeakDetector(reported.append, name_suspects=False)
 
