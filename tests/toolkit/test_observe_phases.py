@@ -144,6 +144,19 @@ def test_a_phase_keeps_its_largest_peak_until_it_runs_after_a_reset() -> None:
     assert run(5) == 5
 
 
+def test_a_running_phase_is_reported_with_the_samples_so_far() -> None:
+    device = Device()
+    observed = observed_on(device)
+    device.to(100)
+    device.to(10)
+    with measured(observed, "training"):
+        device.to(70)
+        observed.read(0)
+        device.to(20)
+        reported = observed.phases(0)["training"]
+    assert (reported.at_least_bytes, reported.at_most_bytes, reported.exact) == (70, 100, False)
+
+
 def test_64_names_are_reported_and_further_phases_are_measured_only(caplog: pytest.LogCaptureFixture) -> None:
     device = Device()
     observed = observed_on(device)
