@@ -107,6 +107,25 @@ def test_the_ledger_is_the_last_one_before_the_error(tmp_path: Path) -> None:
     check(tmp_path, series, query, {'{gpu="0"}': 70})
 
 
+def test_the_largest_process_is_found_on_each_node_with_equal_pids(tmp_path: Path) -> None:
+    series = {}
+    for node, workload, used in (("a:9844", "train", 40), ("b:9844", "serve", 50)):
+        here = f'instance="{node}"'
+        device = f'{here}, gpu="0", uuid="GPU-{node}"'
+        series[f'gpumem_process_memory_used_bytes{{{device}, pid="7"}}'] = f"{used}x200"
+        series[f'gpumem_process_memory_used_bytes{{{device}, pid="9"}}'] = "1x200"
+        labels = f'workload="{workload}", rank="0", user="u", command="c", k8s_pod=""'
+        series[f'gpumem_process_info{{{here}, pid="7", {labels}}}'] = "1x200"
+        series[f'gpumem_process_info{{{here}, pid="9", workload="small", user="u", command="c"}}'] = "1x200"
+    title = "Devices by pressure"
+    query = expression("fleet", title, letter_of("fleet", title, "Its bytes"))
+    expected: dict[str, float] = {
+        '{instance="a:9844", gpu="0", uuid="GPU-a:9844", pid="7", workload="train", user="u", command="c"}': 40,
+        '{instance="b:9844", gpu="0", uuid="GPU-b:9844", pid="7", workload="serve", user="u", command="c"}': 50,
+    }
+    check(tmp_path, series, query, expected)
+
+
 def test_equal_nodes_of_two_clusters_are_two_jobs_of_one_user(tmp_path: Path) -> None:
     series = {}
     for cluster, used, cache in (("east", 40, 10), ("west", 50, 20)):
