@@ -110,7 +110,7 @@ INVALID: tuple[tuple[Callable[..., object], Any, str], ...] = (
     ),
     (lambda size: Description(*size).job(), (2, 200, 16), "hidden 200"),
     (lambda size: Description(*size).job(), (0, 64, 16), "layers 0"),
-    (lambda size: Description(*size, parameters=10**9).job(), (32, 4096, 2048), "1000000000"),
+    (lambda parameters: Description(32, 4096, 2048, parameters=parameters).job(), 10**9, "1000000000"),
 )
 """Functions with an invalid input, and what the error names: the value, or what is accepted."""
 
