@@ -258,15 +258,6 @@ def test_a_worker_measures_until_it_knows_the_size_of_its_cache(function: str) -
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_worker_with_a_given_cache_size_has_measured_with_its_cache() -> None:
-    worker, reader = Worker(), EngineReader(clock())
-    with Running(worker, "load_model"):
-        assert measures(reader) is True
-    worker.model_runner.kv_caches.append(object())
-    assert measures(reader) is False
-
-
-@pytest.mark.usefixtures("vllm")
 def test_the_reader_keeps_no_worker_alive_and_sees_the_next_one() -> None:
     worker, reader = Worker(), EngineReader(clock())
     with Running(worker, "determine_available_memory"):

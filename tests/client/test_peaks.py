@@ -2,9 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from gpumem_client.phases.peaks import PeakWatch
 
 
@@ -37,19 +34,3 @@ def test_a_missing_statistic_is_no_reset() -> None:
     watch.note(0, {})
     watch.note(0, state(50, active_bytes=50))
     assert watch.resets(0) == 0
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=50))
-def test_random_resets_are_counted_exactly_if_they_lower_a_peak(events: list[tuple[bool, int]]) -> None:
-    watch, peak, resets, lowering = PeakWatch(), 0, 0, 0
-    watch.note(0, state(peak))
-    for reset, current in events:
-        before = peak
-        if reset:
-            resets += 1
-            peak = current
-            lowering += peak < before
-        else:
-            peak = max(peak, current)
-        watch.note(0, state(peak))
-    assert lowering == watch.resets(0) <= resets

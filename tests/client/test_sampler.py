@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from gpumem_client.allocator.sampler import Sampler
-from gpumem_client.wire.protocol import DeviceSample
 from tests.support.fake_allocator import FakeAllocator
 
 
@@ -186,25 +183,6 @@ def test_the_cache_is_read_during_a_step(bench: Bench) -> None:
         bench.allocator.reclaimable = 90
         bench.step(0.0)
     assert idle_cache(bench) == 20
-
-
-def test_after_a_slow_reading_the_cache_is_still_read_between_samples(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow_once() -> tuple[DeviceSample, ...]:
-        end = time.thread_time() + 0.002  # of which the next reading comes after about ten seconds
-        while time.thread_time() < end:
-            pass
-        monkeypatch.undo()
-        return bench.allocator.unused()
-
-    monkeypatch.setattr(bench.allocator, "unused", slow_once)
-    for _ in range(100):  # no steps; each second, a request after the sample needs most of the cache
-        wait(bench, 0.3, 90)
-        wait(bench, 0.5, 20)
-        wait(bench, 0.2, 90)
-        shown = idle_cache(bench)
-    assert shown == 20
 
 
 def test_no_reading_waits_for_a_flush(bench: Bench) -> None:
