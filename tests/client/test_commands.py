@@ -95,14 +95,6 @@ def test_a_command_in_mode_step_runs_after_the_next_step_in_the_training_thread(
     assert bench.allocator.cleared == 1
 
 
-def test_a_command_for_a_numbered_step_runs_after_that_step_only(bench: CommandBench) -> None:
-    bench.add(at_step=4)
-    bench.steps(3)
-    assert bench.executor.results(64) == ()
-    bench.steps(2)
-    assert bench.result().step == 4
-
-
 def test_a_command_for_a_passed_step_expires(bench: CommandBench) -> None:
     bench.steps(4)
     bench.add(at_step=4)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from gpumem_client.allocator.idle_cache import IdleCache
 from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.wire.protocol import DeviceSample
 from tests.support.fake_allocator import FakeAllocator
 
 
@@ -223,3 +225,72 @@ def test_the_idle_cache_covers_two_steps_and_a_minute(bench: Bench, step_seconds
     assert idle_cache(bench) == 20
     wait(bench, 301.0, 90)  # no step for five windows
     assert idle_cache(bench) == 90
+
+
+# --- The idle cache of a window
+
+WINDOW = 60.0
+
+
+class Readings:
+    """Readings at the times of a clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.cache = IdleCache()
+        self.cache.window_seconds = WINDOW
+
+    def read(self, reclaimable: int | None, seconds: float = 1.0, **values: int) -> int | None:
+        """Note a reading `seconds` after the last one; returns the idle cache."""
+        self.now += seconds
+        sample = DeviceSample("GPU-0", reserved_bytes=100, reclaimable_bytes=reclaimable, segments_freed=0)
+        for name, value in values.items():
+            object.__setattr__(sample, name, value)
+        self.cache.note(sample, self.now)
+        return self.cache.bytes("GPU-0", self.now)
+
+    def fill(self, reclaimable: int, **values: int) -> int | None:
+        """Read the same value for a whole window."""
+        found = None
+        for _ in range(int(WINDOW) + 1):
+            found = self.read(reclaimable, **values)
+        return found
+
+
+@pytest.fixture
+def readings() -> Readings:
+    return Readings()
+
+
+def test_the_value_is_the_smallest_of_the_window(readings: Readings) -> None:
+    readings.fill(80)
+    assert readings.read(30) == 30
+    assert readings.read(50) == 30
+    for _ in range(int(WINDOW) - 1):
+        assert readings.read(80) == 30
+    assert readings.read(80) == 50
+    assert readings.read(80) == 80
+
+
+def test_an_unknown_value_or_a_gap_starts_the_window_again(readings: Readings) -> None:
+    readings.fill(80)
+    assert readings.read(None) is None
+    assert readings.read(80) is None
+    assert readings.fill(80) == 80
+    assert readings.read(80, seconds=WINDOW) is None
+
+
+def test_a_peak_that_changed_bounds_what_was_reclaimable(readings: Readings) -> None:
+    assert readings.fill(80, allocated_peak_bytes=50) == 80  # an old peak shows nothing
+    assert readings.read(80, allocated_peak_bytes=90) == 10
+    readings.fill(80, allocated_peak_bytes=90)
+    assert (
+        readings.read(80, allocated_peak_bytes=70) == 30
+    )  # the program has reset its peaks, and then reached this one
+    assert readings.read(80, allocated_peak_bytes=95, segments_freed=1) == 30  # more was reserved at the peak
+
+
+def test_a_retried_allocation_has_released_the_whole_cache(readings: Readings) -> None:
+    readings.fill(80, alloc_retries=3)
+    assert readings.read(80, alloc_retries=4) == 0
+    assert readings.cache.retried_seconds == readings.now

@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,13 +48,6 @@ def test_the_table_has_a_row_for_each_device_and_names_the_devices_that_a_change
     document = json.loads(json.dumps(plan.as_dict()))
     assert [(fit["gpu"]["name"], fit["fits"]) for fit in document["on"]] == [("large", True), ("small", False)]
     assert document["gpu"]["free_bytes"] == document["on"][0]["gpu"]["free_bytes"] == 79 << 30
-
-
-def test_a_plan_is_a_file_its_content_or_an_object(tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    file.write_text(json.dumps(PLAN.as_dict(), indent=2))
-    for plan in (PLAN, PLAN.as_dict(), file, str(file), SimpleNamespace(reserved_peak_bytes=1000)):
-        assert planned_peak_bytes(plan) == 1000
 
 
 def test_an_argument_overrides_the_environment_and_a_path_is_absolute(
