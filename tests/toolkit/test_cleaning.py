@@ -11,7 +11,7 @@ import pytest
 
 import gpumem_client as client
 import gpumem_toolkit as toolkit
-from gpumem_client.allocator.allocator_environment import KEYS, environment_with, merged, parse_settings
+from gpumem_client.allocator.allocator_environment import KEYS, merged, parse_settings
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_toolkit.cleanup import auto_clean
@@ -141,21 +141,6 @@ def test_invalid_settings_are_rejected_with_what_is_accepted(line: str) -> None:
         parse_settings(line)
     assert [named for named in BAD[line] if named not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, "expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "expandable_segments:True"),
-    ],
-    ids=["none", "the old name", "the new name", "the same key", "both: the old one counts, even empty"],
-)
-def test_settings_are_merged_with_those_in_force(environ: dict[str, str], expected: str) -> None:
-    assert environment_with(environ, "expandable_segments:True") == {"PYTORCH_CUDA_ALLOC_CONF": expected}
 
 
 FRAGMENTED = {"reclaimable_bytes": GIB}
