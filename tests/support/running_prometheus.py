@@ -20,8 +20,8 @@ class RunningPrometheus:
     """A Prometheus that scrapes every second; it is ready after construction.
 
     `targets` are `host:port` by the label `instance`; two names may have the same exporter. `clusters` are the values
-    of the label `cluster` by instance. `scrape` has more keys of the scrape configuration, such as `scheme`, and `rules`
-    are files of rules, which it evaluates every second.
+    of the label `cluster` by instance. `scrape` has more keys of the scrape configuration, such as `scheme`, and
+    `rules` are files of rules, which it evaluates every second.
     """
 
     def __init__(

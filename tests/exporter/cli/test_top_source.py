@@ -16,7 +16,7 @@ from gpumem_exporter.cli.top.source import Source
 from gpumem_exporter.errors import NvmlUnavailableError, TargetNotFoundError
 from gpumem_exporter.features.fleet.fleet_command import FleetSource
 from gpumem_exporter.features.fleet.fleet_nodes import Fleet
-from gpumem_exporter.features.fleet.prometheus import Prometheus, PrometheusError
+from gpumem_exporter.features.fleet.prometheus import Prometheus
 from gpumem_exporter.main import main
 from tests.support.live_documents import device, full_node, job, live, process
 

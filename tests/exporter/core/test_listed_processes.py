@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import EngineState
-from gpumem_exporter.core.orphans import ENDING_SECONDS, QUIET_SECONDS
 from gpumem_exporter.core.samples import DeviceReading, LostLauncher, NodeReading, ProcessFacts, Snapshot
 from gpumem_exporter.core.starting_engines import (
     GROWTH_BYTES,
@@ -17,6 +16,7 @@ from gpumem_exporter.core.starting_engines import (
     TITLED_START_SECONDS,
 )
 from gpumem_exporter.core.store import Store
+from gpumem_exporter.features.orphans.orphan_search import ENDING_SECONDS, QUIET_SECONDS, OrphanSearch
 from tests.support.builders import MIB, UUIDS, device, node, report, sample
 
 PID, TICKS = 7, 1000
@@ -28,6 +28,7 @@ class Bench:
     def __init__(self, *facts: ProcessFacts) -> None:
         self.now = 1001.0
         self.store = Store(report_expiry_seconds=1e9, reading_expiry_seconds=5.0, max_processes=10)
+        self.store.find_orphans = OrphanSearch().find
         self.facts = {each.pid: each for each in facts}
         self.sequence = 0
 

@@ -24,7 +24,6 @@ from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.policy import policy_routes
 from gpumem_exporter.features.policy.policy_runner import EVALUATIONS
-from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.instruments import Counter as CounterMetric
 from gpumem_exporter.metrics.instruments import Instruments, Registry
 from gpumem_exporter.settings import COLLECTORS

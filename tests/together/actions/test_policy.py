@@ -139,8 +139,6 @@ def test_reload_applies_the_file_and_returns_its_rules(exporter: RunningExporter
     assert exporter.sample(EVALUATIONS, rule="two", result="acted") == 0, "an invalid file changes nothing"
 
 
-
-
 def test_a_rule_that_does_not_help_stops_with_an_event(tmp_path: Path) -> None:
     policy = written(tmp_path / "policy.yml", rule(stop_after={"clears": 1, "still_free_after": "0s"}))
     with running_exporter(policy_file=str(policy)) as exporter:
