@@ -24,7 +24,7 @@ FILE_NAME = "events.db"
 MEMORY_BYTES = 8 << 20
 """The largest size of the database without a folder."""
 
-_VERSION = 2
+_VERSION = 1
 _PAGE_BYTES = 4096
 # The largest size of the write-ahead log between checkpoints, which is subtracted from the limit of the file.
 _WAL_BYTES = 2 << 20
@@ -57,19 +57,25 @@ _SCHEMA = (
         name TEXT NOT NULL,
         PRIMARY KEY (event, name)
     ) WITHOUT ROWID""",
-    "CREATE TABLE IF NOT EXISTS running_time (seconds REAL NOT NULL)",
+    # The second column is for version 0.3.
+    "CREATE TABLE IF NOT EXISTS running_time (seconds REAL NOT NULL, monotonic_seconds REAL NOT NULL)",
+    "INSERT INTO running_time SELECT 0.0, 0.0 WHERE NOT EXISTS (SELECT 1 FROM running_time)",
     "CREATE INDEX IF NOT EXISTS about_name ON about (name)",
     "CREATE INDEX IF NOT EXISTS events_time ON events (time)",
     "CREATE INDEX IF NOT EXISTS events_subject ON events (subject, id)",
     "CREATE INDEX IF NOT EXISTS events_owner ON events (owner)",
     "CREATE INDEX IF NOT EXISTS events_stored ON events (stored)",
 )
-# Format 1, of version 0.3, has these two tables, and others with triggers and indexes instead of `about`.
-_NOT_TAKEN_OVER = "SELECT type, name FROM sqlite_master WHERE sql NOT NULL AND name NOT IN ('events', 'running_time')"
+# Version 0.3 uses the same events. Instead of `about` it has indexes, triggers and a table, which it makes again.
+_OF_0_3 = """SELECT type, name FROM sqlite_master WHERE sql NOT NULL
+    AND tbl_name != 'about' AND name NOT IN
+    ('events', 'running_time', 'events_time', 'events_subject', 'events_owner', 'events_stored')"""
+_LATER_THAN_0_2 = {"owner": "TEXT", "stored": "REAL", "job": "TEXT"}
 _TEXTS = ("gpu", "uuid", "workload", "rank", "owner", "job", "subject")
 _COLUMNS = ("id", "type", "time", "pid", "detail", "stored", *_TEXTS)
 _INSERT = f"INSERT INTO events ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"  # noqa: S608
 _BY_ID = "SELECT * FROM events WHERE id = ?"
+_WITHOUT_NAMES = "SELECT id FROM events WHERE id NOT IN (SELECT event FROM about) ORDER BY id"
 _IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
 # The bytes of each owner's events, of the audit trail and of the others. 256 bytes are the other columns.
 _SIZES = f"SELECT {_IS_AUDIT}, owner, sum(length(detail) + 256) FROM events GROUP BY 1, 2"  # noqa: S608 - constant names
@@ -135,7 +141,7 @@ class Storage:
         with self._opened() as connection, connection:  # commits, or rolls back
             connection.execute("BEGIN IMMEDIATE")
             now = self._clock() - self._running_since_seconds
-            connection.execute("UPDATE running_time SET seconds = ?", (now,))
+            connection.execute("UPDATE running_time SET seconds = ?, monotonic_seconds = ?", (now, self._clock()))
             connection.execute("DELETE FROM events WHERE stored < ?", (now - self._retention_seconds,))
             self._make_room(connection, sum(_PAGE_BYTES + 4 * len(row["detail"]) for _, row in rows))
             (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
@@ -208,21 +214,21 @@ class Storage:
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, 1, _VERSION):
+        if version not in (0, _VERSION):
             raise StorageError(f"{self._path} was written by another version (its format is {version}, not {_VERSION})")
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(found)
         with connection:
             connection.execute("BEGIN IMMEDIATE")
-            for kind, name in connection.execute(_NOT_TAKEN_OVER).fetchall() if version == 1 else ():
+            for kind, name in connection.execute(_OF_0_3).fetchall():
                 connection.execute(f"DROP {kind} IF EXISTS {name}")
+            known = {row["name"] for row in connection.execute("PRAGMA table_info(events)")}
+            for name in _LATER_THAN_0_2.keys() - known if known else ():
+                connection.execute(f"ALTER TABLE events ADD COLUMN {name} {_LATER_THAN_0_2[name]}")
             for statement in _SCHEMA:
                 connection.execute(statement)
-            if version == 0:
-                connection.execute("INSERT INTO running_time VALUES (0.0)")
-            elif version == 1:
-                _take_over(connection)
+            _complete_names(connection)
             connection.execute(f"PRAGMA user_version = {_VERSION}")
         (running_seconds,) = connection.execute("SELECT seconds FROM running_time").fetchone()
         self._running_since_seconds = self._clock() - running_seconds
@@ -320,12 +326,13 @@ def _store_names(connection: sqlite3.Connection, event: Event) -> None:
     connection.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", [(event.id, _text(name)) for name in names])
 
 
-def _take_over(connection: sqlite3.Connection) -> None:
-    """Store what the events of a file of format 1 are about, and delete the events that cannot be read."""
+def _complete_names(connection: sqlite3.Connection) -> None:
+    """Store what the events of an earlier version are about, and delete the events that cannot be read."""
     for name, unknown in {"subject": "''", "owner": "''", "job": "''", "stored": "0"}.items():
         connection.execute(f"UPDATE events SET {name} = {unknown} WHERE {name} IS NULL")  # noqa: S608 - constant names
+    connection.execute("DELETE FROM about WHERE event NOT IN (SELECT id FROM events)")
     damaged = []
-    for (id_,) in connection.execute("SELECT id FROM events ORDER BY id").fetchall():
+    for (id_,) in connection.execute(_WITHOUT_NAMES).fetchall():
         try:
             _store_names(connection, _event(connection.execute(_BY_ID, (id_,)).fetchone()))
         except (ValueError, TypeError, AttributeError):

@@ -163,7 +163,7 @@ def test_the_retention_time_is_the_running_time_whatever_the_wall_clock_shows(tm
 
 def test_a_file_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        connection.executescript((REPOSITORY / "tests" / "data" / "events_format_1.sql").read_text())
+        connection.executescript((REPOSITORY / "tests" / "data" / "events_0_3.sql").read_text())
         before = connection.execute("SELECT id, type, detail, owner, job FROM events ORDER BY id").fetchall()
         connection.execute("UPDATE events SET detail = '{' WHERE id = 1700000040001")
         connection.commit()
@@ -172,7 +172,7 @@ def test_a_file_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
     def found(types: tuple[str, ...] = EVENT_TYPES, **about: Any) -> list[int]:
         return [event.id - 1_700_000_000_000 for event in bench.page(after=0, types=types, **about).events]
 
-    for _ in range(2):  # the second time, it has the new format
+    for _ in range(2):
         events = bench.page(after=0, types=(*EVENT_TYPES, "action_asked")).events
         kept = [(each.id, each.type, json.dumps(each.detail), each.owner, each.job) for each in events]
         assert kept == [row for row in before if row[0] != 1700000040001], "all but the damaged one"
@@ -196,6 +196,24 @@ def test_a_file_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
     bench.storage.close()
     with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
         assert connection.execute("SELECT count(*) FROM about").fetchone() == (0,)
+
+
+def test_what_an_earlier_version_has_changed_meanwhile_is_found(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for number in (1, 2):
+        bench.put(number, pid=number)
+    bench.storage.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.executescript("""
+            CREATE TABLE places (event INTEGER);
+            CREATE TRIGGER event_stored AFTER INSERT ON events BEGIN INSERT INTO places VALUES (new.id); END;
+            DELETE FROM events WHERE pid = '1';
+            INSERT INTO events (id, type, time, pid, detail) SELECT id + 1, type, time, '3', detail FROM events;
+        """)
+    bench.again()
+    assert [len(bench.page(after=0, pid=pid).events) for pid in ("1", "2", "3")] == [0, 1, 1]
+    bench.put(4, pid=4)
+    bench.storage.close()
 
 
 def test_the_owner_with_the_most_events_loses_its_oldest_first_also_after_a_restart(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
--- A file of events as versions before format 2 wrote it.
+-- A file of events as version 0.3 wrote it.
 BEGIN TRANSACTION;
 CREATE TABLE events (
     id INTEGER PRIMARY KEY,
