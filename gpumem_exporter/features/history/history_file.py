@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import threading
 import time
@@ -23,6 +24,11 @@ _SAVE_SECONDS = 60.0
 # A large history is saved less often, so that the disk writes at most 1.4 GB a day.
 _SAVED_BYTES_PER_SECOND = 16 << 10
 
+# A file whose last row is further in the future waits for this time: the machine may not have set its clock yet. After
+# that, the rows were written while the clock was ahead, and are dropped.
+_AHEAD_SECONDS = 90.0
+_CLOCK_WAIT_SECONDS = 3600.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -36,6 +42,7 @@ class HistoryFile:
         self._history = history
         self._path = folder / FILE_NAME
         self._size_bytes = 0
+        self._waits_until_seconds = time.monotonic() + _CLOCK_WAIT_SECONDS
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="gpumem-history-file", daemon=True)
 
@@ -52,13 +59,15 @@ class HistoryFile:
     def load(self) -> None:
         """Restore the history of an earlier run. A damaged file, or one of another version, is logged and moved.
 
-        Raises sqlite3.Error or OSError if the file cannot be read now.
+        Raises sqlite3.Error or OSError if the file cannot be read now, or is ahead of the wall clock.
         """
         self._path.with_name(_FILE_OF_0_3).unlink(missing_ok=True)
         if not self._path.exists():
             return
         try:
-            self._history.restore(_series(self._path))
+            waits = time.monotonic() < self._waits_until_seconds
+            latest_seconds = self._history.wall_clock() + _AHEAD_SECONDS if waits else math.inf
+            self._history.restore(_series(self._path, latest_seconds))
         except sqlite3.DatabaseError as error:
             # Python raises the base class only for a damaged file, and a subclass for other errors.
             if type(error) is not sqlite3.DatabaseError:
@@ -97,11 +106,17 @@ class HistoryFile:
             stopping = self._stopping.wait(max(_SAVE_SECONDS, self._size_bytes / _SAVED_BYTES_PER_SECOND))
 
 
-def _series(path: Path) -> Iterator[tuple[Subject, list[StoredRow]]]:
-    """Yield each series of a file. Raises sqlite3.DatabaseError if it is damaged or of another version."""
+def _series(path: Path, latest_seconds: float) -> Iterator[tuple[Subject, list[StoredRow]]]:
+    """Yield each series of a file. Raises sqlite3.DatabaseError if it is damaged or of another version.
+
+    Raises OSError if it has a later row.
+    """
     with closing(sqlite3.connect(path, timeout=0)) as file:
         damage, version = (file.execute(f"PRAGMA {name}").fetchone()[0] for name in ("quick_check(1)", "user_version"))
         if damage != "ok" or version != VERSION:
             raise sqlite3.DatabaseError(f"version {version}, not {VERSION}; {damage}")
+        # The minima of the present minute are stored before its end.
+        if file.execute("SELECT coalesce(max(time + step), 0) FROM points").fetchone()[0] > latest_seconds:
+            raise OSError("the wall clock is behind its last values")
         for subject, rows in groupby(file.execute(_SERIES), key=lambda row: row[:8]):
             yield Subject(*subject), [row[9:] for row in rows]

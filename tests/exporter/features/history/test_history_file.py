@@ -72,9 +72,24 @@ def test_the_time_without_an_exporter_is_a_gap(bench: HistoryBench, tmp_path: Pa
     assert len(bench.history.minima(JOB.part(UUIDS[0]))) == 11
 
 
-def test_rows_that_the_clock_has_not_reached_are_dropped(bench: HistoryBench, tmp_path: Path) -> None:
+def test_a_file_that_is_ahead_of_the_clock_waits_for_an_hour(
+    bench: HistoryBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = bench.values("used", seconds=600)
     bench.jumped = -300.0
-    restarted(bench, tmp_path)
+    bench.again()
+    file = HistoryFile(bench.history, tmp_path / "new")
+    with pytest.raises(OSError, match="clock"):
+        file.load()
+    bench.jumped = 0.0
+    file.load()
+    assert bench.values("used", seconds=600) == before
+    bench.jumped = -300.0
+    bench.again()
+    file = HistoryFile(bench.history, tmp_path / "new")
+    late = time.monotonic() + 3600.0
+    monkeypatch.setattr(time, "monotonic", lambda: late)
+    file.load()
     bench.run(10, reading=READING)
     shown = bench.values("used", seconds=600)
     assert {age for age, value in shown.items() if value is not None and age > 0} == set(range(1, 315))
