@@ -34,18 +34,15 @@ class _AnyStatus(HTTPErrorProcessor):
 class Prometheus:
     """A query API. HTTPS_PROXY and SSL_CERT_FILE in the environment apply.
 
-    `url` is the URL before `/api/v1`, in which `user:password@` is basic auth. `token` is a bearer token, and `headers`
-    are further headers as `NAME: VALUE`.
+    `url` is the URL before `/api/v1`, in which `user:password@` is basic auth; the attribute lacks it. `token` is a
+    bearer token, and `headers` are further headers as `NAME: VALUE`.
     """
 
     def __init__(self, url: str | None, *, token: str = "", headers: Sequence[str] = ()) -> None:
         if (found := _URL.fullmatch(url or "")) is None:
-            raise ConfigurationError(
-                "--prometheus or GPUMEM_PROMETHEUS_URL: expected a URL such as http://prometheus:9090"
-            )
+            raise ConfigurationError("Prometheus: give http://host:port as --prometheus URL or GPUMEM_PROMETHEUS_URL")
         scheme, user, address, path = found.groups(default="")
         self.url = f"{scheme}://{address}{path.rstrip('/')}"
-        """Without the password."""
         self._headers = {"Accept": "application/json", "User-Agent": "gpumem-exporter-cli"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -71,7 +68,8 @@ class Prometheus:
             with build_opener(_AnyStatus).open(request, timeout=_TIMEOUT_SECONDS) as answer:
                 status, where, body = answer.status, answer.headers.get("Location"), answer.read()
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise PrometheusError(f"Prometheus does not answer at {self.url}: {error}") from error
+            reason = getattr(getattr(error, "reason", error), "strerror", None) or error
+            raise PrometheusError(f"Prometheus does not answer at {self.url}: {reason}") from error
         try:
             document = dict(json.loads(body))
         except (ValueError, TypeError):

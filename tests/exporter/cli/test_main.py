@@ -72,7 +72,7 @@ def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
         (["clear", "--json=3"], "--json", "no value"),
         (["fleet", "clear"], "--query", "fleet clear --help"),
         (["fleet", "clear", "--query", "up"], "Prometheus", "--prometheus URL"),
-        (["fleet", "clear", "--query", "up", "--parallel", "0"], "--parallel", "fleet clear --help"),
+        (["fleet", "clear", "--query", "up", "--max-processes", "0"], "--max-processes", "fleet clear --help"),
         (["fleet", "clear", "--query", "up", "--deadline", "soon"], "--deadline soon", "30s, 5m"),
         (["fleet", "top", "--prometheus", "http://p"], "terminal", "fleet info"),
         (["fleet", "info", "--prometheus", "node:9090"], "--prometheus", "http://host:port"),

@@ -86,7 +86,7 @@ def test_another_answer_is_an_error_without_the_password(
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [
-        *(("", url, "--prometheus or") for url in ("", "p:9090", "ftp://p", "http://p:x", "http://p?a=b")),
+        *(("", url, "--prometheus URL") for url in ("", "p:9090", "ftp://p", "http://p:x", "http://p?a=b")),
         *(("-header", text, "'NAME: VALUE'") for text in ("X-Id", ": gpu", "X: a\r\nB: c", "Ü: x")),
         ("-token-file", "/nonexistent", "/nonexistent"),
     ],
