@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from types import SimpleNamespace
 
@@ -13,9 +14,11 @@ from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.core.store import Store
+from gpumem_exporter.features.engines import cache_use
 from gpumem_exporter.features.engines.cache_use import CacheUse
 from gpumem_exporter.features.engines.vllm import EngineRefusedError
 from tests.support.builders import report
+from tests.support.waiting import patient, wait_for
 
 CACHE = {"kv_cache": 1000, "weights": 500}
 
@@ -168,3 +171,18 @@ def test_the_engine_of_another_user_is_read_although_one_user_has_slow_ones(
     assert node.engine.found == [1, 4]
     node.read()
     assert node.engine.found == [1, 4, 2]
+
+
+def test_the_thread_waits_for_a_report_without_a_use_and_ends(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_use, "_LOOK_SECONDS", 0.01)
+    node.cache_use = CacheUse(node.engine, lambda: node.store.snapshot(node.now), clock=lambda: node.now)  # type: ignore[arg-type]
+    before = set(threading.enumerate())
+    node.cache_use.start()
+    (thread,) = set(threading.enumerate()) - before
+    node.send(1, DeviceSample("GPU-1", kv_cache_bytes={"used": 1}, component_bytes=CACHE))
+    assert node.engine.reads == 0
+    node.send()
+    wait_for(lambda: node.send() == {"used": 250}, "the use")
+    node.cache_use.stop()
+    thread.join(patient(10))
+    assert not thread.is_alive()

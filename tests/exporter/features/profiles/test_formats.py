@@ -130,3 +130,12 @@ def test_a_difference_has_signed_values_in_every_format() -> None:
     (row,) = json.loads(render(change, "json")[0])["rows"]
     assert sample.values["inuse_space"] == row["change_bytes"] == -200 * MIB
     assert (row["before_bytes"], row["after_bytes"]) == (300 * MIB, 100 * MIB)
+
+
+def test_a_table_of_long_texts_is_short() -> None:
+    owners = [Owner("tensors", f"{i} {'x' * 4000}") for i in range(900)]
+    profile = stored(made_up([(0, (), owner, MIB, MIB) for owner in owners]))
+    document = json.loads(render(profile, "json")[0])
+    more = document["more_owners"]
+    assert len(document["owners"]) + more["count"] == 900
+    assert len(document["owners"]) * MIB + more["bytes"] == 900 * MIB
