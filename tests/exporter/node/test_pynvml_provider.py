@@ -230,6 +230,8 @@ def test_a_utilization_that_is_not_a_percentage_is_rejected(provider: PynvmlProv
 def test_nvml_unavailable_for_one_device_affects_that_device_only(provider: PynvmlProvider, library: Library) -> None:
     library.gpus[0].codes = {"handle": 4}
     assert uuids(provider) == ["GPU-1"], "this user may not get the handle of the other one"
+    with pytest.raises(errors.NvmlDeviceLostError):
+        provider.read_memory("GPU-0")
     library.gpus[0].codes = {"*": 1}
     assert uuids(provider) == ["", "GPU-1"]
     library.gpus[1].codes = {"handle": 1}
@@ -365,3 +367,14 @@ def test_a_library_with_another_version_than_the_driver_is_loaded_again(
     monkeypatch.setattr(pynvml, "CDLL", lambda name: replaced)
     provider.open()
     assert uuids(provider) == ["GPU-9"]
+
+
+def test_a_failing_mig_device_does_not_affect_its_siblings(provider: PynvmlProvider, library: Library) -> None:
+    broken = Gpu("MIG-a")
+    broken.codes = {"*": 15}
+    library.gpus[1].migs = [broken, None, Gpu("MIG-b")]
+    assert [(identity.gpu, identity.uuid, bool(identity.error)) for identity in provider.devices()] == [
+        ("0", "GPU-0", False),
+        ("1:0", "", True),
+        ("1:2", "MIG-b", False),
+    ]
