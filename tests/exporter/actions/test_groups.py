@@ -181,3 +181,12 @@ async def test_a_result_from_before_the_cancellation_is_kept(ranks: Ranks) -> No
         ("done", ""),
     }
     assert (finished.state, finished.freed_bytes) == ("cancelled", 7)
+
+
+def test_cancelling_again_or_after_the_end_changes_nothing(ranks: Ranks) -> None:
+    action = ranks.ask(dry_run=True)
+    assert ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice")) == action
+    again = ranks.ask(mode="step")
+    first = ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("alice"))
+    assert ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("bob")) == first
+    assert ranks.dispatcher.cancel("unknown", requested_by=Caller.policy("alice")) is None

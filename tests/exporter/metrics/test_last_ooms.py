@@ -103,3 +103,17 @@ def test_a_stored_error_replaces_no_later_one_of_its_process() -> None:
 def last_oom(**changes: Any) -> LastOom:
     known = {"gpu": "0", "uuid": UUIDS[0], "workload": "w", "rank": "", "session": "s", "number": 1}
     return LastOom(**{**known, "happened_seconds": 0.0, "happened_unix_seconds": 1e9, **changes})
+
+
+def test_an_error_that_a_process_does_not_survive_is_known() -> None:
+    bench = Bench()
+    for pid, age_seconds in ((7, 100.0), (8, 1.0), (9, 1.0)):
+        bench.report(pid, oom(age_seconds=age_seconds), session=f"session-{pid}")
+    for process in bench.snapshot().processes:
+        if process.key.pid != 9:
+            bench.forget(process, "exited")
+    assert {error.pid: error.ended_process for error in bench.snapshot().ooms} == {
+        "7@1": False,
+        "8@1": True,
+        "9@1": False,
+    }

@@ -196,3 +196,17 @@ def test_a_container_cannot_name_another_user_in_the_name_of_a_cgroup(end: str) 
 )
 def test_the_cgroup_of_slurmstepd_names_the_job(path: str, job: str) -> None:
     assert slurm_job(f"12:pids:/\n4:memory:{path}\n0::/\n") == job
+
+
+def test_a_cgroup_outside_of_the_exporters_cgroup_namespace_is_outside_of_its_container(proc: Proc) -> None:
+    (proc.folder / "self" / "ns").mkdir()
+    (proc.folder / "self" / "ns" / "cgroup").touch()  # another inode than the first namespace's
+    places = Places(proc.folder)
+    assert places.is_outside_container(proc.put("7", "0::/../../system.slice/containerd.service\n"))
+    assert not places.is_outside_container(proc.put("8", "0::/\n"))
+
+
+def test_a_place_reaches_itself_and_the_host_every_place() -> None:
+    one, other = (Place(known=True, container=each) for each in (A, B))
+    reached = {(a, b) for a in (HERE, one, other, UNKNOWN) for b in (HERE, one, other, UNKNOWN) if a.reaches(b)}
+    assert reached == {(HERE, HERE), (HERE, one), (HERE, other), (HERE, UNKNOWN), (one, one), (other, other)}

@@ -174,3 +174,13 @@ def test_a_reporting_engine_belongs_to_the_user_that_the_kernel_names() -> None:
     bench.put(4, owner_uid=OWNER, devices=(sample(UUIDS[0], 0, MIB),))
     assert not bench.ask(target=Target(pid=4), force=True, caller=OWNER_OF_THE_ENGINE).waits_for
     assert not bench.commands(of_ada)
+
+
+def test_a_clear_of_the_starting_engine_itself_waits() -> None:
+    bench = EngineBench()
+    engine = bench.put(ENGINE, devices=(sample(UUIDS[1], 0, MIB),), engine_starting=True)
+    bench.ask(target=Target(pid=ENGINE))
+    assert not bench.commands(engine)
+    bench.put(ENGINE, devices=(sample(UUIDS[1], 0, MIB),), engine_starting=False)
+    bench.later(1.0)
+    assert bench.commands(engine)
