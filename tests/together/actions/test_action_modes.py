@@ -37,7 +37,7 @@ SETTLE_SECONDS = 0.5
 
 @pytest.fixture
 def exporter(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProcess:
-    return start_exporter(node, *QUICK)
+    return start_exporter(node, *QUICK, "--log.level", "debug")
 
 
 @pytest.fixture
@@ -194,12 +194,21 @@ def test_a_snapshot_is_a_pickle_of_torch_with_a_correct_summary(
 ) -> None:
     folder = tmp_path / "snapshots"
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, GPUMEM_SNAPSHOT_DIR=str(folder))
+    process.exec("import logging; logging.basicConfig(level=logging.DEBUG)")
     process.call("start_client", workload="train", rank=0)
     process.call("random_heap", device=0, seed=1, blocks=100)
     process.exec("torch.cuda.memory._record_memory_history(max_entries=1000, stacks='python')")
     process.exec("mine = torch.empty(500 << 20, dtype=torch.uint8, device='cuda:0')")
     exporter.wait_for_processes(process.pid)
-    (row, *_) = exporter.act("snapshot", target={"pid": process.pid})["results"]
+    action = exporter.act("snapshot", target={"pid": process.pid})
+    assert exporter.request("POST", "/api/v1/reports", {}).status == 422
+    command = f"command {action['id']}"
+    for log, *parts in (
+        (process.stderr(), exporter.url, f"{command} received: snapshot", f"{command}: done"),
+        (exporter.log(), f"pid={process.pid} uid={os.geteuid()} workload=train", "is delivered", "status=422"),
+    ):
+        assert [sum(part in line for line in log.splitlines()) for part in parts] == [1] * len(parts)
+    (row, *_) = action["results"]
     summary = row["snapshot"]
     assert Path(summary["path"]).parent == folder
     assert Path(summary["path"]).stat().st_size == summary["size_bytes"]

@@ -160,6 +160,8 @@ def test_the_event_of_an_error_has_its_profile_whichever_arrives_first(tmp_path:
         assert [each["id"] for each in job["profiles"]] == [third, second, first]
         shown = run_command("report", "--job", "4711", "--url", exporter.url).stdout
         assert f"profile show {third[:8]}" in shown
+        unknown = run_command("report", "--job", "4711", "--user", "no-such-user", "--url", exporter.url)
+        assert (unknown.returncode, "no-such-user" in unknown.stderr) == (2, True)
 
 
 def test_a_profile_that_names_an_unknown_device_is_refused() -> None:

@@ -37,6 +37,13 @@ def test_the_exporters_driver_error_is_shown_and_the_local_driver_is_not_opened(
     assert "devices" not in found
 
 
+class _InaccessiblePath(type(Path())):  # type: ignore[misc]
+    """A path in an inaccessible folder. Root can access any folder, so this fakes it."""
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+
 def test_a_listening_socket_passes_and_any_other_file_fails_if_it_is_the_only_address(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -51,6 +58,7 @@ def test_a_listening_socket_passes_and_any_other_file_fails_if_it_is_the_only_ad
         (path, WARN, os.strerror(errno.ECONNREFUSED).lower(), "start the exporter again"),
         (tmp_path, WARN, "is not a socket", "directory"),
         (tmp_path / "missing", PASS, "none at", f"--web.listen-socket {tmp_path / 'missing'}"),
+        (_InaccessiblePath("/run/s"), PASS, "may not access /run/s", "--url http://"),
     ):
         (required,), (not_required,) = (check_socket(other, required=required) for required in (True, False))
         assert (required.verdict, not_required.verdict) == (FAIL, optional)
