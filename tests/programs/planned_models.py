@@ -122,6 +122,13 @@ class Kernel(Reading):
         doubled[(1,)](self.layer(x))
 
 
+class Flexible(Reading):
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention(*[self.layer(x).view(-1, 4, 8, 16)] * 3)
+
+
 class Unlabeled(Reading):
     def forward(self, x):
         return types.SimpleNamespace(loss=None, logits=self.layer(x))
