@@ -157,9 +157,8 @@ class DeviceSlot:
         if not self.unmapped.reserved_bytes:
             return sample
         # All tensors are unmapped. `without_unmapped` keeps no components, because it cannot know that.
-        mapped = dict.fromkeys(components, 0)
-        asleep = without_unmapped(sample, self.unmapped)
-        return replace(asleep, component_bytes=mapped, component_unmapped_bytes=components)
+        sample = replace(without_unmapped(sample, self.unmapped), component_bytes=dict.fromkeys(components, 0))
+        return replace(sample, component_unmapped_bytes=components)
 
     def least_reclaimable_bytes(self) -> int:
         """Return the smallest reclaimable value since the last call."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias
 
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.samples import JobKey, PartKey, ProcessKey
@@ -15,7 +14,7 @@ from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.node.job_ids import job_id
 
 MINUTES = 61
-LastMinute: TypeAlias = dict[tuple[SimulatedProcess, int], dict[int, SlotUse]]
+LastMinute = dict[tuple[SimulatedProcess, int], dict[int, SlotUse]]
 """What each process used on each of its devices in each second before the start, from 0 to 59."""
 
 
@@ -40,8 +39,8 @@ def past_of(last_minute: LastMinute, end: float) -> Iterator[tuple[Subject, Iter
         if process.reports and len(uses) == 60:
             part = PartKey(key.share, process.identity.session, device.uuid)
             yield Subject.of_minima(part), _minima([use.allocated for use in uses.values()], growth, start)
-    for subject, minute in minutes.items():
-        yield subject, _rows(minute, growths[subject], start)
+    for subject in sorted(minutes, key=lambda each: each.gpu or "then the jobs"):
+        yield subject, _rows(minutes[subject], growths[subject], start)
 
 
 def _job(process: SimulatedProcess, key: ProcessKey) -> Subject:

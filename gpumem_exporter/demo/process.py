@@ -158,12 +158,12 @@ class SimulatedProcess:
         """The number of completed training steps."""
         return self.loop.sampler.step or 0
 
-    def end_step(self, ticks: int) -> int:
+    def end_step(self, ticks: int, *, skips: bool = True) -> int:
         """End a training step of some ticks; return the ticks until the next one. Commands that wait for a step run.
 
-        Until the run-up of the demo, the next steps are only counted.
+        Until the run-up of the demo, the next steps are only counted if `skips`.
         """
-        steps = 1 + self.until_run_up() // ticks
+        steps = 1 + self.until_run_up() // ticks * skips
         for _ in range(steps):
             self.loop.sampler.on_step(None)
         return 1 + (steps - 1) * ticks
