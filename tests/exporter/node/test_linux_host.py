@@ -328,3 +328,13 @@ def test_the_cgroup_of_a_slurm_job_outranks_the_environment(tree: Tree) -> None:
     assert facts_of_host(host, 30).slurm_job_id == host.slurm_job(30) == host.slurm_job(None) == ""
     assert facts_of_host(host, 32).slurm_job_id == "4711"
     assert host.slurm_job(32) is None
+
+
+def test_a_process_whose_files_are_all_unreadable_is_alive(tree: Tree) -> None:
+    tree.process(31, cmdline=b"", name="kworker")
+    assert facts_of(tree, 31).command == "kworker"
+    tree.process(30)
+    tree.hide(30, "cmdline", "cgroup", "status", "stat", "comm")
+    host = LinuxHost(tree.root)
+    assert host.facts(30) == ProcessFacts(30, 0, "", pwd.getpwuid(os.geteuid()).pw_name)
+    assert host.alive(30, 100)
