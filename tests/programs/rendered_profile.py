@@ -25,5 +25,5 @@ before, after = (
     stored_profile(facts(reported_pid=i), Path(file).read_bytes()).at("live") for i, file in enumerate(sys.argv[1:])
 )
 for form in SUFFIXES:
-    render(difference(before, after), form)
+    render([difference(before, after)], form)
 print(highest_mib())

@@ -110,4 +110,4 @@ def stored(profile: Profile, **changes: Any) -> StoredProfile:
         "step": profile.step,
         "oom_number": profile.oom_number,
     }
-    return StoredProfile(**{**vars(facts(profile.id, **known)), **changes}, profile=profile)
+    return StoredProfile(facts(profile.id, **known | changes), profile)

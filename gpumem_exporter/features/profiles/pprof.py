@@ -7,12 +7,15 @@ https://github.com/google/pprof/blob/main/proto/profile.proto
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
+from itertools import accumulate
+from typing import Generic, TypeVar
 
 from gpumem_client.profile.profile_types import Frame, Owner
-from gpumem_exporter.features.profiles.profile_diff import Difference
-from gpumem_exporter.features.profiles.profile_lines import Line, Numbers, Stack, bounded, kind_text, owner_path
-from gpumem_exporter.features.profiles.stored_profile import StoredProfile, device_names
+from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, Stack, bounded, kind_text
+from gpumem_exporter.features.profiles.stored_profile import ShownProfile
+
+T = TypeVar("T", bound=Hashable)
 
 # The length of all samples, each with the names that it is the first to have. A path of 4096 characters has up to 4 MiB
 # of names: without the limit, a profile of 1 KiB became a page of 240 MB.
@@ -20,17 +23,35 @@ _MAX_LENGTH = 12 << 20
 _VARINT, _LENGTH_DELIMITED = 0, 2
 
 
-def encode(profile: StoredProfile | Difference, changed: Iterable[Line]) -> bytes:
-    """Return rows as a compressed profile, the first ones in full. The values are the changes.
+class _Numbers(Generic[T]):
+    """Numbers the names that samples share, such as their frames.
+
+    `add` is called with each new name and its number, after the names that it needs itself.
+    """
+
+    def __init__(self, add: Callable[[T, int], None], first: int = 0) -> None:
+        self._add, self._first = add, first
+        self._known: dict[T, int] = {}
+
+    def of(self, name: T) -> int:
+        """Return the number of a name."""
+        if name not in self._known:
+            self._known[name] = self._first + len(self._known)
+            self._add(name, self._known[name])
+        return self._known[name]
+
+
+def encode(shown: ShownProfile) -> bytes:
+    """Return the rows that changed as a compressed profile, the largest ones in full. The values are the changes.
 
     A change is negative where memory was freed.
     """
-    stored = profile.after if isinstance(profile, Difference) else profile
-    devices = device_names(profile.uuids, profile.gpus)
+    gpus = shown.gpus
+    devices = [f"GPU {gpus[uuid]}" if uuid in gpus else uuid for uuid in (each.uuid for each in shown.devices)]
     new = bytearray()  # the texts, functions and locations that nothing before has; a reader takes them in any order
-    texts = Numbers[str](lambda text, _: new.extend(_field(6, text.encode("utf-8", "replace"))))
-    functions = Numbers[tuple[str, str]](lambda each, number: new.extend(_function(number, *map(texts.of, each))), 1)
-    locations = Numbers[Frame](
+    texts = _Numbers[str](lambda text, _: new.extend(_field(6, text.encode("utf-8", "replace"))))
+    functions = _Numbers[tuple[str, str]](lambda each, number: new.extend(_function(number, *map(texts.of, each))), 1)
+    locations = _Numbers[Frame](
         lambda each, number: new.extend(_location(number, functions.of((each.function, each.file)), each.line)), 1
     )
     texts.of("")  # as the format requires
@@ -38,7 +59,7 @@ def encode(profile: StoredProfile | Difference, changed: Iterable[Line]) -> byte
 
     def sample(line: Line) -> bytes:
         if line.stack is None:
-            names = _with_modules(line.owner)
+            names = _owner_frames(line.owner)
             at = _packed(1, [locations.of(Frame(name, "", 0)) for name in reversed(names)])
         elif line.stack in stacks:
             at = stacks[line.stack]
@@ -59,23 +80,31 @@ def encode(profile: StoredProfile | Difference, changed: Iterable[Line]) -> byte
     body = bytearray()
     for name, unit in (("inuse_objects", "count"), ("inuse_space", "bytes")):
         body += _message(1, _number(1, texts.of(name)), _number(2, texts.of(unit)))
-    for each in bounded(changed, sample, _MAX_LENGTH):
+    for each in bounded((line for line in shown.ranked() if line.change_bytes), sample, _MAX_LENGTH):
         body += each
     # Says that the names are complete: otherwise pprof looks for a program to read them from.
     body += _message(3, _number(1, 1), *(_number(flag, 1) for flag in (7, 8, 9)))
-    body += _number(9, int(stored.time_unix_seconds * 1e9))
-    body += _number(10, int(stored.recorded_seconds * 1e9))
-    for comment in profile.notes:
+    body += _number(9, int(shown.facts.time_unix_seconds * 1e9))
+    body += _number(10, int(shown.facts.recorded_seconds * 1e9))
+    for comment in shown.notes:
         body += _number(13, texts.of(comment))
     body += _number(14, texts.of("inuse_space"))
     return gzip.compress(bytes(body + new), compresslevel=6, mtime=0)
 
 
-def _with_modules(owner: Owner | None) -> list[str]:
-    """Return the names of an owner as the frames of a stack, from the kind to the full name: see `owner_path`."""
-    names, path = owner_path(owner)
-    parts = path.split(".") if path else []
-    return [*names, *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+def _owner_frames(owner: Owner | None) -> list[str]:
+    """Return the names of an owner as the frames of a stack, from its kind to its full name.
+
+    The path of a module has a frame for each part, so that a reader adds up each module: `model`, `model.layers`.
+    """
+    kind = kind_text(owner and owner.kind)
+    if owner is None or not owner.name:
+        return [kind]
+    if owner.kind not in PATH_KINDS:
+        return [kind, owner.name]
+    state, _, path = owner.name.rpartition(" ")  # `Adam.exp_avg model.layers.0.weight`
+    modules = accumulate(path.split("."), "{}.{}".format) if path else ()
+    return [kind, *([state] if state else []), *modules]
 
 
 def _function(number: int, name: int, file: int) -> bytes:

@@ -37,8 +37,8 @@ from gpumem_exporter.cli.usage import CommandGroup, note
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_formats import SUFFIXES, render
-from gpumem_exporter.features.profiles.saved_profiles import read_saved
-from gpumem_exporter.features.profiles.stored_profile import Format, ProfileAtMoment
+from gpumem_exporter.features.profiles.profile_json import read_saved
+from gpumem_exporter.features.profiles.stored_profile import Format, ShownProfile
 from gpumem_exporter.features.profiles.terminal_tables import profile_tables
 
 if TYPE_CHECKING:
@@ -229,11 +229,11 @@ def diff_profiles(api: ExporterApi, before: str, after: str, **values: Any) -> i
         old_profile, new_profile = (_read(api, each, file.moment) for each in given)
         change = difference(old_profile, new_profile)
         wanted: Format = "json" if file.form == "text" else cast(Format, file.form)
-        file.put(render(change, wanted)[0], f"{old_profile.id[:_SHOWN_ID]}-{new_profile.id[:_SHOWN_ID]}")
+        file.put(render([change], wanted)[0], f"{old_profile.facts.id[:_SHOWN_ID]}-{new_profile.facts.id[:_SHOWN_ID]}")
     return 0
 
 
-def _read(api: ExporterApi, given: str, moment: str) -> ProfileAtMoment:
+def _read(api: ExporterApi, given: str, moment: str) -> ShownProfile:
     """Return the profile in a file, or the profile with an id."""
     if not Path(given).is_file():
         return read_saved(json.loads(api.get_bytes(f"{_PATH}/{api.full_id('profile', given)}?moment={moment}")))

@@ -8,63 +8,47 @@ stack that only one of them has is compared with the stack of the same functions
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
-from gpumem_client.profile.profile_types import Owner
-from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, Moment, joined, without_numbers
-from gpumem_exporter.features.profiles.stored_profile import ProfileAtMoment, ProfileFacts
+from gpumem_client.profile.profile_types import Owner, ProfiledDevice
+from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, joined, without_numbers
+from gpumem_exporter.features.profiles.stored_profile import ShownProfile
 
 T = TypeVar("T", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Two profiles, and the lines that differ."""
-
-    before: ProfileFacts
-    after: ProfileFacts
-    moment: Moment
-    lines: tuple[Line, ...]
-    """The lines of both profiles, also the lines that are equal."""
-    uuids: tuple[str, ...]
-    """The devices: of `after`, then the others of `before`."""
-    notes: tuple[str, ...]
-
-    @property
-    def gpus(self) -> dict[str, str]:
-        """The NVML index of each device by UUID; a device whose index is unknown is left out."""
-        return self.before.gpus | self.after.gpus
-
-
-def difference(before: ProfileAtMoment, after: ProfileAtMoment) -> Difference:
+def difference(before: ShownProfile, after: ShownProfile) -> ShownProfile:
     """Return what grew and what shrank from one profile to another."""
     old, new = before.lines, after.lines
     notes = []
     with_stacks = [any(line.stack for line in lines) for lines in (old, new)]
     if any(with_stacks) and not all(with_stacks):
         notes.append("One of the profiles has no stacks, so only owners are compared.")
-        old, new = (tuple([line._replace(stack=None) for line in lines]) for lines in (old, new))
-    uuids, places = _devices(before.uuids, after.uuids)
+        old, new = ([line._replace(stack=None) for line in lines] for lines in (old, new))
+    devices, places = _devices(before.devices, after.devices)
     moved = [
         Line(places[line.device], line.pool, line.owner, line.stack, 0, 0, line.bytes, line.blocks) for line in old
     ]
     both = [*new, *moved]
     lines = joined(both, _exact(both))
-    if before.process_key != after.process_key:
+    if before.facts.process_key != after.facts.process_key:
         lines = _with_moved_code(lines)
-    return Difference(before, after, after.moment, tuple(lines), uuids, tuple(notes))
+    return ShownProfile(after.facts, after.moment, lines, devices, tuple(notes), before=before.facts)
 
 
-def _devices(old: Sequence[str], new: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
+def _devices(
+    old: Sequence[ProfiledDevice], new: Sequence[ProfiledDevice]
+) -> tuple[tuple[ProfiledDevice, ...], list[int]]:
     """Return the devices of a difference, and the index of each device of the earlier profile in them.
 
     A job that started again may have another device: without one in common, the devices are paired in their order.
     """
-    if not set(old) & set(new):
+    known = {device.uuid for device in new}
+    others = [device for device in old if device.uuid not in known]
+    if len(others) == len(old):
         return (*new, *old[len(new) :]), list(range(len(old)))
-    uuids = tuple(dict.fromkeys((*new, *old)))
-    return uuids, [uuids.index(uuid) for uuid in old]
+    uuids = [device.uuid for device in (*new, *others)]
+    return (*new, *others), [uuids.index(device.uuid) for device in old]
 
 
 def _exact(lines: Sequence[Line]) -> Callable[[Line], Hashable]:

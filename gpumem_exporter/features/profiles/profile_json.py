@@ -3,113 +3,93 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
-from gpumem_client.profile.profile_types import Owner
-from gpumem_exporter.features.profiles.profile_diff import Difference
+from gpumem_client.profile.profile_types import Frame, Owner, ProfiledDevice
+from gpumem_exporter.core.container import HERE
+from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.features.profiles.profile_lines import (
     Group,
     Line,
-    Moment,
     bounded,
     by_code,
     by_kind,
     by_owner,
     owner_name,
     place,
+    stacks_of,
 )
-from gpumem_exporter.features.profiles.stored_profile import ProfileFacts, StoredProfile
+from gpumem_exporter.features.profiles.stored_profile import KeptDevice, ProfileFacts, ShownProfile
 
-LARGEST = 100
-"""The maximum number of owners and of lines of code in a document. Its rows are complete."""
-MAX_LENGTH = 8 << 20
-"""The length of a document, which the smallest rows are merged for. A reply of this size keeps the exporter well below
-the memory limit of the chart's pod."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
-# The characters of one table.
+# The maximum number of owners and of lines of code in a document, and of their characters. The rows are complete.
+_LARGEST = 100
 _MAX_TABLE_LENGTH = 1 << 18
 
 
-def render(profile: StoredProfile | Difference, changed: Iterable[Line], moment: Moment) -> bytes:
-    """Return the document of a profile or of a difference; `changed` are its rows, from the largest change on."""
-    differs = isinstance(profile, Difference)
-    lines = profile.lines if isinstance(profile, Difference) else profile.lines(moment)
-    head = document_head(profile, moment)
-    tables = largest(by_owner(lines), by_code(lines), lambda each: abs(each.change_bytes), LARGEST, differs=differs)
-    text = encoded({**head, "kinds": kinds(lines, differs=differs), **tables})[:-1] + b',"rows":['
+def json_document(shown: ShownProfile, most_bytes: int, *, unchanged: bool = False) -> bytes:
+    """Return the document of a profile or of a difference, for whose length the smallest rows are merged.
+
+    A difference has the rows that changed, and, if `unchanged` is true, all others.
+    """
+    differs = shown.before is not None
+    head = _head(shown)
+    head["kinds"] = [{"kind": each.largest.kind, **_sizes(each, differs=differs)} for each in by_kind(shown.lines)]
+    for name, groups in (("owners", by_owner(shown.lines)), ("lines", by_code(shown.lines))):
+        changed = [group for group in groups if group.change_bytes]
+        head[name] = listed = _table(changed[:_LARGEST], differs=differs)
+        rest = changed[len(listed) :]
+        head[f"more_{name}"] = {"count": len(rest), "bytes": sum(abs(group.change_bytes) for group in rest)}
+    text = encoded(head)[:-1] + b',"rows":['
 
     def row(line: Line) -> bytes:
         stack = [*line.stack.texts()][::-1] if line.stack else []
-        at = {"uuid": head["devices"][line.device]["uuid"], "pool": line.pool}
+        at = {"uuid": shown.devices[line.device].uuid, "pool": line.pool}
         # One by one: as objects, they take several times their size.
         return encoded({**_owner(line), **_code(line), **at, **_sizes(line, differs=differs), "stack": stack})
 
-    return b"".join((text, b",".join(bounded(changed, row, MAX_LENGTH - len(text))), b"]}"))
+    rows = (line for line in shown.ranked() if line.change_bytes or unchanged)
+    return b"".join((text, b",".join(bounded(rows, row, most_bytes - len(text))), b"]}"))
 
 
 def encoded(value: Any) -> bytes:
-    """Return a value as compact JSON."""
-    return _ENCODER.encode(value).encode("utf-8", "replace")
+    """Return a value as compact JSON, in which no text can end a script element of a page, or start a comment in it."""
+    return _ENCODER.encode(value).encode("utf-8", "replace").replace(b"<", b"\\u003c")
 
 
-def document_head(profile: StoredProfile | Difference, moment: Moment) -> dict[str, Any]:
-    """Return what a document has besides tables and rows."""
-    gpus = profile.gpus
-    if isinstance(profile, Difference):
-        return {
-            "before": _identity(profile.before),
-            "after": _identity(profile.after),
-            "moment": profile.moment,
-            "notes": list(profile.notes),
-            "devices": [{"gpu": gpus.get(uuid), "uuid": uuid} for uuid in profile.uuids],
+def _head(shown: ShownProfile) -> dict[str, Any]:
+    gpus = shown.gpus
+    if shown.before is not None:
+        about: dict[str, Any] = {"before": _identity(shown.before), "after": _identity(shown.facts)}
+        devices: list[dict[str, Any]] = [{"uuid": device.uuid} for device in shown.devices]
+    else:
+        facts = shown.facts
+        about = {
+            **_identity(facts),
+            "recorded_seconds": facts.recorded_seconds,
+            "pause_seconds": shown.pause_seconds,
+            "step": facts.step,
         }
+        devices = [asdict(device) for device in shown.devices]
+    devices = [{"gpu": gpus.get(device["uuid"]), **device} for device in devices]
+    return {**about, "moment": shown.moment, "notes": list(shown.notes), "devices": devices}
+
+
+def _identity(facts: ProfileFacts) -> dict[str, Any]:
     return {
-        **_identity(profile),
-        "recorded_seconds": profile.recorded_seconds,
-        "pause_seconds": profile.profile.pause_seconds,
-        "step": profile.step,
-        "moment": moment,
-        "notes": list(profile.notes),
-        "devices": [{"gpu": gpus.get(device.uuid), **asdict(device)} for device in profile.profile.devices],
+        "id": facts.id,
+        "time": datetime.fromtimestamp(facts.time_unix_seconds, timezone.utc).isoformat(),
+        "unix_seconds": facts.time_unix_seconds,
+        "cause": facts.cause,
+        "pid": facts.pid,
+        "workload": facts.workload,
+        "rank": facts.rank,
+        "job": facts.job,
+        "process": [facts.pid_namespace, facts.reported_pid, facts.start_time_ticks],
     }
-
-
-def _identity(stored: ProfileFacts) -> dict[str, Any]:
-    return {
-        "id": stored.id,
-        "time": datetime.fromtimestamp(stored.time_unix_seconds, timezone.utc).isoformat(),
-        "unix_seconds": stored.time_unix_seconds,
-        "cause": stored.cause,
-        "pid": stored.pid,
-        "workload": stored.workload,
-        "rank": stored.rank,
-        "job": stored.job,
-        "process": [stored.pid_namespace, stored.reported_pid, stored.start_time_ticks],
-    }
-
-
-def kinds(lines: Iterable[Line], *, differs: bool) -> list[dict[str, Any]]:
-    """Return the kinds of owners."""
-    return [{"kind": group.largest.kind, **_sizes(group, differs=differs)} for group in by_kind(lines)]
-
-
-def largest(
-    owners: Iterable[Group], code: Iterable[Group], size: Callable[[Group], int], most: int, *, differs: bool
-) -> dict[str, Any]:
-    """Return at most `most` owners and lines of code, the largest first, and the number and the size of the others.
-
-    `size` is what makes a group large; a group whose size is not above 0 is left out.
-    """
-    tables: dict[str, Any] = {}
-    for name, groups in (("owners", owners), ("lines", code)):
-        sized = sorted((group for group in groups if size(group) > 0), key=size, reverse=True)
-        tables[name] = shown = _table(sized[:most], differs=differs)
-        rest = sized[len(shown) :]
-        tables[f"more_{name}"] = {"count": len(rest), "bytes": sum(map(size, rest))}
-    return tables
 
 
 def _table(groups: Iterable[Group], *, differs: bool) -> list[dict[str, Any]]:
@@ -147,3 +127,58 @@ def _code(line: Line) -> dict[str, Any]:
     if stack is None:
         return {"line": None, "file": None, "called_from": None}
     return {"line": place(stack.user), "file": stack.user.file, "called_from": place(stack.caller)}
+
+
+def read_saved(document: Any) -> ShownProfile:
+    """Return the profile of a document, to compare it with another one.
+
+    Raises ProfileInvalidError if the document is not the document of one profile.
+    """
+    try:
+        return _saved(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProfileInvalidError(f"it is not the JSON of a profile: {error!r}") from None
+
+
+def _saved(document: Mapping[str, Any]) -> ShownProfile:
+    devices = document["devices"]
+    places = {device["uuid"]: number for number, device in enumerate(devices)}
+    texts = {tuple(row["stack"]): None for row in document["rows"]}
+    stacks = dict(zip(texts, stacks_of([*map(_frame, each)] for each in texts), strict=True))
+    lines = []
+    for row in document["rows"]:
+        owner = Owner(*(row[name] or "" for name in ("kind", "owner", "shape", "dtype"))) if row["kind"] else None
+        stack = stacks[tuple(row["stack"])]
+        lines.append(Line(places[row["uuid"]], row["pool"], owner, stack, row["bytes"], row["blocks"]))
+    pid_namespace, reported_pid, start_time_ticks = document["process"]
+    facts = ProfileFacts(
+        id=document["id"],
+        time_unix_seconds=document["unix_seconds"],
+        cause=document["cause"],
+        pid=document["pid"],
+        workload=document["workload"],
+        rank=document["rank"],
+        command="",
+        job=document["job"],
+        slurm_job_id="",
+        ray_job_id="",
+        devices=tuple(KeptDevice(each["uuid"], each["gpu"] or "", each["allocated_bytes"], None) for each in devices),
+        recorded_seconds=document["recorded_seconds"],
+        step=document["step"],
+        oom_number=None,
+        pid_namespace=pid_namespace,
+        reported_pid=reported_pid,
+        start_time_ticks=start_time_ticks,
+        session="",
+        owner_uid=None,
+        place=HERE,
+        size_bytes=0,
+    )
+    sums = tuple(ProfiledDevice(each["uuid"], each["allocated_bytes"]) for each in devices)
+    return ShownProfile(facts, document["moment"], lines, sums)
+
+
+def _frame(text: str) -> Frame:
+    function, _, place = text.removesuffix(")").rpartition(" (")
+    file, _, line = place.rpartition(":")
+    return Frame(function, file, int(line)) if file and line.isdecimal() else Frame(function, place, 0)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar
+from functools import cache, partial
+from typing import Literal, NamedTuple
 
 from gpumem_client.profile.profile_types import Frame, Owner, Profile
 from gpumem_exporter.errors import NoPeakError
 
-T = TypeVar("T", bound=Hashable)
 Moment = Literal["live", "peak"]
 
 KINDS: Mapping[str, str] = {
@@ -34,7 +34,7 @@ KINDS: Mapping[str, str] = {
 
 PATH_KINDS = ("parameters", "gradients", "optimizer_state", "buffers", "kv_cache")
 """The kinds whose names end with the path of a module."""
-_TORCH = re.compile(
+TORCH = re.compile(
     r"(^|/)((site|dist)-packages/torch/"
     r"|torch/(nn|optim|autograd|utils|distributed|cuda|_dynamo|_inductor|_functorch|fx|amp|ao|library|random)[/.]"
     r"|torch/(_ops|_tensor|_compile|_jit_internal|functional|overrides|storage|serialization)\.py)"
@@ -100,43 +100,28 @@ class Line(NamedTuple):
         return self.owner.kind if self.owner else "unseen"
 
 
-class Stacks:
-    """Makes stacks of the frames of one profile, whose files it looks at once."""
-
-    def __init__(self) -> None:
-        # By file: in torch's folder, and in a folder of installed packages.
-        self._files: dict[str, tuple[bool, bool]] = {}
-
-    def of(self, frames: tuple[Frame, ...]) -> Stack | None:
-        """Return a stack; None if there are no frames."""
+def stacks_of(stacks: Iterable[Sequence[Frame]]) -> Iterator[Stack | None]:
+    """Yield a stack for the frames of each stack of a profile; None for one without frames."""
+    # Stacks share their files, which are searched once.
+    in_torch, in_packages = (cache(partial(_is_in, folders)) for folders in (TORCH, _PACKAGES))
+    for frames in stacks:
         if not frames:
-            return None
-        user = next((frame for frame in frames if not self._file(frame)[0]), frames[0])
-        own = next((frame for frame in frames if not self._file(frame)[1]), None)
-        return Stack(frames, user, None if own == user else own)
-
-    def _file(self, frame: Frame) -> tuple[bool, bool]:
-        known = self._files.get(frame.file)
-        if known is None:
-            torch = is_torch(frame)
-            known = self._files[frame.file] = torch, torch or _is_in(_PACKAGES, frame.file)
-        return known
+            yield None
+            continue
+        user = next((frame for frame in frames if not in_torch(frame.file)), frames[0])
+        own = next((each for each in frames if not in_torch(each.file) and not in_packages(each.file)), None)
+        yield Stack(tuple(frames), user, None if own == user else own)
 
 
-def stacks_of(profile: Profile) -> list[Stack | None]:
-    """Return the stacks of a profile; None for one without frames."""
-    stacks = Stacks()
-    return [stacks.of(tuple([profile.frames[frame] for frame in stack[:_MAX_FRAMES]])) for stack in profile.stacks]
-
-
-def lines_of(profile: Profile, stacks: Sequence[Stack | None], moment: Moment = "live") -> list[Line]:
-    """Return the lines of a profile at its end, or at its highest moment; `stacks` are the stacks of the profile.
+def lines_of(profile: Profile, moment: Moment = "live") -> list[Line]:
+    """Return the lines of a profile at its end, or at its highest moment.
 
     Raises NoPeakError for the highest moment of a profile that was taken without a recording.
     """
     if moment == "peak" and not has_peak(profile):
         raise NoPeakError(f"profile {profile.id} was taken without a recording, so it has no highest moment")
     lines = []
+    stacks = [*stacks_of([profile.frames[frame] for frame in stack[:_MAX_FRAMES]] for stack in profile.stacks)]
     for row in profile.rows:
         size, blocks = (row.live_bytes, row.live_blocks) if moment == "live" else (row.peak_bytes, row.peak_blocks)
         if size:
@@ -173,32 +158,9 @@ def bounded(lines: Iterable[Line], encode: Callable[[Line], bytes], most_bytes: 
         yield encode(merged._replace(owner=Owner("merged"), stack=None))
 
 
-class Numbers(Generic[T]):
-    """Numbers the names that encoded lines share, such as their frames.
-
-    `add` is called with each new name and its number, after the names that it needs itself.
-    """
-
-    def __init__(self, add: Callable[[T, int], None], first: int = 0) -> None:
-        self._add, self._first = add, first
-        self._known: dict[T, int] = {}
-
-    def of(self, name: T) -> int:
-        """Return the number of a name."""
-        if name not in self._known:
-            self._known[name] = self._first + len(self._known)
-            self._add(name, self._known[name])
-        return self._known[name]
-
-
 def has_peak(profile: Profile) -> bool:
     """Return whether a profile has its highest moment."""
     return any(device.peak_bytes is not None for device in profile.devices)
-
-
-def is_torch(frame: Frame) -> bool:
-    """Return whether a frame is in torch's folder."""
-    return _is_in(_TORCH, frame.file)
 
 
 def _is_in(folders: re.Pattern[str], file: str) -> bool:
@@ -227,19 +189,6 @@ def owner_name(owner: Owner) -> str:
 def without_numbers(name: str) -> str:
     """Return a name with `#` for each number."""
     return _NUMBER.sub("#", name) if len(name) <= _MAX_SEARCHED else name
-
-
-def owner_path(owner: Owner | None) -> tuple[list[str], str]:
-    """Return the names of an owner from its kind to its full name, and the path of its module, which has more names.
-
-    For the path `model.layers.0.weight`, these are `model`, `model.layers`, and so on: a reader adds up each module.
-    """
-    if owner is None or not owner.name:
-        return [kind_text(owner and owner.kind)], ""
-    if owner.kind not in PATH_KINDS:
-        return [kind_text(owner.kind), owner.name], ""
-    state, _, path = owner.name.rpartition(" ")  # `Adam.exp_avg model.layers.0.weight`
-    return [kind_text(owner.kind), *([state] if state else [])], path
 
 
 class Group(NamedTuple):

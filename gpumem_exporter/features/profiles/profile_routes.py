@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field
@@ -32,13 +32,10 @@ from gpumem_exporter.features.profiles.profile_store import Profiles, stored_pro
 from gpumem_exporter.features.profiles.stored_profile import (
     OUT_OF_MEMORY,
     Format,
-    ProfileAtMoment,
     ProfileFacts,
+    ShownProfile,
     StoredProfile,
 )
-
-if TYPE_CHECKING:
-    from gpumem_exporter.features.profiles.profile_diff import Difference
 
 MAX_LISTED = 1000
 SCRAPE_SECONDS = 10.0
@@ -245,7 +242,9 @@ class ProfileRoutes:
     ) -> Response:
         """One profile. A profile of a process that the caller may not act on is unknown to it."""
         facts = self._access.find(Exchange.of(request).caller, profile_id)
-        return await self._reply(request, parameters, lambda: self._read(facts.id))
+        return await self._reply(
+            request, parameters, lambda: self._read(facts.id).shown(parameters.format, parameters.moment)
+        )
 
     async def diff(
         self, request: Request, profile_id: _Id, later_id: _Id, parameters: Annotated[FormatParameters, Query()]
@@ -255,11 +254,11 @@ class ProfileRoutes:
 
         before, after = (self._access.find(Exchange.of(request).caller, each).id for each in (profile_id, later_id))
 
-        def read(profile_id: str) -> ProfileAtMoment:
+        def read(profile_id: str) -> ShownProfile:
             # One after the other: a large profile takes more memory than its lines.
             return self._read(profile_id).at(parameters.moment)
 
-        return await self._reply(request, parameters, lambda: difference(read(before), read(after)))
+        return await self._reply(request, parameters, lambda: [difference(read(before), read(after))])
 
     async def take(
         self,
@@ -283,7 +282,9 @@ class ProfileRoutes:
             finally:
                 taken = self._scraped.pop(action.id)
             if taken is not None:
-                return await self._reply(request, parameters, lambda: stored_profile(*taken))
+                return await self._reply(
+                    request, parameters, lambda: stored_profile(*taken).shown(parameters.format, parameters.moment)
+                )
         reason = next((result.reason for result in action.results), "") or "the process has sent no profile"
         if any(result.outcome in ("refused", "unsupported") for result in action.results):
             raise ProblemError(ProblemCode.REFUSED, reason)
@@ -296,14 +297,13 @@ class ProfileRoutes:
         return profile
 
     async def _reply(
-        self, request: Request, parameters: FormatParameters, read: Callable[[], StoredProfile | Difference]
+        self, request: Request, parameters: FormatParameters, read: Callable[[], list[ShownProfile]]
     ) -> Response:
         # Loaded with the first profile that is read: most exporters start and end without one.
-        from gpumem_exporter.features.profiles.profile_formats import render
-        from gpumem_exporter.features.profiles.profile_page import policy
+        from gpumem_exporter.features.profiles.profile_formats import policy, render
 
         def build() -> tuple[bytes, str]:
-            return render(read(), parameters.format, parameters.moment)
+            return render(read(), parameters.format)
 
         try:
             body, media_type = await self._turns.run(Exchange.of(request).owner, build)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpumem_exporter.core.shares import Shares
@@ -197,9 +197,9 @@ class Profiles:
 def stored_profile(facts: ProfileFacts, body: bytes) -> StoredProfile:
     """Return a profile with its rows. Raises ProfileInvalidError."""
     _, profile = read_profile(body)
-    if facts.uuids != tuple(device.uuid for device in profile.devices):
+    if [device.uuid for device in facts.devices] != [device.uuid for device in profile.devices]:
         raise ProfileInvalidError("devices: differ from the devices in the facts")
-    return StoredProfile(**vars(facts), profile=replace(profile, cause=facts.cause))
+    return StoredProfile(facts, profile)
 
 
 def _path(folder: Path, profile_id: str) -> Path:

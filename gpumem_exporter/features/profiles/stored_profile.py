@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from gpumem_client.profile.profile_types import CAUSES, Profile
+from gpumem_client.profile.profile_types import CAUSES, Profile, ProfiledDevice
 from gpumem_exporter.core.container import Place
-from gpumem_exporter.features.profiles.profile_lines import Line, Moment, Stack, lines_of, stacks_of
+from gpumem_exporter.features.profiles.profile_lines import Line, Moment, has_peak, lines_of
 
 Format = Literal["json", "pprof", "html"]
 """The formats of `profile_formats`."""
@@ -60,8 +59,6 @@ class ProfileFacts:
     start_time_ticks: int
     session: str
     """Of the reporter."""
-    sent_id: str
-    """The id that the reporter chose: for an action, the id of the action."""
     owner_uid: int | None
     """The user of the process, according to the kernel; None if only a token vouches for it."""
     place: Place
@@ -78,50 +75,49 @@ class ProfileFacts:
         """The process, which no other process has in common."""
         return self.owner_uid, self.place, self.pid_namespace, self.reported_pid, self.start_time_ticks
 
-    @property
-    def uuids(self) -> tuple[str, ...]:
-        """The devices, in the order of the profile."""
-        return tuple(device.uuid for device in self.devices)
+
+@dataclass(frozen=True, slots=True)
+class ShownProfile:
+    """What every format is made of: a profile at one moment, or the difference of two."""
+
+    facts: ProfileFacts
+    """Of a difference: the later profile."""
+    moment: Moment
+    lines: Sequence[Line]
+    """Of a difference: the lines of both profiles, also the lines that are equal."""
+    devices: tuple[ProfiledDevice, ...]
+    """Of a difference: the devices of the later profile, then the others of the earlier one."""
+    notes: tuple[str, ...] = ()
+    """What is missing and why, for people."""
+    pause_seconds: float = 0.0
+    before: ProfileFacts | None = None
+    """The earlier profile of a difference."""
 
     @property
     def gpus(self) -> dict[str, str]:
         """The NVML index of each device by UUID; a device whose index is unknown is left out."""
-        return {device.uuid: device.gpu for device in self.devices if device.gpu}
+        known = (*(self.before.devices if self.before else ()), *self.facts.devices)
+        return {device.uuid: device.gpu for device in known if device.gpu}
+
+    def ranked(self) -> list[Line]:
+        """Return the lines from the largest change to the smallest; of equal ones, the largest line is first."""
+        return sorted(self.lines, key=lambda line: (-abs(line.change_bytes), -line.bytes))
 
 
-@dataclass(frozen=True)
-class StoredProfile(ProfileFacts):
+class StoredProfile(NamedTuple):
     """A profile with its rows."""
 
+    facts: ProfileFacts
     profile: Profile
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What is missing and why, for people."""
-        return self.profile.notes
+    def at(self, moment: Moment) -> ShownProfile:
+        """Return the profile at its end, or at its highest moment: see `lines_of`."""
+        profile = self.profile
+        lines = lines_of(profile, moment)
+        return ShownProfile(self.facts, moment, lines, profile.devices, profile.notes, profile.pause_seconds)
 
-    def lines(self, moment: Moment) -> Sequence[Line]:
-        """Return the lines at the end, or at the highest moment; see `lines_of`."""
-        return lines_of(self.profile, self._stacks, moment)
-
-    def at(self, moment: Moment) -> ProfileAtMoment:
-        """Return the profile with the lines of one moment, which takes less memory; see `lines_of`."""
-        facts = {each.name: getattr(self, each.name) for each in fields(ProfileFacts)}
-        return ProfileAtMoment(**facts, moment=moment, lines=tuple(self.lines(moment)))
-
-    @cached_property
-    def _stacks(self) -> Sequence[Stack | None]:
-        return stacks_of(self.profile)
-
-
-@dataclass(frozen=True)
-class ProfileAtMoment(ProfileFacts):
-    """A profile with the lines of one moment: what is compared with another profile."""
-
-    moment: Moment
-    lines: tuple[Line, ...]
-
-
-def device_names(uuids: Iterable[str], gpus: Mapping[str, str]) -> list[str]:
-    """Return `GPU 0` for each device, or its UUID if its index is unknown."""
-    return [f"GPU {gpus[uuid]}" if uuid in gpus else uuid for uuid in uuids]
+    def shown(self, form: Format, moment: Moment) -> list[ShownProfile]:
+        """Return what a format shows: a page has all moments, another format has one."""
+        if form != "html":
+            return [self.at(moment)]
+        return [self.at("live"), *([self.at("peak")] if has_peak(self.profile) else [])]

@@ -19,7 +19,7 @@ from gpumem_exporter.demo.process import MIB, SimulatedProcess, Workload
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS
 from gpumem_exporter.features.history.history import History
 from gpumem_exporter.features.profiles.profile_document import read_profile
-from gpumem_exporter.features.profiles.profile_lines import by_owner, lines_of, stacks_of
+from gpumem_exporter.features.profiles.profile_lines import by_owner, lines_of
 from gpumem_exporter.node.reader import NodeReader
 from gpumem_exporter.page.growth import growth
 
@@ -276,7 +276,7 @@ def profiles_of(process: SimulatedProcess) -> list[Profile]:
 
 def holders(profile: Profile) -> dict[str, int]:
     """Return the live bytes by the kind and the name of their owner."""
-    owners = ((group.largest.owner, group.bytes) for group in by_owner(lines_of(profile, stacks_of(profile))))
+    owners = ((group.largest.owner, group.bytes) for group in by_owner(lines_of(profile)))
     return {f"{owner.kind} {owner.name}": size for owner, size in owners if owner is not None}
 
 

@@ -10,8 +10,9 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from gpumem_client.profile.profile_types import Frame, Owner
+from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_formats import render
-from gpumem_exporter.features.profiles.stored_profile import StoredProfile
+from gpumem_exporter.features.profiles.stored_profile import ShownProfile, StoredProfile
 from tests.support.builders import MIB
 from tests.support.live_page import browser
 from tests.support.made_up_profiles import MAIN, made_up, stored, training
@@ -19,7 +20,7 @@ from tests.support.waiting import patient
 
 __all__ = ["browser"]
 
-Open = Callable[[StoredProfile], Page]
+Open = Callable[[StoredProfile | list[ShownProfile]], Page]
 HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>\u202e&amp;\"'"
 
 
@@ -31,9 +32,10 @@ def open_profile(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ope
     requested: list[str] = []
     complaints: list[str] = []
 
-    def open_(profile: StoredProfile) -> Page:
+    def open_(profile: StoredProfile | list[ShownProfile]) -> Page:
         path = tmp_path / f"{len(pages)}.html"
-        path.write_bytes(render(profile, "html")[0])
+        shown = profile if isinstance(profile, list) else profile.shown("html", "live")
+        path.write_bytes(render(shown, "html")[0])
         page = chromium.new_context(offline=True).new_page()
         page.set_default_timeout(patient(30_000))
         page.on("request", lambda request: requested.append(request.url))
@@ -121,3 +123,14 @@ def test_the_page_is_accessible(open_profile: Open, scheme: str) -> None:
     assert [
         f"{rule['id']}: {node['target']} {node['failureSummary']}" for rule in found for node in rule["nodes"]
     ] == []
+
+
+def test_a_difference_has_views_of_what_grew_and_what_shrank(open_profile: Open) -> None:
+    page = open_profile([difference(stored(training(leaked=100)).at("live"), stored(training()).at("live"))])
+    assert page.locator("h1").inner_text() == "What changed in the memory of llm-pretrain rank 0"
+    assert details(page).startswith("200 MiB")
+    assert page.locator("td", has_text="+200 MiB").first.is_visible()
+    page.get_by_role("button", name="Everything afterwards").click()
+    assert details(page).startswith("4.5 GiB")
+    page.get_by_role("button", name="What shrank").click()
+    assert details(page).startswith("0 B")

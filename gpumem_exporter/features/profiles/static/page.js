@@ -1,9 +1,9 @@
-// Draws the page from its document: head, tables and flame graph (d3-flame-graph). Names come from another user's process:
-// they are only ever inserted as text.
+// Draws the page from the JSON of a profile, of each of its moments, or of a difference: head, tables and flame graph
+// (d3-flame-graph). Names come from another user's process: they are only ever inserted as text.
 "use strict";
 (() => {
   const $ = (id) => document.getElementById(id);
-  const data = JSON.parse($("data").textContent);
+  const { words, documents } = JSON.parse($("data").textContent);
   const graph = $("graph");
   const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
   const CAUSES = { action: "requested", out_of_memory: "out-of-memory error" };
@@ -13,13 +13,22 @@
   const UNSAFE = /[\p{Cc}\p{Zl}\p{Zp}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu;
   // A path with more names is one name.
   const MOST_NAMES = 64;
-  // What the views of a difference show; other views show the bytes.
-  const CHANGES = { grew: (bytes, before) => bytes - before, shrank: (bytes, before) => before - bytes };
+  // The rows of a table. The flame graph has the others.
+  const MOST_ROWS = 15;
+  // The end of a path in which torch's folder is searched.
+  const MOST_SEARCHED = 512;
+  const TORCH = new RegExp(words.torch);
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const differs = "before" in data;
-  const tables = { frames: [], stacks: [], owners: [], live: [], peak: [], change: [] };
-  for (const [table, ...record] of data.records) tables[table].push(record);
-  let view = Object.keys(data.views)[0];
+  const differs = "before" in documents[0];
+  // What the buttons of the page show: a document, and the bytes of a row or a group of it.
+  const VIEWS = differs
+    ? [
+        { label: "What grew", data: documents[0], sizeOf: (row) => row.change_bytes },
+        { label: "What shrank", data: documents[0], sizeOf: (row) => -row.change_bytes },
+        { label: "Everything afterwards", data: documents[0], sizeOf: (row) => row.after_bytes },
+      ]
+    : documents.map((data) => ({ label: data.moment === "peak" ? "At the highest moment" : "At the end", data, sizeOf: (row) => row.bytes }));
+  let view = VIEWS[0];
   let current = null; // the node of the keyboard
   let chart = null;
   let tree = null;
@@ -40,7 +49,7 @@
 
   const growth = (value) => `${value > 0 ? "+" : ""}${bytes(value)}`;
   const share = (part, all) => (part / all >= 0.005 ? `${((100 * part) / all).toFixed(0)} %` : "< 1 %");
-  const kindNames = new Map(Object.entries(data.names_of_kinds));
+  const kindNames = new Map(Object.entries(words.kinds));
   const kindOf = (kind) => kindNames.get(kind ?? "unseen") ?? kind;
   const sum = (groups, name) => groups.reduce((all, group) => all + group[name], 0);
   const time = ({ unix_seconds: seconds }) => `${new Date(1000 * seconds).toISOString().slice(0, 19).replace("T", " ")} UTC`;
@@ -60,19 +69,20 @@
   }
 
   function head() {
+    const data = documents[0];
     const stored = differs ? data.after : data;
     const name = `${stored.workload || `pid ${stored.pid}`}${stored.rank ? ` rank ${stored.rank}` : ""}`;
     $("title").textContent = document.title = clean(`${differs ? "What changed in the memory" : "Memory"} of ${name}`);
-    $("facts").replaceChildren(...(differs ? factsOfDifference() : [factsOfProfile()]).map((fact) => make("p", {}, fact)));
+    $("facts").replaceChildren(...(differs ? factsOfDifference(data) : [factsOfProfile(data)]).map((fact) => make("p", {}, fact)));
     $("notes").replaceChildren(...data.notes.map((note) => make("li", {}, note)));
     $("notes").hidden = data.notes.length === 0;
-    if (!differs) $("devices").replaceChildren(devices());
-    const buttons = Object.entries(data.views).map(([value, { label }]) => make("button", { type: "button", value }, label));
+    if (!differs) $("devices").replaceChildren(devices(data));
+    const buttons = VIEWS.map(({ label }) => make("button", { type: "button" }, label));
     $("views").replaceChildren(...buttons);
     $("views").hidden = buttons.length === 1;
   }
 
-  function factsOfProfile() {
+  function factsOfProfile(data) {
     const { pid, cause, recorded_seconds: recorded, step, pause_seconds: pause } = data;
     const facts = [`pid ${pid}`, time(data), CAUSES[cause] ?? cause, recorded ? `recorded for ${duration(recorded)}` : "without a recording"];
     if (step !== null) facts.push(`step ${step}`);
@@ -80,9 +90,8 @@
     return facts.join(" · ");
   }
 
-  function factsOfDifference() {
-    const kinds = data.kinds.change;
-    const [before, after] = [sum(kinds, "before_bytes"), sum(kinds, "after_bytes")];
+  function factsOfDifference(data) {
+    const [before, after] = [sum(data.kinds, "before_bytes"), sum(data.kinds, "after_bytes")];
     return [
       `Before: ${bytes(before)}, ${time(data.before)}, pid ${data.before.pid}`,
       `After: ${bytes(after)}, ${time(data.after)}, pid ${data.after.pid}`,
@@ -91,22 +100,24 @@
   }
 
   /** Return a table. A cell is a text, an element, or a text with its class and title. */
-  function table(heading, columns, rows, more = { count: 0 }) {
+  function table(heading, columns, rows, more = "") {
     const cells = rows.map((row) => row.map((cell) => (typeof cell === "string" || cell instanceof Node ? { text: cell } : cell)));
     const titles = columns.map((column, i) => make("th", { scope: "col", class: cells[0]?.[i].class }, column));
     const lines = cells.map((row) => make("tr", {}, ...row.map(({ text, ...attributes }) => make("td", attributes, text))));
     const whole = make("table", {}, make("thead", {}, make("tr", {}, ...titles)), make("tbody", {}, ...lines));
-    const rest = more.count ? [make("p", { class: "faint" }, `${NUMBERS.format(more.count)} more: ${bytes(more.bytes)}`)] : [];
+    const rest = more ? [make("p", { class: "faint" }, more)] : [];
     return make("section", {}, make("h2", {}, heading), make("div", { class: "scroll" }, whole), ...rest);
   }
 
   const number = (text, title = "") => ({ text, title, class: "number" });
   const size = (value) => number(bytes(value), value === null ? "" : `${NUMBERS.format(value)} bytes`);
 
-  function devices() {
+  const nameOf = ({ gpu, uuid }) => (gpu === null ? uuid : `GPU ${gpu}`);
+
+  function devices(data) {
     const columns = ["Device", "Allocated", "Highest", "Reserved", "Fragmented", "Segments", "Parts of reserved"];
-    const rows = data.devices.map((device, i) => [
-      data.names_of_devices[i],
+    const rows = data.devices.map((device) => [
+      nameOf(device),
       ...["allocated", "peak", "reserved", "fragmented"].map((name) => size(device[`${name}_bytes`])),
       number(device.segments === null ? UNKNOWN : NUMBERS.format(device.segments)),
       bar(device),
@@ -132,8 +143,7 @@
 
   /** Draw the tables of the view: the kinds of owners, the largest owners and the largest lines of code. */
   function drawTables() {
-    const { rows: name, owners, lines, more_owners: moreOwners, more_lines: moreLines } = data.views[view];
-    const kinds = data.kinds[name];
+    const { kinds, owners, lines, more_owners: moreOwners, more_lines: moreLines } = view.data;
     const all = sum(kinds, differs ? "after_bytes" : "bytes");
     const sizes = differs ? ["Before", "After", "Change"] : ["Bytes", "Share", "Blocks"];
     const numbers = (group) =>
@@ -144,25 +154,38 @@
     const owner = (group) => group.owner ?? (group.kind || !group.line ? kindOf(group.kind) : `allocated by ${group.line}`);
     const shape = (group) => `${group.dtype ?? ""} ${group.shape ?? ""}`.trim();
     const parts = [kindsOf(kinds, all)];
-    if (owners.length > 0) {
-      const rows = owners.map((group) => [owner(group), ...numbers(group), kindOf(group.kind), shape(group), line(group)]);
-      const heading = view in CHANGES ? "Owners that changed the most" : "Largest owners";
-      parts.push(table(heading, ["Owner", ...sizes, "Kind", "Shape", "Allocated by"], rows, moreOwners));
+    const [shownOwners, hiddenOwners] = largest(owners, moreOwners);
+    const [shownLines, hiddenLines] = largest(lines, moreLines);
+    if (shownOwners.length > 0) {
+      const rows = shownOwners.map((group) => [owner(group), ...numbers(group), kindOf(group.kind), shape(group), line(group)]);
+      const heading = differs ? "Owners that changed the most" : "Largest owners";
+      parts.push(table(heading, ["Owner", ...sizes, "Kind", "Shape", "Allocated by"], rows, hiddenOwners));
     }
-    if (lines.length > 0) {
-      const rows = lines.map((group) => [line(group), ...numbers(group), group.called_from ?? UNKNOWN, group.kind ? owner(group) : UNKNOWN]);
-      const heading = view in CHANGES ? "Lines that changed the most" : "Lines that allocated the most";
-      parts.push(table(heading, ["Line", ...sizes, "Called from", "Mostly for"], rows, moreLines));
+    if (shownLines.length > 0) {
+      const rows = shownLines.map((group) => [line(group), ...numbers(group), group.called_from ?? UNKNOWN, group.kind ? owner(group) : UNKNOWN]);
+      const heading = differs ? "Lines that changed the most" : "Lines that allocated the most";
+      parts.push(table(heading, ["Line", ...sizes, "Called from", "Mostly for"], rows, hiddenLines));
       const without = all - sum(lines, "bytes") - moreLines.bytes;
       if (!differs && without > 0) parts.at(-1).append(make("p", { class: "faint" }, `${bytes(without)} were allocated while no lines were recorded.`));
     }
-    $("tables").replaceChildren(...(owners.length > 0 ? parts : [make("section", {}, "Nothing.")]));
+    $("tables").replaceChildren(...(kinds.some((kind) => view.sizeOf(kind) > 0) ? parts : [make("section", {}, "Nothing.")]));
+  }
+
+  /** Return the groups that a table shows, and a text about the others, which the document has or only counts. */
+  function largest(groups, more) {
+    const sized = groups.filter((group) => view.sizeOf(group) > 0);
+    const rest = sized.slice(MOST_ROWS);
+    const size = rest.reduce((all, group) => all + view.sizeOf(group), 0);
+    let text = "";
+    if (!differs && rest.length + more.count > 0) text = `${NUMBERS.format(rest.length + more.count)} more: ${bytes(size + more.bytes)}`;
+    if (differs && rest.length > 0) text = `${NUMBERS.format(rest.length)} more: ${bytes(size)}. `;
+    if (differs && more.count > 0) text += `${NUMBERS.format(more.count)} others changed less.`;
+    return [sized.slice(0, MOST_ROWS), text];
   }
 
   /** Return the sums of the kinds of owners. */
   function kindsOf(kinds, all) {
-    const of = (kind) => sizeInView(kind.after_bytes ?? kind.bytes, kind.before_bytes);
-    const shown = kinds.filter((kind) => of(kind) > 0).sort((a, b) => of(b) - of(a));
+    const shown = kinds.filter((kind) => view.sizeOf(kind) > 0).sort((a, b) => view.sizeOf(b) - view.sizeOf(a));
     const items = shown.map((kind) => {
       const texts = differs ? [growth(kind.change_bytes)] : [`${bytes(kind.bytes)} `, make("small", {}, share(kind.bytes, all))];
       return make("div", {}, make("dt", {}, kindOf(kind.kind)), make("dd", {}, ...texts));
@@ -170,43 +193,54 @@
     return make("section", {}, make("h2", {}, "What the memory is"), make("dl", { class: "kinds" }, ...items));
   }
 
-  /** Return what the view shows of bytes, and of the bytes before. */
-  const sizeInView = (after, before) => (CHANGES[view] ? CHANGES[view](after, before) : after);
-  const sizeOf = ([, , , , after, before]) => sizeInView(after, before);
-
   /** Return the names of a row, from the device to the innermost frame or the owner. */
-  function pathOf([device, stack, owner], grouping) {
-    const owners = owner < 0 ? [] : ownerOf(tables.owners[owner]);
-    const frames = stack < 0 ? [] : tables.stacks[stack].map((frame) => frameOf(tables.frames[frame])).reverse();
+  function pathOf(row, grouping) {
+    const owners = row.kind === null ? [] : ownerOf(row);
+    const frames = row.stack.map(frameOf).reverse();
     const byStack = grouping === "stack" && frames.length > 0;
-    if (!byStack && owner < 0) owners.push(named(kindOf("unseen"), "owner"));
+    if (!byStack && owners.length === 0) owners.push(named(kindOf("unseen"), "owner"));
     // Behind a stack, the full name of the owner.
     const path = byStack ? [...frames, ...owners.slice(-1).map((each) => ({ ...each, label: each.name }))] : [...owners, ...frames];
-    return data.devices.length > 1 ? [named(data.names_of_devices[device], "device"), ...path] : path;
+    const { devices } = view.data;
+    return devices.length > 1 ? [named(nameOf(devices.find(({ uuid }) => uuid === row.uuid)), "device"), ...path] : path;
   }
 
   /** Return what a bar shows: a name, of which the bar itself may show only a part, and more text. */
   const named = (name, kind, place = "", label = name) => ({ name, kind, place, label });
 
-  function frameOf([name, file, line, torch]) {
-    return named(name, torch ? "torch" : "user", line ? `${file}:${line}` : file);
+  const frames = new Map(); // by text: rows share their frames
+
+  /** Return a frame from its text: `main (train.py:12)`. */
+  function frameOf(text) {
+    if (!frames.has(text)) {
+      const at = text.lastIndexOf(" (");
+      const place = text.slice(at + 2, -1);
+      frames.set(text, named(text.slice(0, at), TORCH.test(place.slice(-MOST_SEARCHED)) ? "torch" : "user", place));
+    }
+    return frames.get(text);
   }
 
   /** Return the names of an owner: `model`, `model.layers`, and so on; the bar of a module shows the end of its path. */
-  function ownerOf([names, path, shape]) {
-    const found = names.map((name) => named(name, "owner"));
+  function ownerOf({ kind, owner, dtype, shape }) {
+    const found = [named(kindOf(kind), "owner")];
+    let path = "";
+    if (words.path_kinds.includes(kind) && owner) {
+      const at = owner.lastIndexOf(" "); // `Adam.exp_avg model.layers.0.weight`
+      if (at > 0) found.push(named(owner.slice(0, at), "owner"));
+      path = owner.slice(at + 1);
+    } else if (owner) found.push(named(owner, "owner"));
     const ends = path.split(".");
     let length = 0;
     if (ends.length > MOST_NAMES) found.push(named(path, "owner"));
     else if (path) for (const end of ends) found.push(named(path.slice(0, (length += end.length + 1) - 1), "owner", "", end));
-    found.at(-1).place = shape;
+    found.at(-1).place = `${dtype ?? ""} ${shape ?? ""}`.trim();
     return found;
   }
 
   function treeOf(rows, grouping) {
     const root = nodeOf(named("everything", "root"));
     for (const row of rows) {
-      if (sizeOf(row) <= 0) continue;
+      if (view.sizeOf(row) <= 0) continue;
       let node = root;
       add(node, row);
       for (const each of pathOf(row, grouping)) {
@@ -229,10 +263,9 @@
   }
 
   function add(node, row) {
-    const [, , , blocks, after, before] = row;
-    node.value += sizeOf(row);
-    node.blocks += blocks;
-    node.change += after - before;
+    node.value += view.sizeOf(row);
+    node.blocks += row.blocks ?? 0;
+    node.change += row.change_bytes ?? 0;
   }
 
   /** Owners and files have colors of their own, torch is pale; a difference shows growth in red and shrinkage in blue. */
@@ -267,10 +300,10 @@
   }
 
   function draw() {
-    const name = data.views[view].rows;
-    tree = treeOf(tables[name], $("grouping").value);
-    const [shown, all] = [tables[name].length, data.count[name]].map((count) => NUMBERS.format(count));
-    $("merged").textContent = shown === all ? "" : `The smallest of ${all} rows are merged into “${kindOf("merged")}”, so that ${shown} are left. The tables have all.`;
+    const { rows } = view.data;
+    tree = treeOf(rows, $("grouping").value);
+    const merged = rows.some(({ kind }) => kind === "merged");
+    $("merged").textContent = merged ? `The smallest rows are merged into “${kindOf("merged")}”.` : "";
     graph.replaceChildren();
     $("details").textContent = `${bytes(tree.value)} in all. Point at a bar to see what it is.`;
     current = null;
@@ -298,9 +331,9 @@
     search();
   }
 
-  function select(name) {
-    view = name;
-    for (const button of $("views").children) button.setAttribute("aria-pressed", button.value === view);
+  function select(index) {
+    view = VIEWS[index];
+    [...$("views").children].forEach((button, i) => button.setAttribute("aria-pressed", i === index));
     drawTables();
     draw();
   }
@@ -351,7 +384,8 @@
   $("grouping").addEventListener("change", draw);
   $("reset").addEventListener("click", () => chart.resetZoom());
   $("views").addEventListener("click", ({ target }) => {
-    if (target.value) select(target.value);
+    const index = [...$("views").children].indexOf(target);
+    if (index >= 0) select(index);
   });
   let width = graph.clientWidth;
   new ResizeObserver(() => {
@@ -360,7 +394,7 @@
     draw();
   }).observe(graph);
   dark.addEventListener("change", () => chart.update());
-  if (tables.stacks.length === 0) $("grouping").value = "owner";
+  if (documents.every(({ rows }) => rows.every(({ stack }) => stack.length === 0))) $("grouping").value = "owner";
   head();
-  select(view);
+  select(0);
 })();

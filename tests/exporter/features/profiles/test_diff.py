@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpumem_client.profile.profile_types import Frame, Owner, ProfiledDevice
-from gpumem_exporter.features.profiles.profile_diff import Difference, difference
-from gpumem_exporter.features.profiles.stored_profile import ProfileAtMoment
+from gpumem_exporter.features.profiles.profile_diff import difference
+from gpumem_exporter.features.profiles.stored_profile import ShownProfile
 from tests.support.builders import MIB, UUIDS
 from tests.support.made_up_profiles import LINEAR, MAIN, SCRIPT, Block, made_up, stored
 
@@ -15,7 +15,7 @@ def at(line: int, function: str = "grow") -> tuple[Frame, ...]:
     return (LINEAR, Frame(function, SCRIPT, line), MAIN)
 
 
-def changes(change: Difference) -> dict[str, int]:
+def changes(change: ShownProfile) -> dict[str, int]:
     """The changes by owner and line of code, without what stayed equal."""
     found = {}
     for line in change.lines:
@@ -26,7 +26,7 @@ def changes(change: Difference) -> dict[str, int]:
     return found
 
 
-def of(*blocks: Block, start: int = 1000, recorded: bool = True) -> ProfileAtMoment:
+def of(*blocks: Block, start: int = 1000, recorded: bool = True) -> ShownProfile:
     return stored(made_up(blocks, recorded=recorded), start_time_ticks=start).at("live")
 
 
@@ -62,7 +62,7 @@ def test_the_sums_are_those_of_the_profiles_on_every_device() -> None:
     before = of((0, at(1), None, 1, 1), (1, at(2), None, 2, 2), (1, (), Owner("unseen"), 4, 4))
     after = of((0, at(1), None, 8, 8), (0, at(3), WEIGHT, 16, 16), (1, at(2), None, 32, 32), start=2000)
     change = difference(before, after)
-    assert change.uuids == UUIDS[:2]
+    assert tuple(device.uuid for device in change.devices) == UUIDS[:2]
     for index in (0, 1):
         lines = [line for line in change.lines if line.device == index]
         assert sum(line.before_bytes for line in lines) == before.devices[index].allocated_bytes
@@ -73,5 +73,5 @@ def test_a_job_that_moved_to_another_device_is_compared_by_the_order_of_devices(
     before = of((0, (), WEIGHT, MIB, MIB), (1, (), WEIGHT, 2 * MIB, 2 * MIB))
     moved = replace(made_up([(0, (), WEIGHT, MIB, MIB)]), devices=(ProfiledDevice("GPU-other", MIB),))
     change = difference(before, stored(moved, start_time_ticks=2000).at("live"))
-    assert change.uuids == ("GPU-other", UUIDS[1])
+    assert [device.uuid for device in change.devices] == ["GPU-other", UUIDS[1]]
     assert [line.change_bytes for line in change.lines if line.change_bytes] == [-2 * MIB]

@@ -7,10 +7,10 @@ import pytest
 
 from gpumem_client.profile.profile_types import Owner
 from gpumem_exporter.errors import NoPeakError
-from gpumem_exporter.features.profiles import pprof, profile_json, profile_page
+from gpumem_exporter.features.profiles import pprof, profile_formats
 from gpumem_exporter.features.profiles.profile_diff import difference
-from gpumem_exporter.features.profiles.profile_formats import render
-from gpumem_exporter.features.profiles.stored_profile import StoredProfile
+from gpumem_exporter.features.profiles.profile_lines import Moment
+from gpumem_exporter.features.profiles.stored_profile import Format, StoredProfile
 from tests.support.builders import MIB, UUIDS
 from tests.support.made_up_profiles import (
     CALL,
@@ -43,18 +43,21 @@ SMALL = stored(
 )
 
 
-def document_of_page(profile: StoredProfile) -> Any:
-    """Return the JSON document in a page."""
-    return json.loads(render(profile, "html")[0].partition(b'type="application/json">')[2].partition(b"</script>")[0])
+def rendered(profile: StoredProfile, form: Format, moment: Moment = "live") -> bytes:
+    return profile_formats.render(profile.shown(form, moment), form)[0]
+
+
+def documents_of_page(profile: StoredProfile) -> Any:
+    """Return the JSON documents in a page."""
+    page = rendered(profile, "html")
+    return json.loads(page.partition(b'type="application/json">')[2].partition(b"</script>")[0])["documents"]
 
 
 def test_pprof_has_all_bytes_with_functions_lines_and_labels() -> None:
-    body, media_type = render(SMALL, "pprof")
-    profile = read_pprof(body)
-    assert media_type == "application/octet-stream"
+    profile = read_pprof(rendered(SMALL, "pprof"))
     assert profile.types == (("inuse_objects", "count"), ("inuse_space", "bytes"))
     assert profile.default_type == "inuse_space"
-    assert profile.time_nanos == SMALL.time_unix_seconds * 1e9
+    assert profile.time_nanos == SMALL.facts.time_unix_seconds * 1e9
     assert profile.duration_nanos == 30 * 10**9
     assert profile.comments == SMALL.profile.notes
     assert sum(sample.values["inuse_space"] for sample in profile.samples) == 65 * MIB
@@ -65,8 +68,8 @@ def test_pprof_has_all_bytes_with_functions_lines_and_labels() -> None:
 
 
 def test_an_owner_without_a_stack_is_a_stack_of_its_module_path() -> None:
-    samples = {sample.values["inuse_space"]: sample for sample in read_pprof(render(SMALL, "pprof")[0]).samples}
-    peak = read_pprof(render(SMALL, "pprof", "peak")[0]).samples
+    samples = {sample.values["inuse_space"]: sample for sample in read_pprof(rendered(SMALL, "pprof")).samples}
+    peak = read_pprof(rendered(SMALL, "pprof", "peak")).samples
     assert sum(sample.values["inuse_space"] for sample in peak) == 105 * MIB
     names = [[function for function, _, _ in samples[size * MIB].frames] for size in (10, 20, 5)]
     path = ["model.layers.0.weight", "model.layers.0", "model.layers", "model"]
@@ -76,12 +79,13 @@ def test_an_owner_without_a_stack_is_a_stack_of_its_module_path() -> None:
 def test_a_profile_without_a_recording_has_no_highest_moment() -> None:
     without = stored(made_up([(0, (), WEIGHT, MIB, None)], recorded=False))
     with pytest.raises(NoPeakError):
-        render(without, "json", "peak")
-    assert list(document_of_page(without)["views"]) == ["live"]
+        rendered(without, "json", "peak")
+    assert [each["moment"] for each in documents_of_page(without)] == ["live"]
+    assert [each["moment"] for each in documents_of_page(SMALL)] == ["live", "peak"]
 
 
 def test_json_has_names_and_the_largest_first() -> None:
-    document = json.loads(render(SMALL, "json")[0])
+    document = json.loads(rendered(SMALL, "json"))
     assert document["devices"][0] == {
         "gpu": "0",
         "uuid": UUIDS[0],
@@ -104,21 +108,14 @@ def test_json_has_names_and_the_largest_first() -> None:
 def test_a_long_profile_keeps_its_sum_and_merges_its_smallest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = stored(many_stacks(stacks=200))
     total = sum(device.allocated_bytes for device in profile.profile.devices)
-    for module, name, length in ((profile_json, "MAX_LENGTH", 50_000), (pprof, "_MAX_LENGTH", 5_000)):
-        monkeypatch.setattr(module, name, length)
-    monkeypatch.setattr(profile_page, "MAX_LENGTH", 20_000)
-    rows = json.loads(render(profile, "json")[0])["rows"]
+    monkeypatch.setattr(profile_formats, "MAX_LENGTH", 50_000)
+    monkeypatch.setattr(pprof, "_MAX_LENGTH", 5_000)
+    rows = json.loads(rendered(profile, "json"))["rows"]
     assert rows[-1]["kind"] == "merged"
-    samples = read_pprof(render(profile, "pprof")[0]).samples
+    assert documents_of_page(profile)[0]["rows"] == rows
+    samples = read_pprof(rendered(profile, "pprof")).samples
     assert samples[-1].labels["owner"] == "many small blocks"
-    page = document_of_page(profile)
-    records = [record for record in page["records"] if record[0] == "live"]
-    assert page["count"] == {"live": 200}
-    for sizes in (
-        [row["bytes"] for row in rows],
-        [sample.values["inuse_space"] for sample in samples],
-        [size for *_, size, _ in records],
-    ):
+    for sizes in ([row["bytes"] for row in rows], [sample.values["inuse_space"] for sample in samples]):
         assert len(sizes) < 200
         assert sum(sizes) == total
 
@@ -126,8 +123,8 @@ def test_a_long_profile_keeps_its_sum_and_merges_its_smallest_rows(monkeypatch: 
 def test_a_difference_has_signed_values_in_every_format() -> None:
     before, after = stored(training(leaked=300)).at("live"), stored(training(leaked=100, layers=12)).at("live")
     change = difference(before, after)
-    (sample,) = read_pprof(render(change, "pprof")[0]).samples
-    (row,) = json.loads(render(change, "json")[0])["rows"]
+    (sample,) = read_pprof(profile_formats.render([change], "pprof")[0]).samples
+    (row,) = json.loads(profile_formats.render([change], "json")[0])["rows"]
     assert sample.values["inuse_space"] == row["change_bytes"] == -200 * MIB
     assert (row["before_bytes"], row["after_bytes"]) == (300 * MIB, 100 * MIB)
 

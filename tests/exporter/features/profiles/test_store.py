@@ -47,7 +47,7 @@ def test_the_share_with_the_most_loses_its_oldest(tmp_path: Path, in_files: bool
     assert numbers(profiles) == [*range(27, 31), *range(47, 51)]
     found = profiles.read(f"{50:032x}")
     assert found is not None
-    assert (found.owner_uid, found.profile) == (EVE, profile())
+    assert (found.facts.owner_uid, found.profile) == (EVE, profile())
     assert profiles.read(f"{1:032x}") is None
     stored = list((tmp_path / FOLDER_NAME).iterdir()) if in_files else []
     assert len(stored) == (8 if in_files else 0)
@@ -86,7 +86,7 @@ def test_files_survive_a_restart_and_other_files_are_left_alone(
     assert numbers(second) == [1, 2]
     found = second.read(f"{1:032x}")
     assert found is not None
-    assert (vars(found) | {"profile": None}) == (vars(named(1, cause=OUT_OF_MEMORY, oom_number=4)) | {"profile": None})
+    assert found.facts == named(1, cause=OUT_OF_MEMORY, oom_number=4)
     of_error = second.of_error(f"uid:{ADA}", "first", 4)
     assert of_error is not None
     assert of_error.id == f"{1:032x}"
