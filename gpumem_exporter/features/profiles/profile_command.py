@@ -6,10 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from urllib.parse import urlencode
 
 import click
@@ -40,9 +40,6 @@ from gpumem_exporter.features.profiles.profile_formats import SUFFIXES, render
 from gpumem_exporter.features.profiles.profile_json import read_saved
 from gpumem_exporter.features.profiles.stored_profile import Format, ShownProfile
 from gpumem_exporter.features.profiles.terminal_tables import profile_tables
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _EXAMPLES = """\b
 Examples:
@@ -177,12 +174,9 @@ def list_profiles(api: ExporterApi, as_json: bool, **filters: str | None) -> int
     """
     query = {name: value for name, value in filters.items() if value}
     document = api.get(f"{_PATH}?{urlencode(query)}")
-    print_result(document, _list(document["profiles"]), as_json=as_json)
+    rows = [_row(each) for each in document["profiles"]]
+    print_result(document, [table("", _COLUMNS, rows) if rows else plain("No profiles.")], as_json=as_json)
     return 0
-
-
-def _list(profiles: Sequence[Document]) -> Iterator[RenderableType]:
-    yield table("", _COLUMNS, map(_row, profiles)) if profiles else plain("No profiles.")
 
 
 def _row(kept: Document) -> Sequence[Any]:

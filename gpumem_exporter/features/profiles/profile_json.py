@@ -18,6 +18,7 @@ from gpumem_exporter.features.profiles.profile_lines import (
     by_code,
     by_kind,
     by_owner,
+    frame_text,
     owner_name,
     place,
     stacks_of,
@@ -46,7 +47,7 @@ def json_document(shown: ShownProfile, most_bytes: int, *, unchanged: bool = Fal
     text = encoded(head)[:-1] + b',"rows":['
 
     def row(line: Line) -> bytes:
-        stack = [*line.stack.texts()][::-1] if line.stack else []
+        stack = [frame_text(frame) for frame in line.stack.frames] if line.stack else []
         at = {"uuid": shown.devices[line.device].uuid, "pool": line.pool}
         # One by one: as objects, they take several times their size.
         return encoded({**_owner(line), **_code(line), **at, **_sizes(line, differs=differs), "stack": stack})

@@ -64,11 +64,6 @@ class Stack:
     caller: Frame | None
     """The innermost frame outside of installed packages, if it is not the user frame itself."""
 
-    def texts(self) -> Iterator[str]:
-        """Yield the frames as text, the outermost first: `main (train.py:12)`."""
-        for function, file, number in reversed(self.frames):
-            yield f"{function} ({file}:{number})" if number else f"{function} ({file})"
-
 
 class Line(NamedTuple):
     """The blocks of one device with the same pool, owner and stack."""
@@ -173,6 +168,11 @@ def place(frame: Frame | None) -> str | None:
         return None
     file = frame.file.rpartition("/")[2] or frame.file
     return f"{file}:{frame.line} in {frame.function}" if frame.line else f"{file} in {frame.function}"
+
+
+def frame_text(frame: Frame) -> str:
+    """Return `main (train.py:12)`."""
+    return f"{frame.function} ({frame.file}:{frame.line})" if frame.line else f"{frame.function} ({frame.file})"
 
 
 def kind_text(kind: str | None) -> str:

@@ -79,7 +79,7 @@ class Profiles:
                 self._note_error(facts)
             if self._folder is not None:
                 try:
-                    _write(self._folder, facts, body)
+                    _write(self._path(facts.id), facts, body)
                 except OSError as error:
                     self._failures.failed("profiles", f"{self._folder}: {error.strerror or error}; kept in memory")
                 else:
@@ -94,7 +94,7 @@ class Profiles:
         if entry is None:
             return None
         try:
-            body = entry.body if entry.body is not None else _body(self._path(profile_id))
+            body = entry.body if entry.body is not None else self._path(profile_id).read_bytes().partition(b"\n")[2]
             return stored_profile(entry.facts, body)
         except (OSError, ProfileInvalidError) as error:
             _log.warning("a profile cannot be read", extra={"fields": {"id": profile_id, "error": str(error)}})
@@ -191,7 +191,7 @@ class Profiles:
                     self._path(entry.facts.id).unlink()
 
     def _path(self, profile_id: str) -> Path:
-        return _path(self._folder or Path(), profile_id)
+        return (self._folder or Path()) / f"{profile_id}.profile"
 
 
 def stored_profile(facts: ProfileFacts, body: bytes) -> StoredProfile:
@@ -200,10 +200,6 @@ def stored_profile(facts: ProfileFacts, body: bytes) -> StoredProfile:
     if [device.uuid for device in facts.devices] != [device.uuid for device in profile.devices]:
         raise ProfileInvalidError("devices: differ from the devices in the facts")
     return StoredProfile(facts, profile)
-
-
-def _path(folder: Path, profile_id: str) -> Path:
-    return folder / f"{profile_id}.profile"
 
 
 def _facts_of(path: Path) -> ProfileFacts | None:
@@ -222,16 +218,9 @@ def _facts_of(path: Path) -> ProfileFacts | None:
     return None
 
 
-def _body(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.readline(_MAX_LINE)
-        return file.read()
-
-
-def _write(folder: Path, facts: ProfileFacts, body: bytes) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _write(path: Path, facts: ProfileFacts, body: bytes) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Written under another name, synced and renamed: a file is complete or absent.
-    path = _path(folder, facts.id)
     new = path.with_name(path.name + _NEW)
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

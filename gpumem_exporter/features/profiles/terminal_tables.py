@@ -23,7 +23,8 @@ def profile_tables(document: Document) -> Iterator[RenderableType]:
     yield from _difference_head(document) if differs else _profile_head(document)
     for note in document["notes"]:
         yield plain(f"Note: {note}", "yellow")
-    kinds = [f"{_kind(each)} {_size(each)}" for each in document["kinds"] if _change(each)]
+    main, size = ("change_bytes", human_growth) if differs else ("bytes", human_bytes)
+    kinds = [f"{_kind(each)} {size(each[main])}" for each in document["kinds"] if each[main]]
     yield plain("")
     if not kinds:
         yield plain("Nothing changed." if differs else "Nothing is allocated.")
@@ -84,14 +85,6 @@ def _device(device: Document) -> str:
 
 def _kind(group: Document) -> str:
     return kind_text(group["kind"])
-
-
-def _change(group: Document) -> int:
-    return int(group.get("change_bytes", group.get("bytes", 0)))
-
-
-def _size(group: Document) -> str:
-    return human_growth(group["change_bytes"]) if "change_bytes" in group else human_bytes(group["bytes"])
 
 
 def _numbers(group: Document) -> Sequence[str]:
