@@ -206,22 +206,17 @@ _ANY_FORMAT = {
 _Id = Annotated[str, Path(max_length=MAX_LABEL_LENGTH, description="the id of a profile")]
 
 
+@dataclass(eq=False)
 class ProfileRoutes:
     """The handlers of the routes."""
 
-    def __init__(
-        self,
-        access: ProfileAccess,
-        scraped: ScrapedProfiles,
-        dispatcher: Dispatcher,
-        held_requests: HeldRequests,
-        renderer: Renderer,
-    ) -> None:
-        self._access = access
-        self._scraped = scraped
-        self._dispatcher = dispatcher
-        self._held_requests = held_requests
-        self._renderer = renderer
+    access: ProfileAccess
+    scraped: ScrapedProfiles
+    dispatcher: Dispatcher
+    held_requests: HeldRequests
+    renderer: Renderer
+
+    def __post_init__(self) -> None:
         # Of reading files and building replies: of the largest profile, it takes a second.
         self._turns = Turns(1)
         # Of waiting for a new profile: each keeps a body.
@@ -232,16 +227,16 @@ class ProfileRoutes:
         caller: Caller = Exchange.of(request).caller
 
         def listing() -> bytes:
-            found = [facts for facts in self._access.newest_first(caller) if parameters.admit(facts)]
+            found = [facts for facts in self.access.newest_first(caller) if parameters.admit(facts)]
             return encoded({"profiles": [profile_document(facts) for facts in found[: parameters.limit]]})
 
-        return json_response(await self._renderer.render(listing))
+        return json_response(await self.renderer.render(listing))
 
     async def one(
         self, request: Request, profile_id: _Id, parameters: Annotated[FormatParameters, Query()]
     ) -> Response:
         """One profile. A profile of a process that the caller may not act on is unknown to it."""
-        facts = self._access.find(Exchange.of(request).caller, profile_id)
+        facts = self.access.find(Exchange.of(request).caller, profile_id)
         return await self._reply(
             request, parameters, lambda: self._read(facts.id).shown(parameters.format, parameters.moment)
         )
@@ -252,7 +247,7 @@ class ProfileRoutes:
         """What grew and what shrank from one profile to another, by stack and by owner."""
         from gpumem_exporter.features.profiles.profile_diff import difference
 
-        before, after = (self._access.find(Exchange.of(request).caller, each).id for each in (profile_id, later_id))
+        before, after = (self.access.find(Exchange.of(request).caller, each).id for each in (profile_id, later_id))
 
         def read(profile_id: str) -> ShownProfile:
             # One after the other: a large profile takes more memory than its lines.
@@ -273,14 +268,14 @@ class ProfileRoutes:
         await Exchange.of(request).turn.aclose()
         async with self._scrapes.of(Exchange.of(request).owner):
             with refusals_as_problems():
-                action = self._dispatcher.submit(wanted, requested_by=Exchange.of(request).caller, unlisted=True)
-            self._scraped[action.id] = None
+                action = self.dispatcher.submit(wanted, requested_by=Exchange.of(request).caller, unlisted=True)
+            self.scraped[action.id] = None
             try:
                 if not action.finished:
-                    await self._held_requests.hold(action.id, 2 * SCRAPE_SECONDS, request.receive)
-                    action = self._dispatcher.get(action.id) or action
+                    await self.held_requests.hold(action.id, 2 * SCRAPE_SECONDS, request.receive)
+                    action = self.dispatcher.get(action.id) or action
             finally:
-                taken = self._scraped.pop(action.id)
+                taken = self.scraped.pop(action.id)
             if taken is not None:
                 return await self._reply(
                     request, parameters, lambda: stored_profile(*taken).shown(parameters.format, parameters.moment)
@@ -291,7 +286,7 @@ class ProfileRoutes:
         raise ProblemError(ProblemCode.NO_PROFILE, reason, {"Retry-After": "1"})
 
     def _read(self, profile_id: str) -> StoredProfile:
-        profile = self._access.profiles.read(profile_id)
+        profile = self.access.profiles.read(profile_id)
         if profile is None:
             raise _unknown(profile_id)
         return profile
