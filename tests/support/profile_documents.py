@@ -62,6 +62,7 @@ def facts(profile_id: str = "b" * 32, **changes: Any) -> ProfileFacts:
         "reported_pid": 7,
         "start_time_ticks": 1000,
         "session": "first",
+        "sent_id": "a" * 32,
         "place": HERE,
         "size_bytes": 100,
     }

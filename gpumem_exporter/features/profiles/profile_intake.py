@@ -225,6 +225,7 @@ class ProfileIntake:
             reported_pid=identity.pid,
             start_time_ticks=identity.start_time_ticks,
             session=identity.session,
+            sent_id=profile.id,
             owner_uid=process.owner_uid,
             place=process.key.place,
             size_bytes=size_bytes,

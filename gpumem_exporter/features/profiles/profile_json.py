@@ -171,6 +171,7 @@ def _saved(document: Mapping[str, Any]) -> ShownProfile:
         reported_pid=reported_pid,
         start_time_ticks=start_time_ticks,
         session="",
+        sent_id="",
         owner_uid=None,
         place=HERE,
         size_bytes=0,

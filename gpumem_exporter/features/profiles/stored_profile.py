@@ -59,6 +59,8 @@ class ProfileFacts:
     start_time_ticks: int
     session: str
     """Of the reporter."""
+    sent_id: str
+    """The id that the reporter chose: for an action, the id of the action. Version 0.3 reads no profile without it."""
     owner_uid: int | None
     """The user of the process, according to the kernel; None if only a token vouches for it."""
     place: Place
