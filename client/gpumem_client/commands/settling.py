@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, StillFree
+from gpumem_client.wire.protocol import CommandResult, DeviceSample, StillFree
 
 
-@dataclass(frozen=True)
-class _Clear:
+class _Clear(NamedTuple):
     """What a clear released on one device."""
 
     command_id: str
@@ -21,10 +20,6 @@ class _Clear:
     reserved_bytes: int
     """Reserved right after the clear, without what another thread reserved during it."""
     due_seconds: float
-
-    def still_free(self, uuid: str, reserved_bytes: int) -> StillFree:
-        reserved_again = max(0, reserved_bytes - self.reserved_bytes)
-        return StillFree(self.command_id, uuid, max(0, self.freed_bytes - reserved_again))
 
 
 class Settling:
@@ -65,17 +60,14 @@ class Settling:
         while self._cleared:
             result, due_seconds = self._cleared.popleft()
             for device in result.devices:
-                self._start(result.id, device, due_seconds)
-
-    def _start(self, command_id: str, device: DeviceResult, due_seconds: float | None) -> None:
-        """Start a settling time, and end the settling time of an earlier clear on the device."""
-        reserved, freed = device.reserved_before_bytes, device.freed_bytes
-        # First, because later both clears would count the same memory.
-        self._end(device.uuid, reserved)
-        if due_seconds is not None and reserved is not None and freed is not None:
-            self._waiting[device.uuid] = _Clear(command_id, freed, reserved - freed, due_seconds)
+                reserved, freed = device.reserved_before_bytes, device.freed_bytes
+                # The settling time of an earlier clear ends first, because later both would count the same memory.
+                self._end(device.uuid, reserved)
+                if due_seconds is not None and reserved is not None and freed is not None:
+                    self._waiting[device.uuid] = _Clear(result.id, freed, reserved - freed, due_seconds)
 
     def _end(self, uuid: str, reserved_bytes: int | None) -> None:
         clear = self._waiting.pop(uuid, None)
         if clear is not None and reserved_bytes is not None:
-            self._ended.append(clear.still_free(uuid, reserved_bytes))
+            reserved_again = max(0, reserved_bytes - clear.reserved_bytes)
+            self._ended.append(StillFree(clear.command_id, uuid, max(0, clear.freed_bytes - reserved_again)))
