@@ -20,7 +20,7 @@ from itertools import chain, compress, count, islice, repeat, starmap
 from operator import and_, attrgetter, getitem, is_, is_not, itemgetter, not_
 from pathlib import Path
 from types import GetSetDescriptorType, ModuleType
-from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, NamedTuple, Sequence
+from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, Sequence
 
 import gpumem_client
 from gpumem_client import torch_access
@@ -86,44 +86,37 @@ CONTAINERS = DICTIONARIES | ids_of((list, tuple, set, frozenset, deque))
 _KEYS = ids_of((str, int))
 
 
-class Holders(NamedTuple):
-    """What was read."""
-
-    tensors: list[tuple[int, int, int, int, tuple[int, ...], Any]]
-    """Of each tensor with memory on a device: id, device, address of its storage, bytes of an element, shape, dtype."""
-    wrapped: list[tuple[int, list[int]]]
-    """The ids of tensors that wrap others, such as a DTensor, and of dictionaries in them: what they refer to."""
-    instances: list[tuple[int, type]]
-    """The found modules, optimizers, caches, and the instances in variables."""
-    containers: list[tuple[int, type]]
-    children: list[Children]
-    """What is in containers, and the attributes of instances. The holder of a local variable is -1, -2 and so on."""
-    frames: list[tuple[str, int, str]]
-    """The file, line and name of the functions -1, -2 and so on."""
-    globals: list[str]
-    """The modules whose globals follow these functions."""
-    unread: int
-    """The number of containers and tensors that were not read, because others of their level were."""
-
-
 def read_holders(torch: Any, reader: TensorReader, types: Collection[type], slices: Slices) -> Holders:
     """Return the tensors, and what instances of these types and variables hold. `types` must allow weak references.
 
     Each program keeps the GIL for a third to three quarters of the time of a full garbage collection. Below 500
     instances, 15,000 containers of each level are read.
     """
-    reading = _Reading(torch, reader, types, slices)
+    found = Holders(torch, reader, types, slices)
     names = user_modules()
-    reading.read_tracked()
-    reading.read_variables(names)
-    reading.read_instances()
-    return reading.result()
+    found.read_tracked()
+    found.read_variables(names)
+    found.read_instances()
+    return found
 
 
-class _Reading:
-    """Reads in several programs. Between them it has only ids, text, and weak references to instances."""
+class Holders:
+    """What was read, in several programs. Between them it has only ids, text, and weak references to instances."""
 
     def __init__(self, torch: Any, reader: TensorReader, types: Collection[type], slices: Slices) -> None:
+        self.tensors: list[tuple[int, int, int, int, tuple[int, ...], Any]] = []
+        """Of each tensor with memory on a device: id, device, storage's address, bytes of an element, shape, dtype."""
+        self.wrapped: list[tuple[int, list[int]]] = []
+        """The ids of tensors that wrap others, such as a DTensor, and of dictionaries in them: what they refer to."""
+        self.instances: list[tuple[int, type]] = []
+        """The found modules, optimizers, caches, and the instances in variables."""
+        self.containers: list[tuple[int, type]] = []
+        self.children: list[Children] = []
+        """What is in containers, and attributes of instances. The holder of a local variable is -1, -2 and so on."""
+        self.frames: list[tuple[str, int, str]] = []
+        """The file, line and name of the functions -1, -2 and so on."""
+        self.globals: list[str] = []
+        """The modules whose globals follow these functions."""
         self._torch = torch
         self._slices = slices
         self._plain, self._wrapping = ids_of(reader.types), ids_of(reader.all_types - reader.types)
@@ -132,15 +125,15 @@ class _Reading:
         self._frozen = gc.get_freeze_count() > 0
         self._references: list[Callable[[], Any]] = []
         self._seen: set[int] = set()
-        self._tensors: list[list[Any]] = []
-        self._wrapped: list[list[tuple[int, list[int]]]] = []
-        self._instances: list[list[tuple[int, type]]] = []
-        self._containers: list[list[tuple[int, type]]] = []
-        self._children: list[Children] = []
-        self._sizes: list[list[int]] = []
-        self._ends: list[list[int]] = []
-        self._frames: list[tuple[str, int, str]] = []
-        self._globals: list[str] = []
+        # The numbers of containers and of tensors of each level.
+        self._sizes: list[int] = []
+        self._ends: list[int] = []
+
+    @property
+    def unread(self) -> int:
+        """The number of containers and tensors that were not read, because others of their level were."""
+        limits = (self._sizes, _CONTAINERS_MAX), (self._ends, _TENSORS_MAX)
+        return sum(max(0, size - most) for sizes, most in limits for size in sizes)
 
     def read_tracked(self) -> None:
         """Read the tracked tensors, and find the tracked instances."""
@@ -163,7 +156,7 @@ class _Reading:
         """Read the variables of functions, and the globals of the modules with these names."""
         self._getters.update(_getters(_types_of_variables(names, self._slices)))
         read = Uninterrupted()
-        self._frames, self._globals, variables = variables_in(read, names)
+        self.frames, self.globals, variables = variables_in(read, names)
         # A variable's instance is read, whatever it is; below that only what belongs to models, optimizers and caches.
         self._add_below(read, self._level_of(read, count(-1, -1), variables, [], self._getters.keys()))
         self._slices.run(read)
@@ -178,20 +171,6 @@ class _Reading:
             self._add_below(read, compress(found, map(is_not, found, repeat(None))))
             self._slices.run(read)
 
-    def result(self) -> Holders:
-        """Return what was read."""
-        return Holders(
-            [*chain.from_iterable(self._tensors)],
-            [*chain.from_iterable(self._wrapped)],
-            [*chain.from_iterable(self._instances)],
-            [*chain.from_iterable(self._containers)],
-            self._children,
-            self._frames,
-            self._globals,
-            sum(max(0, size - _CONTAINERS_MAX) for size in chain.from_iterable(self._sizes))
-            + sum(max(0, size - _TENSORS_MAX) for size in chain.from_iterable(self._ends)),
-        )
-
     def _add_below(self, read: Uninterrupted, found: Iterable[Any]) -> None:
         """Read what instances and containers hold."""
         # What the garbage collector does not track is found below modules that contain it.
@@ -205,8 +184,8 @@ class _Reading:
             inner = read.held(compress(fresh, are(fresh, CONTAINERS)))
             mappings = read.held(compress(inner, are(inner, DICTIONARIES)))
             sequences = read.held(compress(inner, map(not_, are(inner, DICTIONARIES))))
-            self._instances.append(read.kept(zip(map(id, holding), map(type, holding))))
-            self._containers.append(read.kept(zip(map(id, inner), map(type, inner))))
+            read.call(self.instances.extend, zip(map(id, holding), map(type, holding)))
+            read.call(self.containers.extend, zip(map(id, inner), map(type, inner)))
             ids = read.kept(chain(compress(map(id, holding), usual), map(id, mappings)))
             dictionaries = read.held(chain(compress(attributes, usual), mappings))
             found = self._level_of(read, ids, dictionaries, sequences, followed)
@@ -226,26 +205,32 @@ class _Reading:
         holders, keys, values = _items_in(read, ids, dictionaries, sequences)
         chosen = read.kept(are(values, self._plain | self._wrapping | self._own | followed))
         shown, ends = _rows(read, *(islice(compress(each, chosen), _TENSORS_MAX) for each in (holders, keys, values)))
-        self._ends.append(read.kept(map(sum, (chosen,))))
+        read.call(self._ends.extend, map(sum, (chosen,)))
         inside = read.kept(are(values, CONTAINERS))
         inner = read.held(compress(values, inside))
         # Most containers of a model are empty: the hooks of its modules. They are left out at once.
         readable = read.kept(map(_is_read, map(len, inner)))
-        self._sizes.append(read.kept(map(sum, (readable,))))
+        read.call(self._sizes.extend, map(sum, (readable,)))
         of_holders, of_keys, of_inner = (
             islice(compress(each, readable), _CONTAINERS_MAX)
             for each in (compress(holders, inside), compress(keys, inside), inner)
         )
         rows, short = _rows(read, of_holders, of_keys, of_inner)
-        self._children += shown, rows
+        self.children += shown, rows
         # Now, because another tensor may have the same id later.
         self._add_tensors(read, ends)
         return read.held(chain(compress(ends, are(ends, followed)), short))
 
     def _add_tensors(self, read: Uninterrupted, objects: Sequence[Any]) -> None:
         """Read the tensors among objects."""
-        self._tensors.append(_places(read, self._torch, read.held(compress(objects, are(objects, self._plain)))))
-        self._wrapped += _wrapped(read, read.held(compress(objects, are(objects, self._wrapping))))
+        read.call(self.tensors.extend, _places(read, self._torch, compress(objects, are(objects, self._plain))))
+        wrappers = read.held(compress(objects, are(objects, self._wrapping)))
+        referents = read.held(map(gc.get_referents, wrappers))
+        inside = read.held(chain.from_iterable(referents))
+        inner = read.held(compress(inside, are(inside, DICTIONARIES)))
+        read.call(self.wrapped.extend, zip(map(id, wrappers), map(list, map(partial(map, id), referents))))
+        values = map(dict.values, inner)
+        read.call(self.wrapped.extend, zip(map(id, inner), map(list, map(partial(map, id), values))))
 
 
 def are(objects: Iterable[Any], types: AbstractSet[int]) -> Iterator[bool]:
@@ -295,19 +280,9 @@ def _rows(
     return found, kept_values
 
 
-def _wrapped(read: Uninterrupted, wrappers: list[Any]) -> tuple[list[tuple[int, list[int]]], ...]:
-    """Return the ids of what tensors that wrap others refer to, directly or in a dictionary."""
-    referents = read.held(map(gc.get_referents, wrappers))
-    inner = read.held(compress(chain.from_iterable(referents), are(chain.from_iterable(referents), DICTIONARIES)))
-    return (
-        read.kept(zip(map(id, wrappers), map(list, map(partial(map, id), referents)))),
-        read.kept(zip(map(id, inner), map(list, map(partial(map, id), map(dict.values, inner))))),
-    )
-
-
-def _places(read: Uninterrupted, torch: Any, tensors: list[Any]) -> list[Any]:
-    """Return what `Holders.tensors` has. Tensors without memory of their own are left out: sparse and nested ones."""
-    base = torch_access.tensor_base_class(torch)
+def _places(read: Uninterrupted, torch: Any, objects: Iterable[Any]) -> Iterable[Any]:
+    """Yield what `Holders.tensors` has. Tensors without memory of their own are left out: sparse and nested ones."""
+    base, tensors = torch_access.tensor_base_class(torch), read.held(objects)
     on_device = read.held(compress(tensors, map(base.is_cuda.__get__, tensors)))
     flat = read.held(compress(on_device, map(not_, map(base.is_nested.__get__, on_device))))
     stored = read.held(compress(flat, map(torch_access.has_storage(torch), flat)))
@@ -315,10 +290,8 @@ def _places(read: Uninterrupted, torch: Any, tensors: list[Any]) -> list[Any]:
     # While torch.compile traces, the size of a tensor without memory may run Python code of torch.
     there = read.held(compress(stored, addresses))
     others = (base.element_size, base.size, base.dtype.__get__)
-    return read.kept(
-        zip(
-            map(id, there), map(base.get_device, there), filter(None, addresses), *(map(each, there) for each in others)
-        )
+    return zip(
+        map(id, there), map(base.get_device, there), filter(None, addresses), *(map(each, there) for each in others)
     )
 
 
