@@ -7,8 +7,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from gpumem_client.allocator.components import Unmapped, without_unmapped
 from gpumem_client.allocator.simulated import Block, CachingAllocator
-from gpumem_client.allocator.unmapped import Unmapped, without_unmapped
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import DeviceMemory
 from gpumem_exporter.node.provider import DeviceIdentity

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NoReturn
 
-from gpumem_client.allocator.components import with_cache_use
+from gpumem_client.allocator.components import Unmapped, with_cache_use
 from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
-from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import ErrorLog

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from gpumem_client import torch_access
-from gpumem_client.allocator import unmapped
+from gpumem_client.allocator import components
 from gpumem_client.allocator.allocator import Allocator
-from gpumem_client.allocator.unmapped import Unmapped, without_unmapped
+from gpumem_client.allocator.components import Unmapped, without_unmapped
 from tests.support.builders import sample as torch_sample
 
 MIB = 1 << 20
@@ -124,7 +124,7 @@ def test_between_walks_memory_that_may_be_unmapped_is_not_shown_as_held(
     monkeypatch: pytest.MonkeyPatch, listed: dict[tuple[int, int], int] | None, held: tuple[int | None, ...]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch_memory_saver", SimpleNamespace())
-    monkeypatch.setattr(unmapped, "_mapped", lambda addresses: [False for _ in addresses])
+    monkeypatch.setattr(components, "_mapped", lambda addresses: [False for _ in addresses])
     torch = Torch(C())
     torch._C.pools = listed
     torch.private = {(1, 0): 30 * MIB}
@@ -141,7 +141,7 @@ def test_between_walks_memory_that_may_be_unmapped_is_not_shown_as_held(
 
 def test_an_allocator_without_pools_has_no_unmapped_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_memory_saver", SimpleNamespace())
-    monkeypatch.setattr(unmapped, "_mapped", lambda addresses: [False for _ in addresses])
+    monkeypatch.setattr(components, "_mapped", lambda addresses: [False for _ in addresses])
     (sample,) = Allocator(Torch(C(), "cudaMallocAsync")).samples()
     assert (sample.reserved_bytes, sample.allocated_bytes, sample.unmapped_bytes) == (100 * MIB, 40 * MIB, 0)
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gpumem_client.allocator.unmapped import Unmapped
+from gpumem_client.allocator.components import Unmapped
 from gpumem_client.commands import scheduler
 from gpumem_client.wire.protocol import Command, DeviceSample, StillFree
 from tests.support.fake_allocator import CommandBench

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from gpumem_client.allocator.components import Unmapped
 from gpumem_client.allocator.sampler import Sampler
-from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.scheduler import Scheduler
 from gpumem_client.engines.engine_state import EngineFacts

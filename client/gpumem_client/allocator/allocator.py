@@ -8,16 +8,22 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator_environment import environment_limit, in_force
-from gpumem_client.allocator.components import with_cache_use, with_components
-from gpumem_client.allocator.heap_sum import LARGE_PAGE_BYTES, Heap, PoolSegment, read_heaps
+from gpumem_client.allocator.components import (
+    Unmapped,
+    can_unmap,
+    unmapped_in,
+    with_cache_use,
+    with_components,
+    without_unmapped,
+)
+from gpumem_client.allocator.heap_sum import LARGE_PAGE_BYTES, Heap, read_heaps
 from gpumem_client.allocator.reclaimable import Reclaimable, known
-from gpumem_client.allocator.unmapped import Unmapped, can_unmap, unmapped_in, without_unmapped
 from gpumem_client.engines.engine_reader import EngineReader, process_engine
 from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.guest_safety import log
@@ -138,7 +144,7 @@ class Allocator:
         """Return the memory in these statistics that the driver does not hold; None if unknown. Walks over no heap."""
         if state is None or not can_unmap():
             return Unmapped(0, 0)
-        segments = self._unmapped_segments(self._reclaimable.pool_segments(index, state))
+        segments = unmapped_in(self._reclaimable.pool_segments(index, state))
         return None if segments is None else Unmapped.of(segments)
 
     def engine(self) -> EngineFacts | None:
@@ -306,7 +312,7 @@ class Allocator:
     def _with_engine(self, index: int, state: DeviceState, sample: DeviceSample) -> DeviceSample:
         """Return the sample without unmapped memory, and with the components of the engine in this process."""
         segments = self._reclaimable.pool_segments(index, state)
-        unmapped = self._unmapped_segments(segments)
+        unmapped = unmapped_in(segments)
         if can_unmap():
             sample = without_unmapped(sample, None if unmapped is None else Unmapped.of(unmapped))
         facts, tags = self._engine.read(), self._engine.segment_components()
@@ -317,11 +323,6 @@ class Allocator:
         held = {} if facts is None else facts.held.get(index, {})
         sample = with_components(sample, held, tags, segments, unmapped, self._captures.pools())
         return with_cache_use(sample, None if facts is None else facts.cache)
-
-    def _unmapped_segments(self, segments: Collection[PoolSegment] | None) -> Collection[PoolSegment] | None:
-        if segments is None or not can_unmap():
-            return segments if segments is None else ()
-        return unmapped_in(segments)
 
 
 def _large_page(settings: str) -> int | None:

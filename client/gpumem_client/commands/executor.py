@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import AnyAllocator
+from gpumem_client.allocator.components import Unmapped
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.allocator.sampler import Sampler
-from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands.settling import Settling
 from gpumem_client.engines.engine_reader import process_engine
 from gpumem_client.guest_safety import log, raised_by_signal_handler
