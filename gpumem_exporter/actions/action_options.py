@@ -125,51 +125,44 @@ class RequestOption:
 _Given = str | int | Sequence[str | int] | None
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """The processes and devices that a request selects.
 
     A field admits each of its values; an empty one admits everything. Different fields narrow each other, and
-    `orphans` narrows all of them to the processes that a launcher has left behind.
+    `orphans` narrows all of them to the processes that a launcher has left behind. Each field but the flags is given as
+    a value or several, and becomes a tuple of strings.
     """
 
-    gpu: tuple[str, ...]
-    uuid: tuple[str, ...]
-    pid: tuple[str, ...]
+    gpu: _Given = None
+    uuid: _Given = None
+    pid: _Given = None
     """Names of `core.naming`: "4711", or "1@4026532007:1001"."""
-    workload: tuple[str, ...]
-    rank: tuple[str, ...]
-    user: tuple[str, ...]
+    workload: _Given = None
+    rank: _Given = None
+    user: _Given = None
     """The names or the uids of users."""
-    orphans: bool
-    all: bool
-    given: Mapping[str, tuple[str, ...]] = field(init=False, compare=False, repr=False)
-    """The fields that narrow the target, by selector."""
+    orphans: bool = False
+    all: bool = False
 
-    def __init__(
-        self,
-        *,
-        gpu: _Given = None,
-        uuid: _Given = None,
-        pid: _Given = None,
-        workload: _Given = None,
-        rank: _Given = None,
-        user: _Given = None,
-        orphans: bool = False,
-        all: bool = False,  # noqa: A002 - the name in the API
-    ) -> None:
-        values = {"gpu": gpu, "uuid": uuid, "pid": pid, "workload": workload, "rank": rank, "user": user}
-        selectors = {name: _values(value) for name, value in values.items()}
-        for name, selected in selectors.items():
-            object.__setattr__(self, name, selected)
-        object.__setattr__(self, "given", {name: selected for name, selected in selectors.items() if selected})
-        object.__setattr__(self, "orphans", orphans)
-        object.__setattr__(self, "all", all)
+    def __post_init__(self) -> None:
+        for name in SELECTORS:
+            given = getattr(self, name)
+            values = [] if given is None else [given] if isinstance(given, (str, int)) else given
+            object.__setattr__(self, name, tuple(dict.fromkeys(map(str, values))))
 
-    def admits(self, selector: str, *values: str) -> bool:
-        """Return whether one of a process's values is among the values of a field."""
-        wanted = getattr(self, selector)
-        return not wanted or any(value in wanted for value in values)
+    @property
+    def given(self) -> Mapping[str, tuple[str, ...]]:
+        """The fields that narrow the target, by selector."""
+        return {name: values for name in SELECTORS if (values := getattr(self, name))}
+
+    def admits(self, **values: Sequence[str]) -> bool:
+        """Return whether a process with these values of some selectors has one of the target's values of each."""
+        return not any(
+            wanted and not any(value in wanted for value in values[name])
+            for name in values
+            for wanted in [getattr(self, name)]
+        )
 
     def document(self) -> dict[str, Any]:
         """Return the target as JSON: several values are a list, and a pid is a number if possible."""
@@ -187,17 +180,16 @@ class Target:
         return " ".join([*words, *(["orphans"] if self.orphans else [])]) or "all"
 
 
-def _selector(metavar: str, name: str, help_: str) -> RequestOption:
-    return RequestOption(dict.fromkeys(ACTIONS, help_), f"--{name}", metavar)
-
-
 SELECTORS: Mapping[str, RequestOption] = {
-    "gpu": _selector("INDEX", "gpu", "Processes on these devices, by NVML index: 0, or 0:1 for a MIG device."),
-    "uuid": _selector("UUID", "uuid", "Processes on these devices: GPU-… or MIG-…, as NVML spells them."),
-    "pid": _selector("PID", "pid", "These processes, as `info` and the label `pid` name them."),
-    "workload": _selector("NAME", "workload", "Processes of these workloads."),
-    "rank": _selector("RANK", "rank", "Processes of these ranks."),
-    "user": _selector("USER", "user", "Processes of these users: names or uids."),
+    name: RequestOption(dict.fromkeys(ACTIONS, help_), f"--{name}", metavar)
+    for name, metavar, help_ in (
+        ("gpu", "INDEX", "Processes on these devices, by NVML index: 0, or 0:1 for a MIG device."),
+        ("uuid", "UUID", "Processes on these devices: GPU-… or MIG-…, as NVML spells them."),
+        ("pid", "PID", "These processes, as `info` and the label `pid` name them."),
+        ("workload", "NAME", "Processes of these workloads."),
+        ("rank", "RANK", "Processes of these ranks."),
+        ("user", "USER", "Processes of these users: names or uids."),
+    )
 }
 """The fields of a target that select processes. Each takes a value or several."""
 ORPHANS = RequestOption(
@@ -452,13 +444,6 @@ def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:
         yield InvalidField("force", False, "true, because all: true terminates every process")
     if request.action == "set_memory_fraction" and request.fraction is None:
         yield InvalidField("fraction", None, OPTIONS["fraction"].expected)
-
-
-def _values(given: _Given) -> tuple[str, ...]:
-    if given is None:
-        return ()
-    values = (given,) if isinstance(given, (str, int)) else given
-    return tuple(dict.fromkeys(map(str, values)))
 
 
 def _json_pid(pid: str) -> int | str:

@@ -190,19 +190,17 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
 
 def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
     """Return the reporting processes of a target. A target with a device excludes processes that do not use it."""
-    wanted, gpus = target.given, snapshot.gpus
-    by_device = "uuid" in wanted or "gpu" in wanted
-    selected = []
+    gpus, by_device, selected = snapshot.gpus, bool(target.uuid or target.gpu), []
     for name, process in snapshot.names.reporting:
         identity = process.report.process
-        users = _users_of(process, snapshot) if "user" in wanted else ()
+        users = _users_of(process, snapshot) if target.user else ()
         if target.orphans and not _is_orphan(process, snapshot):
             continue
-        if not _admits(wanted, pid=(name,), workload=(identity.workload,), rank=(identity.rank,), user=users):
+        if not target.admits(pid=(name,), workload=(identity.workload,), rank=(identity.rank,), user=users):
             continue
         samples = process.report.devices
         if by_device:
-            samples = tuple(s for s in samples if _admits(wanted, uuid=(s.uuid,), gpu=(gpus.get(s.uuid, ""),)))
+            samples = tuple(s for s in samples if target.admits(uuid=(s.uuid,), gpu=(gpus.get(s.uuid, ""),)))
         if samples or not by_device:
             selected.append(SelectedProcess(json_pid(name), process, samples))
     return tuple(selected)
@@ -213,26 +211,19 @@ def _is_orphan(process: ReportingProcess, snapshot: Snapshot) -> bool:
     return facts is not None and facts.pid in snapshot.orphans
 
 
-def _admits(wanted: Mapping[str, Sequence[str]], **values: Sequence[str]) -> bool:
-    """Return whether a process has one of the wanted values of each selector."""
-    return all(
-        selector not in wanted or any(value in wanted[selector] for value in each) for selector, each in values.items()
-    )
-
-
 def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ...]:
     """Return the target's processes that the driver lists and that do not report."""
     node = snapshot.node
     if node is None or target.workload or target.rank:  # which only reports name
         return ()
-    wanted, unreported = target.given, _listed_pids(snapshot)
+    unreported = _listed_pids(snapshot)
     found: dict[int, list[tuple[str, int | None]]] = {}
     for device in node.devices:
-        for listed in device.processes or () if _admits(wanted, uuid=(device.uuid,), gpu=(device.gpu,)) else ():
+        for listed in device.processes or () if target.admits(uuid=(device.uuid,), gpu=(device.gpu,)) else ():
             users = _user_names(listed.pid, snapshot)
             if target.orphans and listed.pid not in snapshot.orphans:
                 continue
-            if listed.pid in unreported and _admits(wanted, pid=(str(listed.pid),), user=users):
+            if listed.pid in unreported and target.admits(pid=(str(listed.pid),), user=users):
                 found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
     facts = {pid: node.facts.get(pid) or ProcessFacts(pid, 0) for pid in sorted(found)}
     return tuple(

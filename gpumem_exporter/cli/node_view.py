@@ -113,7 +113,7 @@ def _processes(job: Document) -> list[Document]:
 
 def _kept(target: Target, processes: list[Document]) -> Iterator[Document]:
     for process in processes:
-        if not all(target.admits(name, *values) for name, values in _identity(process).items()):
+        if not target.admits(**_identity(process)):
             continue
         if target.orphans and process.get("orphan") is None:
             continue
@@ -136,7 +136,7 @@ def _identity(process: Document) -> dict[str, tuple[str, ...]]:
 def _admits_device(target: Target, place: Document) -> bool:
     """Whether a target selects a device, or the device of a process; also if that device is unknown."""
     gpu, uuid = place.get("gpu"), place.get("uuid")
-    return (gpu is None or target.admits("gpu", *_gpus(place))) and (uuid is None or target.admits("uuid", uuid))
+    return (gpu is None or target.admits(gpu=_gpus(place))) and (uuid is None or target.admits(uuid=(uuid,)))
 
 
 def _gpus(place: Document) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ def test_no_report_of_another_owner_changes_the_name_of_a_process_or_hides_it() 
     assert [*shown] == ["1@11", "1@11:1001", f"1@11:1001:{'a' * 12}.{'b' * 12}", "1@11:1002", "1@12:1001"]
     assert shown["1@11:1001"] is mine
     for name in shown:
-        assert Target(pid=name).admits("pid", name)
+        assert Target(pid=name).admits(pid=(name,))
         ((found, *_),) = select_reporting(Target(pid=name), known(mine, *others))
         assert found == json_pid(name)
 
