@@ -352,7 +352,9 @@ class ActionRoutes:
 
         A caller without the rights to all sees its own actions. Long targets shorten the list, to about 1 MiB.
         """
-        visible = [action for action in self.dispatcher.recent() if action.visible_to(Exchange.of(request).caller)]
+        visible = [
+            action for action in self.dispatcher.actions.recent() if action.visible_to(Exchange.of(request).caller)
+        ]
         names = self.snapshot().names
 
         def listing() -> bytes:

@@ -14,7 +14,7 @@ rank does not have its command in time, the dispatcher recalls the commands of a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action, EngineWait, SubmittedAction, describe_starts
 from gpumem_exporter.actions.action_options import (
     ANSWER_GRACE_SECONDS,
-    DEVICE_ACTIONS,
     ENGINE_ANSWER_SECONDS,
     ActionRequest,
     Target,
@@ -48,10 +47,10 @@ from gpumem_exporter.actions.results import (
     starting_refusal,
     unsupported,
 )
-from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, select
+from gpumem_exporter.actions.selection import SelectedProcess, select
 from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.actions.timing import Turn, plan, step_of_group
+from gpumem_exporter.actions.timing import plan, step_of_group
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
@@ -134,30 +133,27 @@ class Dispatcher:
             if earlier is not None:
                 return earlier
         requested_by.require_permission(request.action, self._allowed, force=request.force)
-        action = Action.of(request, requested_by, self._wall_clock(), unlisted=unlisted)
-        share = action.share
         now = self._clock()
         snapshot = self._store.snapshot(now)
         selection = select(request, requested_by, snapshot, hide_identities=self._hide_identities)
         planned = plan(request, selection.commanded, snapshot, now)
         selection = replace(selection, commanded=tuple(one for one, _ in planned))
-        facts = selection.facts(request, snapshot)
         deadline_seconds = max((turn.deadline_seconds for _, turn in planned), default=request.deadline_seconds)
         steps = {turn.group: turn.at_step for _, turn in planned if turn.group is not None}
         at_step = next(iter(steps.values())) if len(steps) == 1 else None
+        action = Action.of(request, requested_by, self._wall_clock(), unlisted=unlisted)
         action = replace(action, deadline_seconds=deadline_seconds, group=bool(steps), at_step=at_step)
-        running = RunningAction(action, now, request, requested_by, facts)
-        refusals: Mapping[int | str, CommandResult | None] = {}
+        running = RunningAction(action, now, request, requested_by, selection.facts(request, snapshot))
+        outside, refusals = selection.outside, dict[int | str, CommandResult | None]()
         if request.action in ENGINE_ACTIONS:
-            refusals = self.engines.refusals(running, selection)
-            selection = replace(selection, outside=tuple(each for each in selection.outside if each.pid in refusals))
-        targets: list[tuple[SelectedProcess | OutsideTarget, JobKey | None]] = [
-            *((one, turn.group) for one, turn in planned),
-            *((target, None) for target in selection.outside),
+            refusals.update(self.engines.refusals(running, selection))
+            outside = tuple(target for target in outside if target.pid in refusals)
+        outside_seconds = now + request.deadline_seconds
+        parts: list[Part] = [
+            *(CommandPart.of(running, one, turn) for one, turn in planned),
+            *(OutsidePart(action_id=action.id, target=one, deadline_seconds=outside_seconds) for one in outside),
         ]
-        # A dry run reaches no process, so it counts for its caller only.
-        limited = [] if request.dry_run else selection.limit_keys()
-        waits = self._waits(request, requested_by, targets, snapshot) if snapshot.starting else {}
+        waits = self._waits(running, parts, snapshot)
         if request.force and any(waits.values()):
             raise ActionForbiddenError(
                 f"{describe_starts(_union(waits.values()))}. For the engine of another user, {request.action} with "
@@ -165,117 +161,88 @@ class Dispatcher:
                 "started"
             )
         if not request.dry_run:
-            self.actions.require_room(share, len(targets))
-        # After all checks: an action that is refused does not count.
-        self._limits.take(share, limited, per_process=KINDS[request.action].per_minute)
+            self.actions.require_room(action.share, len(parts))
+        # After all checks: an action that is refused does not count. A dry run reaches no process, so it counts for
+        # its caller only.
+        limited = [] if request.dry_run else [(part.key, str(part.target)) for part in parts]
+        self._limits.take(action.share, limited, per_process=KINDS[request.action].per_minute)
 
         if not request.dry_run:
             profile_seconds = request.duration_seconds + request.search_seconds
             self._call_later(deadline_seconds + profile_seconds + SILENT_GRACE_SECONDS, self.expire)
-        for selected, turn in planned:
-            self._add_command(running, selected, turn, refusals.get(selected.pid), waits.get(selected.pid, ()))
+        for part in parts:
+            self._add(running, part, refusals.get(part.target.pid), waits.get(part.target.pid, ()))
         running.show_parts()
-        for target in selection.outside:
-            is_end = request.action == "terminate"
-            refusal = self._terminator.refusal(action.id, target) if is_end else refusals[target.pid]
-            self._add_outside(running, target, refusal, waits.get(target.pid, ()))
-        if waits:
-            starting = {each.pid for each in running.action.results if each.reason_code == ReasonCode.ENGINE_STARTING}
-            starting.update(part.target.pid for part in running.blocked)
-            running.show_waits(_union(waits[pid] for pid in waits if pid in starting))
+        starting = {each.pid for each in running.action.results if each.reason_code == ReasonCode.ENGINE_STARTING}
+        starting.update(part.target.pid for part in running.blocked)
+        running.show_waits(_union(found for pid, found in waits.items() if pid in starting))
 
-        self.actions.start(running, request, idempotency_key)
-        if running.complete:
-            self._finish_if_complete(running)
+        self.actions.start(running, idempotency_key)
+        self._finish_if_complete(running)
         if self._record is None or request.dry_run or unlisted:
             running.offer(self.wake, now)
         else:
-            submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
+            processes = tuple((part.target.pid, part.target.workload, part.target.rank) for part in parts)
+            submitted = SubmittedAction(running.action, request, idempotency_key, processes)
             self.spawn(self._offer_once(running, self._record(submitted)))
         return running.action
 
     def _waits(
-        self,
-        request: ActionRequest,
-        caller: Caller,
-        targets: Sequence[tuple[SelectedProcess | OutsideTarget, JobKey | None]],
-        snapshot: Snapshot,
+        self, running: RunningAction, parts: Sequence[Part], snapshot: Snapshot
     ) -> dict[int | str, tuple[EngineWait, ...]]:
-        """Return the engines whose start each process waits for, by its name. `targets` have the group of each.
-
-        The processes of a group wait together.
-        """
-        outside = {one.host_pid for one, _ in targets if isinstance(one, OutsideTarget)}
-        found = [
-            (one.pid, group, self.engines.waits_for(request, caller, one, outside, snapshot)) for one, group in targets
-        ]
+        """Return the engines whose start each process waits for, by its name. The ranks of a group wait together."""
+        if not snapshot.starting:
+            return {}
+        outside = {part.target.host_pid for part in parts if isinstance(part, OutsidePart)}
+        found = {
+            part: self.engines.waits_for(running.request, running.caller, part.target, outside, snapshot)
+            for part in parts
+        }
         of_group: dict[JobKey | None, list[tuple[EngineWait, ...]]] = {}
-        for _, group, waits in found:
-            of_group.setdefault(group, []).append(waits)
-        together = {group: _union(waits) for group, waits in of_group.items()}
-        return {pid: waits if group is None else together[group] for pid, group, waits in found}
+        for part, waits in found.items():
+            of_group.setdefault(part.group, []).append(waits)
+        together = {group: _union(some) for group, some in of_group.items()}
+        return {part.target.pid: waits if part.group is None else together[part.group] for part, waits in found.items()}
 
-    def _add_command(
-        self,
-        running: RunningAction,
-        selected: SelectedProcess,
-        turn: Turn,
-        refusal: CommandResult | None,
-        waits: tuple[EngineWait, ...],
+    def _add(
+        self, running: RunningAction, part: Part, refusal: CommandResult | None, waits: tuple[EngineWait, ...]
     ) -> None:
-        """Give a process its command, or the result if the request has no effect there."""
-        request = running.request
-        every_device = request.action not in DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
-        if every_device:
-            selected = selected._replace(samples=selected.process.report.devices)
-        result = unsupported(selected.process, request, turn.mode)
-        if result is None and turn.obstacle and turn.mode == "step":
-            reason = f"{turn.obstacle}; use mode idle, or now"
-            result = CommandResult("", "refused", reason, ReasonCode.GROUP_INCOMPLETE)
+        """Give a process its command or let the exporter act on it, or add the result if the action does not run.
+
+        `refusal` is the result of an engine that must not run it.
+        """
+        request, facts = running.request, running.facts
+        result = refusal
+        if isinstance(part, CommandPart):
+            process, turn = part.target.process, part.turn
+            result = unsupported(process, request, turn.mode)
+            if result is None and turn.obstacle and turn.mode == "step":
+                reason = f"{turn.obstacle}; use mode idle, or now"
+                result = CommandResult("", "refused", reason, ReasonCode.GROUP_INCOMPLETE)
+            if result is None and request.dry_run:
+                result = expected_refusal(part.target, request, facts)
+            result = result or refusal
+        elif request.action == "terminate":
+            result = self._terminator.refusal(running.action.id, part.target)
         if result is None and request.dry_run:
-            result = expected_refusal(selected, request, running.facts)
-        result = result or refusal
-        if result is None and request.dry_run and waits:
-            result = starting_refusal(running.action.id, waits)
-        if result is not None or request.dry_run:
-            expected = dry_run_results(selected, request, running.facts, turn.obstacle)
-            results = expected if result is None else command_results(selected, result, running.facts)
-            running.add(results, turn.mode, turn.at_step)
-            return
-        # No uuids for every device: the process may use another device since its report.
-        uuids = () if every_device else tuple(sample.uuid for sample in selected.samples)
-        part = CommandPart(
-            command=CommandPart.command_of(running.action, request, turn, uuids),
-            target=selected,
-            deadline_seconds=running.started_seconds + turn.deadline_seconds,
-            state=PartState.BLOCKED if waits else PartState.WAITING,
-            group=turn.group,
-        )
-        running.commands[part.key] = part
-
-    def _add_outside(
-        self,
-        running: RunningAction,
-        target: OutsideTarget,
-        refusal: CommandResult | None,
-        waits: tuple[EngineWait, ...],
-    ) -> None:
-        """Let the exporter act on a process, or add the result if it must not."""
-        request, result = running.request, refusal
-        if result is None and request.dry_run and waits:
-            result = starting_refusal(running.action.id, waits)
-        if result is None and request.dry_run and request.action == "terminate":
-            result = CommandResult(running.action.id, KINDS["terminate"].would, "", ReasonCode.WOULD_TERMINATE)
-        if result is not None:
-            running.add(outside_results(target, result, running.facts, request))
-            return
-        deadline_seconds = running.started_seconds + request.deadline_seconds
-        part = OutsidePart(action_id=running.action.id, target=target, deadline_seconds=deadline_seconds)
-        running.outside.append(part)
-        if waits:
-            part.state = PartState.BLOCKED
+            if waits:
+                result = starting_refusal(running.action.id, waits)
+            elif request.action == "terminate":
+                result = CommandResult(running.action.id, KINDS["terminate"].would, "", ReasonCode.WOULD_TERMINATE)
+        if isinstance(part, CommandPart) and (result is not None or request.dry_run):
+            if result is None:
+                results = dry_run_results(part.target, request, facts, part.turn.obstacle)
+            else:
+                results = command_results(part.target, result, facts)
+            running.add(results, part.turn.mode, part.turn.at_step)
+        elif isinstance(part, OutsidePart) and result is not None:
+            running.add(outside_results(part.target, result, facts, request))
         else:
-            self._start_outside(running, part)
+            running.put(part)
+            if waits:
+                part.state = PartState.BLOCKED
+            elif isinstance(part, OutsidePart):
+                self._start_outside(running, part)
 
     async def _offer_once(self, running: RunningAction, recorded: Awaitable[None]) -> None:
         try:
@@ -294,7 +261,7 @@ class Dispatcher:
         """
         parts = running.groups[group]
         reported = [(part, self._store.find(part.key)) for part in parts]
-        ranks = [part.target._replace(process=process or part.target.process) for part, process in reported]
+        ranks = [part.target._replace(process=process or part.process) for part, process in reported]
         at_step, obstacle = step_of_group(ranks, running.request, parts[0].deadline_seconds - now, now)
         if at_step is None:
             result = CommandResult(running.action.id, "refused", obstacle, ReasonCode.GROUP_INCOMPLETE)
@@ -330,7 +297,7 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001 - the action must end, whatever the error is
             reason = f"{type(error).__name__}: {error}"[:500]
             result = CommandResult(running.action.id, "failed", reason, ReasonCode.EXCEPTION)
-        running.end_outside(part, result, driver)
+        running.end(part, result, driver=driver)
         self._finish_if_complete(running)
 
     def commands(self, process: ReportingProcess) -> tuple[Command, ...]:
@@ -365,7 +332,7 @@ class Dispatcher:
             if refusal is not None:
                 self._end(running, part, refusal, process)
                 return False
-        part.deliver()
+        part.advance(PartState.DELIVERED)
         running.start()
         return True
 
@@ -375,7 +342,7 @@ class Dispatcher:
         return tuple(
             command_id
             for command_id in process.report.waiting
-            if (found := self._part(command_id, process)) is None or found[1].recalled
+            if (found := self._part(command_id, process)) is None or found[1].withdrawal is not None
         )
 
     def _part(self, action_id: str, process: ReportingProcess) -> tuple[RunningAction, CommandPart] | None:
@@ -392,7 +359,7 @@ class Dispatcher:
         for command_id in process.report.waiting:
             found = self._part(command_id, process)
             if found is not None and not found[1].blocked:
-                found[1].keep()
+                found[1].advance(PartState.KEPT)
         for result in process.report.results:
             found = self._part(result.id, process)
             if found is not None:
@@ -421,7 +388,7 @@ class Dispatcher:
             part = running.commands.get(key)
             if part is not None:
                 result = CommandResult(running.action.id, "gone", reason, ReasonCode.PROCESS_EXITED)
-                self._end(running, part, result, part.target.process)
+                self._end(running, part, result, part.process)
 
     def _end(self, running: RunningAction, part: CommandPart, result: CommandResult, process: ReportingProcess) -> None:
         if part.command.action in ENGINE_ACTIONS and result.outcome == "done":
@@ -429,7 +396,7 @@ class Dispatcher:
                 part.measuring = True
                 self.spawn(self._measure(running, part, result, process))
             return
-        running.end_command(part, result, process)
+        running.end(part, result, process=process)
         if part.command.settle_seconds > 0 and result.outcome == "done":
             self._settlements.start(running, part, self._clock())
         if part.group is not None and result.outcome != "done":
@@ -444,12 +411,12 @@ class Dispatcher:
         """End the part of an engine that has released or resumed its memory with what the driver lists then."""
         driver = await self.engines.measure(part)
         if part.state is not PartState.ENDED:  # the process exited meanwhile
-            running.end_command(part, result, process, driver)
+            running.end(part, result, process=process, driver=driver)
             self._finish_if_complete(running)
 
     def _finish_if_complete(self, running: RunningAction) -> None:
         """End an action whose parts all have a result."""
-        if running.complete and not running.action.finished:
+        if not running.parts and not running.action.finished:
             if running.action.action in ENGINE_ACTIONS:
                 self.engines.settle(running)
             action = running.finish(self._clock())
@@ -469,7 +436,7 @@ class Dispatcher:
                 if part.blocked or part.measuring or part.state is PartState.ENDED:
                     continue  # an engine starts, or is measured; or withdrawn with an earlier part of its group
                 in_group = part.group is not None and running.recorded.is_set()
-                if in_group and not part.kept and now >= part.offered_seconds + GROUP_ANSWER_SECONDS:
+                if in_group and part.state is not PartState.KEPT and now >= part.offered_seconds + GROUP_ANSWER_SECONDS:
                     late, code = "the process did not report in time for its group", ReasonCode.GROUP_RANK_LATE
                 elif part.state is PartState.WAITING and now >= part.deadline_seconds:
                     late, code = "the process did not report before the deadline", ReasonCode.NOT_FETCHED
@@ -478,7 +445,7 @@ class Dispatcher:
                 else:
                     continue
                 result = CommandResult(running.action.id, "expired", late, code)
-                self._end(running, part, result, part.target.process)
+                self._end(running, part, result, part.process)
 
     def _review_waits(self, now: float) -> None:
         """Decide again for each part whether it must wait until an engine has started.
@@ -490,8 +457,7 @@ class Dispatcher:
         for running in tuple(self.actions.running.values()):
             if snapshot is None or not (snapshot.starting or running.blocked):
                 continue
-            targets = [(part.target, part.group) for part in running.parts]
-            waits = self._waits(running.request, running.caller, targets, snapshot) if snapshot.starting else {}
+            waits = self._waits(running, running.parts, snapshot)
             for part in running.parts:
                 found = waits.get(part.target.pid, ())
                 if part.blocked and not found:
@@ -544,23 +510,24 @@ class Dispatcher:
         """End a part that has not started with this result, or recall its command. A termination that runs goes on."""
         if isinstance(part, OutsidePart):
             if part.blocked:
-                running.end_outside(part, result)
+                running.end(part, result)
             else:
-                part.withdrawal = part.withdrawal or result
+                part.withdraw(result)
         elif part.blocked or part.state is PartState.WAITING:
-            self._end(running, part, result, part.target.process)
-        elif not part.recalled and part.state is not PartState.ENDED:
-            part.recall(result)
+            self._end(running, part, result, part.process)
+        elif part.withdrawal is None and part.state is not PartState.ENDED:
+            part.withdraw(result)
             self.wake(part.key)
 
     def _continue(self, running: RunningAction, part: Part, now: float) -> None:
         """Continue a blocked part. The parts of a group continue together."""
         if isinstance(part, OutsidePart):
-            part.unblock()
+            part.advance(PartState.WAITING)
             self._start_outside(running, part)
         elif part.group is None or self._choose_step(running, part.group, now):
             for each in [part] if part.group is None else running.groups[part.group]:
-                each.unblock(now)
+                each.advance(PartState.WAITING)
+                each.offered_seconds = now
                 self.wake(each.key)
 
     # Queries
@@ -574,15 +541,11 @@ class Dispatcher:
         """Return an action as it is now; None if it is unknown or forgotten."""
         return self.actions.get(action_id)
 
-    def recent(self) -> tuple[Action, ...]:
-        """Return all known actions, newest first."""
-        return self.actions.recent()
-
     def under_way(self) -> set[ProcessKey]:
         """Return the processes that have a pending command."""
         return {key for running in self.actions.running.values() for key in running.commands}
 
-    # Actions of the exporter itself, and of an earlier run
+    # Actions of the exporter itself
 
     def note(self, action: str, *, requested_by: Caller, reason: str) -> Action:
         """Record an action that the exporter performs itself, without a target process."""
@@ -590,10 +553,6 @@ class Dispatcher:
         noted = replace(noted, state=ActionState.DONE.value)
         self.actions.finish(noted)
         return noted
-
-    def restore(self, action: Action, submitted: SubmittedAction | None) -> None:
-        """Remember an action of an earlier run of the exporter, and the request that started it; newest first."""
-        self.actions.restore(action, submitted)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the background."""

@@ -3,18 +3,12 @@
 An action is `QUEUED` until a process has fetched a command of it, then `RUNNING`, and ends as `DONE`, `FAILED`,
 `EXPIRED` or `CANCELLED`. Each process has a part of its own::
 
-    BLOCKED                                  an engine starts on a device of the process
-       │
-       ▼
-    WAITING ──▶ DELIVERED ──▶ KEPT           the command travels to the process
-                    │           │
-                    ▼           ▼
-                RECALLED ──▶ RECALLED_KEPT   the process must forget it
+    BLOCKED ──▶ WAITING ──▶ DELIVERED ──▶ KEPT ──▶ ENDED
 
-    BLOCKED ──▶ ACTING                       the exporter itself acts on the process
-
-Each of these states may be followed by `ENDED`. A transition that is not in the table is a defect and raises
-`IllegalTransitionError`. Used on the event loop only.
+Each of these states may be followed by `ENDED`. If the exporter itself acts on the process, it does so while the part
+is `WAITING`. A part with a `withdrawal` must not run any more, and its process must forget the command that it has
+received. A transition that is not in the table is a defect and raises `IllegalTransitionError`. Used on the event loop
+only.
 """
 
 from __future__ import annotations
@@ -22,14 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult
 from gpumem_exporter.actions.action import Action, ActionResult, EngineWait, PendingPart, SubmittedAction
-from gpumem_exporter.actions.action_options import ActionRequest
+from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, ActionRequest
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.results import DriverValues, as_shown, command_results, outside_results
 from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
@@ -61,19 +55,13 @@ class PartState(Enum):
     """The state of one process's part in an action."""
 
     BLOCKED = "blocked"
-    """An inference engine starts on a device of the process, so the exporter keeps the command for now."""
+    """An inference engine starts on a device of the process, so the part waits."""
     WAITING = "waiting"
-    """The process has not fetched the command."""
+    """The process has not fetched the command; or the exporter itself acts."""
     DELIVERED = "delivered"
     """The command was sent. It is sent again with the next reply, because a reply may get lost."""
     KEPT = "kept"
     """The process reports that it keeps the command for the end of a step or for an idle time."""
-    RECALLED = "recalled"
-    """The process must forget the command, and has not reported that it keeps it."""
-    RECALLED_KEPT = "recalled and kept"
-    """The process must forget the command that it keeps."""
-    ACTING = "acting"
-    """The exporter acts: it ends the process, or speaks with its engine."""
     ENDED = "ended"
     """The result is known."""
 
@@ -82,18 +70,10 @@ _ENDS = frozenset({ActionState.DONE, ActionState.FAILED, ActionState.EXPIRED, Ac
 _TRANSITIONS: Mapping[Enum, frozenset[Enum]] = {
     ActionState.QUEUED: frozenset({ActionState.RUNNING}) | _ENDS,
     ActionState.RUNNING: _ENDS,
-    ActionState.DONE: frozenset(),
-    ActionState.FAILED: frozenset(),
-    ActionState.EXPIRED: frozenset(),
-    ActionState.CANCELLED: frozenset(),
-    PartState.BLOCKED: frozenset({PartState.WAITING, PartState.ACTING, PartState.ENDED}),
+    PartState.BLOCKED: frozenset({PartState.WAITING, PartState.ENDED}),
     PartState.WAITING: frozenset({PartState.DELIVERED, PartState.KEPT, PartState.ENDED}),
-    PartState.DELIVERED: frozenset({PartState.KEPT, PartState.RECALLED, PartState.ENDED}),
-    PartState.KEPT: frozenset({PartState.RECALLED_KEPT, PartState.ENDED}),
-    PartState.RECALLED: frozenset({PartState.RECALLED_KEPT, PartState.ENDED}),
-    PartState.RECALLED_KEPT: frozenset({PartState.ENDED}),
-    PartState.ACTING: frozenset({PartState.ENDED}),
-    PartState.ENDED: frozenset(),
+    PartState.DELIVERED: frozenset({PartState.KEPT, PartState.ENDED}),
+    PartState.KEPT: frozenset({PartState.ENDED}),
 }
 
 _log = logging.getLogger(__name__)
@@ -107,7 +87,7 @@ class IllegalTransitionError(RuntimeError):
 
 def advanced(state: State, to: State) -> State:
     """Return the state `to`, or raise IllegalTransitionError if it cannot follow `state`."""
-    if to not in _TRANSITIONS[state]:
+    if to not in _TRANSITIONS.get(state, ()):
         raise IllegalTransitionError(f"{to.name} cannot follow {state.name}")
     return to
 
@@ -116,11 +96,10 @@ def advanced(state: State, to: State) -> State:
 class _Part:
     """One process's part in an action."""
 
+    action_id: str
     deadline_seconds: float
     """On the dispatcher's clock. A part that has not started by then ends."""
-    state: PartState
-    group: JobKey | None = None
-    """The job whose other ranks act after the same step; none of them acts without the others."""
+    state: PartState = PartState.WAITING
     withdrawal: CommandResult | None = None
     """The result if the part does not run after all; None while it may run, and if its process says the result."""
     used_before: Mapping[str, int] = field(default_factory=dict)
@@ -133,13 +112,16 @@ class _Part:
         """Whether the exporter waits until an engine has started."""
         return self.state is PartState.BLOCKED
 
-    def end(self) -> None:
-        """Record that the result is known."""
-        self._advance(PartState.ENDED)
+    def advance(self, to: PartState) -> None:
+        """Record that the part has reached a state. A repetition has no effect."""
+        if self.state is not to or to is PartState.ENDED:
+            self.state = advanced(self.state, to)
+            _log.debug("%s is %s", self, to.value)
 
-    def _advance(self, to: PartState) -> None:
-        self.state = advanced(self.state, to)
-        _log.debug("%s is %s", self, to.value)
+    def withdraw(self, result: CommandResult) -> None:
+        """Record that the part must not run any more. The first result counts."""
+        self.withdrawal = self.withdrawal or result
+        _log.debug("%s is withdrawn", self)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -148,7 +130,7 @@ class CommandPart(_Part):
 
     command: Command
     target: SelectedProcess
-    state: PartState = PartState.WAITING
+    turn: Turn
     asked_seconds: float | None = None
     """For an engine, when its process first asked for its command."""
     measuring: bool = False
@@ -161,15 +143,20 @@ class CommandPart(_Part):
     def __str__(self) -> str:
         return f"command {self.command.id} for {self.target}"
 
-    @staticmethod
-    def command_of(action: Action, request: ActionRequest, turn: Turn, uuids: tuple[str, ...]) -> Command:
-        """Return the command with which a process runs an action on these devices; on all of them without uuids."""
+    @classmethod
+    def of(cls, running: RunningAction, target: SelectedProcess, turn: Turn) -> CommandPart:
+        """Return the part of a process in an action, with the command that the process runs."""
+        action, request = running.action, running.request
+        every_device = request.action not in DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
+        if every_device:
+            target = target._replace(samples=target.process.report.devices)
         clears, forces = request.action == "empty_cache", request.action in ("set_memory_fraction", "profile")
-        return Command(
+        command = Command(
             id=action.id,
             action=request.action,
             deadline_seconds=request.wait_idle_seconds or turn.deadline_seconds,
-            uuids=uuids,
+            # No uuids for every device: the process may use another device since its report.
+            uuids=() if every_device else tuple(sample.uuid for sample in target.samples),
             collect_garbage=request.collect_garbage,
             mode="idle" if request.wait_idle_seconds else turn.mode,
             at_step=turn.at_step,
@@ -180,6 +167,13 @@ class CommandPart(_Part):
             search_seconds=request.search_seconds,
             keep=(request.keep,) if request.keep else (),
         )
+        deadline_seconds = running.started_seconds + turn.deadline_seconds
+        return cls(action_id=action.id, deadline_seconds=deadline_seconds, command=command, target=target, turn=turn)
+
+    @property
+    def group(self) -> JobKey | None:
+        """The job whose other ranks act after the same step; none of them acts without the others."""
+        return self.turn.group
 
     @property
     def process(self) -> ReportingProcess:
@@ -203,59 +197,32 @@ class CommandPart(_Part):
 
     @property
     def on_the_way(self) -> bool:
-        """Whether the process may not have received the command yet."""
-        return self.state in (PartState.WAITING, PartState.DELIVERED)
-
-    @property
-    def recalled(self) -> bool:
-        """Whether the process must forget the command."""
-        return self.state in (PartState.RECALLED, PartState.RECALLED_KEPT)
-
-    @property
-    def kept(self) -> bool:
-        """Whether the process has reported that it keeps the command."""
-        return self.state in (PartState.KEPT, PartState.RECALLED_KEPT)
-
-    def unblock(self, now_seconds: float) -> None:
-        """Record that the process may get its command: the engine has started."""
-        self._advance(PartState.WAITING)
-        self.offered_seconds = now_seconds
-
-    def deliver(self) -> None:
-        """Record that the command is sent. A repetition has no effect."""
-        if self.state is not PartState.DELIVERED:
-            self._advance(PartState.DELIVERED)
-
-    def keep(self) -> None:
-        """Record that the process reports that it keeps the command. A repetition has no effect."""
-        if not self.kept:
-            self._advance(PartState.RECALLED_KEPT if self.recalled else PartState.KEPT)
-
-    def recall(self, withdrawal: CommandResult) -> None:
-        """Record that the process must forget the command that it has received. The result is then this one."""
-        self.withdrawal = withdrawal
-        self._advance(PartState.RECALLED_KEPT if self.kept else PartState.RECALLED)
+        """Whether the process may not have received the command yet, and is to receive it."""
+        return self.withdrawal is None and self.state in (PartState.WAITING, PartState.DELIVERED)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OutsidePart(_Part):
     """A part in which the exporter itself acts: it ends the process, or speaks with its engine."""
 
-    action_id: str
     target: OutsideTarget
-    state: PartState = PartState.ACTING
 
     def __str__(self) -> str:
         return f"action {self.action_id} on {self.target}"
+
+    @property
+    def group(self) -> None:
+        """The process acts by itself."""
 
     @property
     def process(self) -> ReportingProcess | None:
         """The process, as of the request; None if it does not report."""
         return self.target.reporter
 
-    def unblock(self) -> None:
-        """Record that the exporter acts on the process: the engine has started."""
-        self._advance(PartState.ACTING)
+    @property
+    def key(self) -> Hashable:
+        """The process."""
+        return self.target.reporter.key if self.target.reporter is not None else self.target.host_pid
 
 
 Part: TypeAlias = CommandPart | OutsidePart
@@ -299,15 +266,12 @@ class RunningAction:
                 groups.setdefault(part.group, []).append(part)
         return groups
 
-    @property
-    def complete(self) -> bool:
-        """Whether every part has a result."""
-        return not self.commands and not self.outside
-
-    @property
-    def size(self) -> int:
-        """The number of its parts and results."""
-        return len(self.commands) + len(self.outside) + len(self.action.results)
+    def put(self, part: Part) -> None:
+        """Add a part without a result."""
+        if isinstance(part, CommandPart):
+            self.commands[part.key] = part
+        else:
+            self.outside.append(part)
 
     def offer(self, wake: Callable[[ProcessKey], None], now_seconds: float) -> None:
         """Record that processes may get their commands, and wake the requests that wait for one."""
@@ -318,16 +282,11 @@ class RunningAction:
 
     def show_parts(self) -> None:
         """Show in the action which processes act, and when."""
+        jobs = self.facts.jobs
         planned = [
-            PendingPart(
-                part.target.pid,
-                part.target.process.report.process.workload,
-                part.target.process.report.process.rank,
-                self.facts.jobs.get(part.target.pid, ""),
-                part.command.mode,
-                part.command.at_step,
-            )
+            PendingPart(one.pid, one.workload, one.rank, jobs.get(one.pid, ""), part.command.mode, part.command.at_step)
             for part in self.commands.values()
+            for one in [part.target]
         ]
         self.action = replace(self.action, planned=tuple(planned))
 
@@ -347,30 +306,31 @@ class RunningAction:
         added = [replace(result, mode=mode, at_step=at_step) for result in results]
         self.action = replace(self.action, results=(*self.action.results, *added))
 
-    def end_command(
+    def end(
         self,
-        part: CommandPart,
+        part: Part,
         result: CommandResult,
-        process: ReportingProcess,
+        *,
+        process: ReportingProcess | None = None,
         driver: DriverValues | None = None,
     ) -> None:
-        """End a process's part with its result. `process` is its last report."""
-        del self.commands[part.key]
-        part.end()
+        """End a part with its result. `process` is the last report of a process that runs a command."""
+        part.advance(PartState.ENDED)
         _log.debug("%s: %s %s", part, result.outcome, result.reason_code)
-        # The process may name any profile; only what it has sent for this command is shown.
-        result = replace(as_shown(result, part.target.samples, process.report.devices), profile=part.profile)
-        results = command_results(part.target._replace(process=process), result, self.facts)
+        if isinstance(part, OutsidePart):
+            self.outside.remove(part)
+            mode, at_step = None, None
+            results = outside_results(part.target, result, self.facts, self.request)
+        else:
+            del self.commands[part.key]
+            mode, at_step = part.command.mode, part.command.at_step
+            process = process or part.process
+            # The process may name any profile; only what it has sent for this command is shown.
+            result = replace(as_shown(result, part.target.samples, process.report.devices), profile=part.profile)
+            results = command_results(part.target._replace(process=process), result, self.facts)
         if driver is not None:
             results = (driver.of(each, self.action.action) for each in results)
-        self.add(results, part.command.mode, part.command.at_step)
-
-    def end_outside(self, part: OutsidePart, result: CommandResult, driver: DriverValues | None = None) -> None:
-        """End a part in which the exporter acted with its result."""
-        self.outside.remove(part)
-        part.end()
-        results = outside_results(part.target, result, self.facts, self.request)
-        self.add(results if driver is None else [driver.of(each, self.action.action) for each in results])
+        self.add(results, mode, at_step)
 
     def finish(self, now_seconds: float) -> Action:
         """End the action, in the state that its results have in common."""
@@ -411,13 +371,16 @@ class ActionRegistry:
     def get(self, action_id: str) -> Action | None:
         """Return an action as it is now; None if it is unknown or forgotten."""
         running = self.running.get(action_id)
-        return running.action if running is not None else self._finished.get(action_id) or self._dry_runs.get(action_id)
+        if running is not None:
+            return running.action
+        return self._finished.actions.get(action_id) or self._dry_runs.actions.get(action_id)
 
     def recent(self) -> tuple[Action, ...]:
         """Return all known actions, newest first."""
-        known = [*self._finished, *self._dry_runs, *(running.action for running in self.running.values())]
-        actions = [action for action in known if not action.unlisted]
-        return tuple(sorted(actions, key=lambda action: action.created_unix_seconds, reverse=True))
+        known = [*self._finished.actions.values(), *self._dry_runs.actions.values()]
+        known += [running.action for running in self.running.values()]
+        listed = (action for action in known if not action.unlisted)
+        return tuple(sorted(listed, key=lambda action: action.created_unix_seconds, reverse=True))
 
     def with_key(self, caller: str, key: str, request: ActionRequest) -> Action | None:
         """Return the action that a caller has started with this key, if it is still known.
@@ -433,15 +396,19 @@ class ActionRegistry:
 
     def require_room(self, share: str, processes: int) -> None:
         """Raise `TooManyActionsError` if the running actions of a share have too many processes."""
-        under_way = sum(running.size for running in self.running.values() if running.action.share == share)
+        under_way = sum(
+            len(running.parts) + len(running.action.results)
+            for running in self.running.values()
+            if running.action.share == share
+        )
         if under_way and under_way + processes > MAX_UNDER_WAY:
             raise TooManyActionsError(f"{share} has running actions on {under_way} processes; cancel some", 1.0)
 
-    def start(self, running: RunningAction, request: ActionRequest, key: str | None) -> None:
+    def start(self, running: RunningAction, key: str | None) -> None:
         """Add a new action."""
         self.running[running.action.id] = running
         if key is not None:
-            self._keys[running.action.caller, key] = request, running.action.id
+            self._keys[running.action.caller, key] = running.request, running.action.id
 
     def finish(self, action: Action) -> None:
         """Add a finished action, or move it from the running ones."""
@@ -451,8 +418,9 @@ class ActionRegistry:
             self._keys = {key: known for key, known in self._keys.items() if known[1] not in forgotten}
 
     def replace(self, action: Action) -> None:
-        """Replace a finished action by a later state of it, unless it is forgotten."""
-        self._finished.replace(action)
+        """Replace a finished action by itself with what settled since, unless it is forgotten."""
+        if action.id in self._finished.actions:
+            self._finished.actions[action.id] = action
 
     def restore(self, action: Action, submitted: SubmittedAction | None) -> None:
         """Add an action of an earlier run of the exporter, and the request that started it.
@@ -471,44 +439,29 @@ class _Kept:
     def __init__(self, maximum: int, max_bytes: int) -> None:
         self._maximum = maximum
         self._max_bytes = max_bytes
-        self._actions: OrderedDict[str, Action] = OrderedDict()
+        self.actions: OrderedDict[str, Action] = OrderedDict()
+        """By id, oldest first."""
         self._number, self._bytes = Shares(maximum), Shares(max_bytes)
-
-    def __iter__(self) -> Iterator[Action]:
-        return iter(self._actions.values())
-
-    def get(self, action_id: str) -> Action | None:
-        return self._actions.get(action_id)
-
-    def replace(self, action: Action) -> None:
-        known = self._actions.get(action.id)
-        if known is not None:
-            self._bytes.drop(known.share, known.kept_bytes)
-            self._bytes.put(action.share, action.kept_bytes)
-            self._actions[action.id] = action
 
     def add(self, action: Action) -> set[str]:
         """Add the newest action, and return the ids of forgotten ones."""
-        self._actions[action.id] = action
+        self.actions[action.id] = action
         self._number.put(action.share)
         self._bytes.put(action.share, action.kept_bytes)
         forgotten = set()
         for shares in (self._number, self._bytes):
-            while (loser := shares.over()) is not None and len(self._actions) > 1:
-                forgotten.add(self._forget_oldest_of(loser))
+            while (loser := shares.over()) is not None and len(self.actions) > 1:
+                oldest = next(kept for kept in self.actions.values() if kept.share == loser)
+                del self.actions[oldest.id]
+                self._number.drop(loser)
+                self._bytes.drop(loser, oldest.kept_bytes)
+                forgotten.add(oldest.id)
         return forgotten
 
     def add_oldest(self, action: Action) -> bool:
         """Add an action before all others; return False if there is no room."""
-        if len(self._actions) >= self._maximum or self._bytes.total + action.kept_bytes > self._max_bytes:
+        if len(self.actions) >= self._maximum or self._bytes.total + action.kept_bytes > self._max_bytes:
             return False
         self.add(action)
-        self._actions.move_to_end(action.id, last=False)
+        self.actions.move_to_end(action.id, last=False)
         return True
-
-    def _forget_oldest_of(self, share: str) -> str:
-        oldest = next(action for action in self._actions.values() if action.share == share)
-        del self._actions[oldest.id]
-        self._number.drop(share)
-        self._bytes.drop(share, oldest.kept_bytes)
-        return oldest.id

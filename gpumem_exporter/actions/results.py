@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, denied_by_owner
 from gpumem_client.wire.reason_codes import ReasonCode
@@ -48,29 +48,41 @@ def command_results(selected: SelectedProcess, result: CommandResult, facts: Nod
     the process has not reported is left out.
     """
     report = selected.process.report
-    identity = report.process
     used = {sample.uuid for sample in (*selected.samples, *report.devices)}
     by_uuid = {device.uuid: device for device in result.devices if device.uuid in used}
     measured = tuple(by_uuid.values()) or tuple(DeviceResult(sample.uuid) for sample in selected.samples)
     for number, device in enumerate(measured or (DeviceResult(""),)):
-        yield ActionResult(
-            pid=selected.pid,
-            workload=identity.workload,
-            rank=identity.rank,
-            gpu=facts.gpus.get(device.uuid, ""),
-            uuid=device.uuid,
-            outcome=result.outcome,
-            reason=result.reason,
-            reason_code=result.reason_code,
+        yield _row(
+            selected,
+            result,
+            facts,
+            device.uuid,
             **{name: getattr(device, name) for name in _MEASURED},
-            duration_seconds=result.duration_seconds,
             step=result.step,
             thread_id=result.thread_id,
             snapshot=result.snapshot if number == 0 else None,
-            job=facts.jobs.get(selected.pid, ""),
             limit_bytes=facts.limits.get(device.uuid) if is_done(result.outcome) else None,
             profile=result.profile or None,
         )
+
+
+def _row(
+    target: SelectedProcess | OutsideTarget, result: CommandResult, facts: NodeFacts, uuid: str, **measured: Any
+) -> ActionResult:
+    """Return the result on one device."""
+    return ActionResult(
+        pid=target.pid,
+        workload=target.workload,
+        rank=target.rank,
+        gpu=facts.gpus.get(uuid, ""),
+        uuid=uuid,
+        outcome=result.outcome,
+        reason=result.reason,
+        reason_code=result.reason_code,
+        duration_seconds=result.duration_seconds,
+        job=facts.jobs.get(target.pid, ""),
+        **measured,
+    )
 
 
 def as_shown(result: CommandResult, shown: Iterable[DeviceSample], reported: Iterable[DeviceSample]) -> CommandResult:
@@ -177,16 +189,5 @@ def outside_results(
     samples = target.reporter.report.devices if target.reporter is not None else ()
     released = {sample.uuid: released_bytes(sample, request) for sample in samples}
     for uuid, used_bytes in target.used_bytes or (("", None),):
-        yield ActionResult(
-            pid=target.pid,
-            workload=target.workload,
-            rank=target.rank,
-            gpu=facts.gpus.get(uuid, ""),
-            uuid=uuid,
-            outcome=result.outcome,
-            reason=result.reason,
-            reason_code=result.reason_code,
-            freed_bytes=(used_bytes if ends else released.get(uuid)) if done else None,
-            duration_seconds=result.duration_seconds,
-            job=facts.jobs.get(target.pid, ""),
-        )
+        freed_bytes = used_bytes if ends else released.get(uuid)
+        yield _row(target, result, facts, uuid, freed_bytes=freed_bytes if done else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -38,8 +38,17 @@ class SelectedProcess(NamedTuple):
     """Its samples of the selected devices."""
 
     def __str__(self) -> str:
-        rank = self.process.report.process.rank
-        return f"pid {self.pid}" + (f" (rank {rank})" if rank else "")
+        return f"pid {self.pid}" + (f" (rank {self.rank})" if self.rank else "")
+
+    @property
+    def workload(self) -> str:
+        """The name of its workload; empty if it has none."""
+        return self.process.report.process.workload
+
+    @property
+    def rank(self) -> str:
+        """Its rank in its job; empty if it has none."""
+        return self.process.report.process.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +129,6 @@ class Selection:
     outside: tuple[OutsideTarget, ...] = ()
     """The processes on which the exporter itself acts. Only the `OUTSIDE_ACTIONS` have some."""
 
-    def limit_keys(self) -> list[tuple[Hashable, str]]:
-        """Return the key and the name of each process for the rate limits."""
-        keys: list[tuple[Hashable, str]] = [(one.process.key, str(one)) for one in self.commanded]
-        return [*keys, *((one.reporter.key if one.reporter else one.host_pid, str(one)) for one in self.outside)]
-
     def facts(self, request: ActionRequest, snapshot: Snapshot) -> NodeFacts:
         """Return the facts about the processes and their devices."""
         node = snapshot.node
@@ -134,19 +138,13 @@ class Selection:
                 # PyTorch's total is what the driver does not reserve for itself.
                 total_bytes = device.memory.total_bytes - (device.memory.reserved_bytes or 0)
                 limits[device.uuid] = int(request.fraction * total_bytes)
-        jobs = {one.pid: one.workload or one.title or f"pid {one.pid}" for one in self.outside}
+        titles = {one.pid: one.title for one in self.outside}
         for one in self.commanded:
             facts = node.facts_of(one.process) if node is not None else None
-            command = facts.command if facts is not None else ""
-            jobs[one.pid] = one.process.report.process.workload or command or f"pid {one.pid}"
+            titles[one.pid] = facts.command if facts is not None else ""
+        processes: tuple[SelectedProcess | OutsideTarget, ...] = (*self.commanded, *self.outside)
+        jobs = {one.pid: one.workload or titles[one.pid] or f"pid {one.pid}" for one in processes}
         return NodeFacts(snapshot.gpus, jobs, limits)
-
-    def identities(self) -> Iterator[tuple[int | str, str, str]]:
-        """Yield name, workload and rank of each process."""
-        for one in self.commanded:
-            identity = one.process.report.process
-            yield one.pid, identity.workload, identity.rank
-        yield from ((one.pid, one.workload, one.rank) for one in self.outside)
 
 
 def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_identities: bool = False) -> Selection:

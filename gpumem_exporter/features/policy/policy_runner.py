@@ -15,8 +15,8 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.action import Action
-from gpumem_exporter.actions.action_events import place_of
 from gpumem_exporter.actions.action_options import MAX_REASON_LENGTH, Target
+from gpumem_exporter.actions.audit import place_of
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.timing import steps_with_ranks
 from gpumem_exporter.core.caller import Caller

@@ -260,7 +260,7 @@ def test_a_restored_action_does_not_displace_one_of_this_run(bench: Bench) -> No
     bench.dispatcher = bench.build(kept_actions=2)
     old = dataclasses.replace(done(bench), id="before")
     new = done(bench, idempotency_key="k")
-    bench.dispatcher.restore(old, None)
+    bench.dispatcher.actions.restore(old, None)
     assert bench.dispatcher.get("before") is None
     assert bench.dispatcher.get(new.id) is not None
 

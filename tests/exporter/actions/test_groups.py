@@ -135,7 +135,7 @@ async def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_nam
     assert ranks.dispatcher.cancelled(held) == (action.id,)
     ranks.answer(held, action, "refused")
     (finished,) = ranks.finished
-    states = ["delivered", "kept", "recalled and kept", "ended"]
+    states = ["delivered", "kept", "withdrawn", "ended"]
     assert [state for state in states if f"pid 1 (rank 0) is {state}" not in caplog.text] == []
     outcomes = [(row.rank, row.outcome) for row in finished.results]
     assert outcomes == [("1", "expired"), ("2", "refused"), ("0", "refused")]

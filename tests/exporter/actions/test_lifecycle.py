@@ -85,10 +85,9 @@ def test_a_caller_has_a_limited_number_of_processes_in_running_actions(monkeypat
         (ActionState.RUNNING, ActionState.QUEUED),
         *((end, ActionState.RUNNING) for end in ActionState if end.value not in ("queued", "running")),
         (PartState.BLOCKED, PartState.DELIVERED),
-        (PartState.WAITING, PartState.RECALLED),
+        (PartState.BLOCKED, PartState.KEPT),
         (PartState.KEPT, PartState.DELIVERED),
-        (PartState.RECALLED_KEPT, PartState.WAITING),
-        (PartState.ACTING, PartState.RECALLED),
+        (PartState.DELIVERED, PartState.WAITING),
         *((PartState.ENDED, to) for to in PartState),
     ],
 )

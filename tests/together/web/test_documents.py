@@ -61,7 +61,7 @@ def test_the_list_of_actions_has_no_results_and_a_limited_size(exporter: Running
 
     async def finish() -> None:
         for number in range(300):
-            exporter.runtime.dispatcher.restore(
+            exporter.runtime.dispatcher.actions.restore(
                 Action(
                     *(f"id-{number}", "reset_peak", "failed", "root", float(number), Target(workload=names)),
                     results=(row,) * 10,

@@ -10,9 +10,8 @@ import pytest
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.action import Action, ActionResult
-from gpumem_exporter.actions.action_events import action_event
 from gpumem_exporter.actions.action_options import Target
-from gpumem_exporter.actions.audit import Audit
+from gpumem_exporter.actions.audit import Audit, action_event
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.features.events.event_recorder import MAX_STARTS_PER_MINUTE
 from gpumem_exporter.features.events.process_usage import DeviceUsage
