@@ -151,7 +151,7 @@ class Dispatcher:
         outside_seconds = now + request.deadline_seconds
         parts: list[Part] = [
             *(CommandPart.of(running, one, turn) for one, turn in planned),
-            *(OutsidePart(action_id=action.id, target=one, deadline_seconds=outside_seconds) for one in outside),
+            *(OutsidePart(running=running, target=one, deadline_seconds=outside_seconds) for one in outside),
         ]
         waits = self._waits(running, parts, snapshot)
         if request.force and any(waits.values()):
@@ -171,7 +171,7 @@ class Dispatcher:
             profile_seconds = request.duration_seconds + request.search_seconds
             self._call_later(deadline_seconds + profile_seconds + SILENT_GRACE_SECONDS, self.expire)
         for part in parts:
-            self._add(running, part, refusals.get(part.target.pid), waits.get(part.target.pid, ()))
+            self._add(part, refusals.get(part.target.pid), waits.get(part.target.pid, ()))
         running.show_parts()
         starting = {each.pid for each in running.action.results if each.reason_code == ReasonCode.ENGINE_STARTING}
         starting.update(part.target.pid for part in running.blocked)
@@ -204,15 +204,13 @@ class Dispatcher:
         together = {group: _union(some) for group, some in of_group.items()}
         return {part.target.pid: waits if part.group is None else together[part.group] for part, waits in found.items()}
 
-    def _add(
-        self, running: RunningAction, part: Part, refusal: CommandResult | None, waits: tuple[EngineWait, ...]
-    ) -> None:
+    def _add(self, part: Part, refusal: CommandResult | None, waits: tuple[EngineWait, ...]) -> None:
         """Give a process its command or let the exporter act on it, or add the result if the action does not run.
 
         `refusal` is the result of an engine that must not run it.
         """
+        running, result = part.running, refusal
         request, facts = running.request, running.facts
-        result = refusal
         if isinstance(part, CommandPart):
             process, turn = part.target.process, part.turn
             result = unsupported(process, request, turn.mode)
@@ -242,7 +240,7 @@ class Dispatcher:
             if waits:
                 part.state = PartState.BLOCKED
             elif isinstance(part, OutsidePart):
-                self._start_outside(running, part)
+                self._start_outside(part)
 
     async def _offer_once(self, running: RunningAction, recorded: Awaitable[None]) -> None:
         try:
@@ -276,14 +274,14 @@ class Dispatcher:
 
     # 2. The exporter itself acts, or a reporter receives its commands.
 
-    def _start_outside(self, running: RunningAction, part: OutsidePart) -> None:
+    def _start_outside(self, part: OutsidePart) -> None:
         """Act on a process, once the action is recorded."""
-        running.start()
-        self.spawn(self._act(running, part))
+        part.running.start()
+        self.spawn(self._act(part))
 
-    async def _act(self, running: RunningAction, part: OutsidePart) -> None:
+    async def _act(self, part: OutsidePart) -> None:
+        running, driver = part.running, None
         await running.recorded.wait()
-        driver = None
         try:
             if part.withdrawal is not None:
                 result = part.withdrawal
@@ -306,7 +304,7 @@ class Dispatcher:
         # gets a command twice repeats the first result.
         now = self._clock()
         pending = [
-            (running, part)
+            part
             for running in self.actions.running.values()
             if running.recorded.is_set()
             and (part := running.commands.get(process.key)) is not None
@@ -314,7 +312,7 @@ class Dispatcher:
             and part.on_the_way
             and now < part.deadline_seconds
         ][:MAX_COMMANDS]
-        delivered = [part for running, part in pending if self._deliver(running, part, process)]
+        delivered = [part for part in pending if self._deliver(part, process)]
         # A wait for an idle engine may end before the action's deadline.
         return tuple(
             [
@@ -323,17 +321,17 @@ class Dispatcher:
             ]
         )
 
-    def _deliver(self, running: RunningAction, part: CommandPart, process: ReportingProcess) -> bool:
+    def _deliver(self, part: CommandPart, process: ReportingProcess) -> bool:
         """Record that a process gets its command; return False if it does not."""
         if part.command.action in ENGINE_ACTIONS and part.state is PartState.WAITING:
             if not self.engines.is_read_for(part):
                 return False  # with a later report
-            refusal = self.engines.deliver(running, part, process)
+            refusal = self.engines.deliver(part.running, part, process)
             if refusal is not None:
-                self._end(running, part, refusal, process)
+                self._end(part, refusal, process)
                 return False
         part.advance(PartState.DELIVERED)
-        running.start()
+        part.running.start()
         return True
 
     def cancelled(self, process: ReportingProcess) -> tuple[str, ...]:
@@ -342,43 +340,35 @@ class Dispatcher:
         return tuple(
             command_id
             for command_id in process.report.waiting
-            if (found := self._part(command_id, process)) is None or found[1].withdrawal is not None
+            if (part := self._part(command_id, process)) is None or part.withdrawal is not None
         )
 
-    def _part(self, action_id: str, process: ReportingProcess) -> tuple[RunningAction, CommandPart] | None:
+    def _part(self, action_id: str, process: ReportingProcess) -> CommandPart | None:
         running = self.actions.running.get(action_id)
         part = running.commands.get(process.key) if running is not None else None
-        if running is None or part is None or not part.belongs_to(process):
-            return None
-        return running, part
+        return part if part is not None and part.belongs_to(process) else None
 
     # 3. Results arrive, and the last one finishes the action.
 
     def take_results(self, process: ReportingProcess) -> None:
         """Take the results in a report, and the commands that the process keeps. Unknown ids are ignored."""
         for command_id in process.report.waiting:
-            found = self._part(command_id, process)
-            if found is not None and not found[1].blocked:
-                found[1].advance(PartState.KEPT)
+            part = self._part(command_id, process)
+            if part is not None and not part.blocked:
+                part.advance(PartState.KEPT)
         for result in process.report.results:
-            found = self._part(result.id, process)
-            if found is not None:
-                running, part = found
-                if result.reason_code == ReasonCode.CANCELLED and part.withdrawal is not None:
-                    result = part.withdrawal
-                self._end(running, part, result, process)
+            part = self._part(result.id, process)
+            if part is not None:
+                withdrawn = part.withdrawal if result.reason_code == ReasonCode.CANCELLED else None
+                self._end(part, withdrawn or result, process)
         if process.report.still_free:
             self._settlements.take(process)
 
-    def running_profile(self, process: ReportingProcess, action_id: str) -> tuple[RunningAction, CommandPart] | None:
-        """Return the action and the part of a process in it, if the process has the command to take this profile.
-
-        None if it has no such command, or has ended it.
-        """
-        found = self._part(action_id, process)
-        if found is None or found[0].action.action != "profile" or found[1].state is PartState.WAITING:
-            return None
-        return found
+    def running_profile(self, process: ReportingProcess, action_id: str) -> CommandPart | None:
+        """Return the part of a process that has the command to take this profile, and has not ended it."""
+        part = self._part(action_id, process)
+        takes = part is not None and part.command.action == "profile" and part.state is not PartState.WAITING
+        return part if takes else None
 
     def process_gone(self, key: ProcessKey, reason: str) -> None:
         """End the parts of a process that has exited."""
@@ -388,31 +378,30 @@ class Dispatcher:
             part = running.commands.get(key)
             if part is not None:
                 result = CommandResult(running.action.id, "gone", reason, ReasonCode.PROCESS_EXITED)
-                self._end(running, part, result, part.process)
+                self._end(part, result, part.process)
 
-    def _end(self, running: RunningAction, part: CommandPart, result: CommandResult, process: ReportingProcess) -> None:
+    def _end(self, part: CommandPart, result: CommandResult, process: ReportingProcess) -> None:
+        running = part.running
         if part.command.action in ENGINE_ACTIONS and result.outcome == "done":
             if not part.measuring:
                 part.measuring = True
-                self.spawn(self._measure(running, part, result, process))
+                self.spawn(self._measure(part, result, process))
             return
         running.end(part, result, process=process)
         if part.command.settle_seconds > 0 and result.outcome == "done":
-            self._settlements.start(running, part, self._clock())
+            self._settlements.start(part, self._clock())
         if part.group is not None and result.outcome != "done":
             reason = "not every rank of the group could take part"
             others = CommandResult(running.action.id, "refused", reason, ReasonCode.GROUP_INCOMPLETE)
             self._withdraw_group(running, part.group, others)
         self._finish_if_complete(running)
 
-    async def _measure(
-        self, running: RunningAction, part: CommandPart, result: CommandResult, process: ReportingProcess
-    ) -> None:
+    async def _measure(self, part: CommandPart, result: CommandResult, process: ReportingProcess) -> None:
         """End the part of an engine that has released or resumed its memory with what the driver lists then."""
         driver = await self.engines.measure(part)
         if part.state is not PartState.ENDED:  # the process exited meanwhile
-            running.end(part, result, process=process, driver=driver)
-            self._finish_if_complete(running)
+            part.running.end(part, result, process=process, driver=driver)
+            self._finish_if_complete(part.running)
 
     def _finish_if_complete(self, running: RunningAction) -> None:
         """End an action whose parts all have a result."""
@@ -445,7 +434,7 @@ class Dispatcher:
                 else:
                     continue
                 result = CommandResult(running.action.id, "expired", late, code)
-                self._end(running, part, result, part.process)
+                self._end(part, result, part.process)
 
     def _review_waits(self, now: float) -> None:
         """Decide again for each part whether it must wait until an engine has started.
@@ -461,13 +450,13 @@ class Dispatcher:
             for part in running.parts:
                 found = waits.get(part.target.pid, ())
                 if part.blocked and not found:
-                    self._continue(running, part, now)
+                    self._continue(part, now)
                 elif found and part.state is not PartState.ENDED and (not part.blocked or now >= part.deadline_seconds):
                     result = starting_refusal(running.action.id, found)
                     if part.group is not None:
                         self._withdraw_group(running, part.group, result)
                     else:
-                        self._withdraw_part(running, part, result)
+                        self._withdraw_part(part, result)
             self._finish_if_complete(running)
             if not running.action.finished:
                 running.show_waits(_union(waits.get(part.target.pid, ()) for part in running.blocked))
@@ -493,7 +482,7 @@ class Dispatcher:
             reason = f"cancelled by {requested_by}"
             result = CommandResult(action_id, "refused", reason, ReasonCode.CANCELLED)
             for part in running.parts:
-                self._withdraw_part(running, part, result)
+                self._withdraw_part(part, result)
             self._finish_if_complete(running)
         return self.get(action_id)
 
@@ -503,29 +492,29 @@ class Dispatcher:
             return
         running.withdrawn.add(group)
         for part in running.groups.get(group, ()):
-            self._withdraw_part(running, part, result)
+            self._withdraw_part(part, result)
         self._finish_if_complete(running)
 
-    def _withdraw_part(self, running: RunningAction, part: Part, result: CommandResult) -> None:
+    def _withdraw_part(self, part: Part, result: CommandResult) -> None:
         """End a part that has not started with this result, or recall its command. A termination that runs goes on."""
         if isinstance(part, OutsidePart):
             if part.blocked:
-                running.end(part, result)
+                part.running.end(part, result)
             else:
                 part.withdraw(result)
         elif part.blocked or part.state is PartState.WAITING:
-            self._end(running, part, result, part.process)
+            self._end(part, result, part.process)
         elif part.withdrawal is None and part.state is not PartState.ENDED:
             part.withdraw(result)
             self.wake(part.key)
 
-    def _continue(self, running: RunningAction, part: Part, now: float) -> None:
+    def _continue(self, part: Part, now: float) -> None:
         """Continue a blocked part. The parts of a group continue together."""
         if isinstance(part, OutsidePart):
             part.advance(PartState.WAITING)
-            self._start_outside(running, part)
-        elif part.group is None or self._choose_step(running, part.group, now):
-            for each in [part] if part.group is None else running.groups[part.group]:
+            self._start_outside(part)
+        elif part.group is None or self._choose_step(part.running, part.group, now):
+            for each in [part] if part.group is None else part.running.groups[part.group]:
                 each.advance(PartState.WAITING)
                 each.offered_seconds = now
                 self.wake(each.key)

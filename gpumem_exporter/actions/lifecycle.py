@@ -96,7 +96,8 @@ def advanced(state: State, to: State) -> State:
 class _Part:
     """One process's part in an action."""
 
-    action_id: str
+    running: RunningAction
+    """The action."""
     deadline_seconds: float
     """On the dispatcher's clock. A part that has not started by then ends."""
     state: PartState = PartState.WAITING
@@ -139,6 +140,8 @@ class CommandPart(_Part):
     """The id of the profile that the process has sent for the command."""
     offered_seconds: float = 0.0
     """When the process could get its command, on the dispatcher's clock: a group must hear it soon after."""
+    gives_up_seconds: float = 0.0
+    """Until when the process may report what stays free, on the dispatcher's clock."""
 
     def __str__(self) -> str:
         return f"command {self.command.id} for {self.target}"
@@ -168,7 +171,7 @@ class CommandPart(_Part):
             keep=(request.keep,) if request.keep else (),
         )
         deadline_seconds = running.started_seconds + turn.deadline_seconds
-        return cls(action_id=action.id, deadline_seconds=deadline_seconds, command=command, target=target, turn=turn)
+        return cls(running=running, deadline_seconds=deadline_seconds, command=command, target=target, turn=turn)
 
     @property
     def group(self) -> JobKey | None:
@@ -208,7 +211,7 @@ class OutsidePart(_Part):
     target: OutsideTarget
 
     def __str__(self) -> str:
-        return f"action {self.action_id} on {self.target}"
+        return f"action {self.running.action.id} on {self.target}"
 
     @property
     def group(self) -> None:

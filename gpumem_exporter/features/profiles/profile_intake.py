@@ -142,11 +142,11 @@ class ProfileIntake:
         """
         if profile.cause == OUT_OF_MEMORY:
             return await self._take_of_error(process, profile, body, owner)
-        found = self._dispatcher.running_profile(process, profile.id)
-        if found is None:
+        part = self._dispatcher.running_profile(process, profile.id)
+        if part is None:
             detail = f"the process has no command {profile.id[:64]!r} to take a profile"
             raise ProblemError(ProblemCode.UNEXPECTED_PROFILE, detail)
-        running, part = found
+        running = part.running
         if not part.profile:
             if running.action.unlisted:
                 facts = self._facts(process, profile, len(body))
