@@ -61,7 +61,19 @@ class Audit:
     def finished(self, action: Action) -> None:
         """Count, log and record the end of an action, and poll the driver."""
         self._count(action)
-        _log_end(action)
+        fields = {
+            "id": action.id,
+            "action": action.action,
+            "state": action.state,
+            "target": action.target.describe(),
+            "requested_by": action.requested_by,
+            "reason": action.reason,
+            "dry_run": str(action.dry_run).lower(),
+            "outcomes": ",".join(f"{outcome}:{count}" for outcome, count in sorted(action.outcomes.items())),
+            "freed_bytes": action.freed_bytes,
+            "duration_seconds": action.duration_seconds,
+        }
+        _log.log(logging.DEBUG if action.unlisted else logging.INFO, "action finished", extra={"fields": fields})
         self.store_end(action)
         if not action.dry_run:
             self._poll_soon()
@@ -109,7 +121,11 @@ class Audit:
         # unknown whether other processes have run it.
         for action_id, origin in submitted.items():
             if action_id not in ended_ids and dispatcher.get(action_id) is None:
-                lost = _lost(origin)
+                results = tuple(
+                    ActionResult(pid, workload, rank, "", "", "failed", _RESTARTED, ReasonCode.EXPORTER_RESTARTED)
+                    for pid, workload, rank in origin.processes
+                )
+                lost = replace(origin.action, state="failed", results=results)
                 known.append((lost, origin))
                 self.finished(lost)
         for action, submission in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
@@ -124,30 +140,6 @@ def _readable(events: Sequence[Event], type_: str, read: Callable[[Event], T]) -
                 yield event.detail["id"], read(event)
             except Exception:  # noqa: BLE001 - the other events are still read
                 _log.exception("cannot read a recorded action", extra={"fields": {"event": event.id}})
-
-
-def _lost(submitted: SubmittedAction) -> Action:
-    results = tuple(
-        ActionResult(pid, workload, rank, "", "", "failed", _RESTARTED, ReasonCode.EXPORTER_RESTARTED)
-        for pid, workload, rank in submitted.processes
-    )
-    return replace(submitted.action, state="failed", results=results)
-
-
-def _log_end(action: Action) -> None:
-    fields = {
-        "id": action.id,
-        "action": action.action,
-        "state": action.state,
-        "target": action.target.describe(),
-        "requested_by": action.requested_by,
-        "reason": action.reason,
-        "dry_run": str(action.dry_run).lower(),
-        "outcomes": ",".join(f"{outcome}:{count}" for outcome, count in sorted(action.outcomes.items())),
-        "freed_bytes": action.freed_bytes,
-        "duration_seconds": action.duration_seconds,
-    }
-    _log.log(logging.DEBUG if action.unlisted else logging.INFO, "action finished", extra={"fields": fields})
 
 
 # Actions as events, and back after a restart

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
@@ -101,8 +101,21 @@ def nvml_router(
         while not poller.status(clock()).request_applied and time.monotonic() < end_seconds:
             if await held_requests.hold(NVML_PATH, _RECHECK_SECONDS, request.receive) is not Held.LATE:
                 break
-        document = _document(poller.status(clock()), await asyncio.to_thread(_held))
-        return json_response(document, 202 if document["state"] in ("releasing", "attaching") else 200)
+        try:
+            held = list(await asyncio.to_thread(open_driver_files))
+        except OSError:
+            held = None
+        status = poller.status(clock())
+        release, state = status.release, _state(status)
+        document: NvmlDocument = {
+            "state": state,
+            "error": status.error,
+            "requested_by": release.requested_by if release else None,
+            "requested": iso_time(release.requested_unix_seconds) if release else None,
+            "reason": release.reason if release else None,
+            "held": held,
+        }
+        return json_response(document, 202 if state in ("releasing", "attaching") else 200)
 
     return router
 
@@ -113,22 +126,3 @@ def _state(poller: PollerStatus) -> NvmlState:
     if not poller.request_applied or poller.polls == 0:
         return "attaching"
     return "absent" if poller.error else "attached"
-
-
-def _document(poller: PollerStatus, held: Sequence[str] | None) -> NvmlDocument:
-    release = poller.release
-    return {
-        "state": _state(poller),
-        "error": poller.error,
-        "requested_by": release.requested_by if release else None,
-        "requested": iso_time(release.requested_unix_seconds) if release else None,
-        "reason": release.reason if release else None,
-        "held": None if held is None else list(held),
-    }
-
-
-def _held() -> tuple[str, ...] | None:
-    try:
-        return open_driver_files()
-    except OSError:
-        return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -309,7 +309,25 @@ def unknown_names(
     `unreported` are the names of processes that do not report, so that the action cannot reach them. The text contains
     only names of `shown`, in their order; by default all known ones.
     """
-    return "; ".join(_unknown(target, known, known if shown is None else shown, unreported))
+    shown, texts, suggested = known if shown is None else shown, [], False
+    for selector, values in target.given.items():
+        listed = set(known[selector])
+        unreachable = set(unreported.get(selector, ())) - listed
+        if silent := [value for value in values if value in unreachable]:
+            texts.append(
+                f"{selector} {_listing(silent)}: no report arrives, and actions reach only processes that report; "
+                f"{_REPORTS}"
+            )
+        if unknown := [value for value in values if value not in listed and value not in unreachable]:
+            names = [name for name in dict.fromkeys(shown[selector]) if name]
+            noun = _NOUNS[selector]
+            there_is = f"known {noun}s: {_listing(names)}" if names else f"no {noun} is known: {_SEE}"
+            # One suggestion is enough for a message, and comparing names takes long.
+            compared = () if suggested or selector not in _SPELLED else names
+            suggested |= selector in _SPELLED
+            advice = did_you_mean(unknown[0], compared, there_is)
+            texts.append(f"no such {noun} {_listing([repr(value) for value in unknown])}; {advice}")
+    return "; ".join(texts)
 
 
 def nothing_matches(target: Target, reporting: _Reporting) -> str:
@@ -321,28 +339,6 @@ def nothing_matches(target: Target, reporting: _Reporting) -> str:
         workload, rank = process.report.process.workload, process.report.process.rank
         shown.append(f"pid={name}" + (f" workload={workload}" if workload else "") + (f" rank={rank}" if rank else ""))
     return f"nothing matches {target.describe()}; reporting processes: {_listing(shown, separator='; ')}"
-
-
-def _unknown(target: Target, known: _Names, shown: _Names, unreported: Mapping[str, Collection[str]]) -> Iterator[str]:
-    suggested = False
-    for selector, values in target.given.items():
-        listed = set(known[selector])
-        unreachable = set(unreported.get(selector, ())) - listed
-        if silent := [value for value in values if value in unreachable]:
-            yield (
-                f"{selector} {_listing(silent)}: no report arrives, and actions reach only processes that report; "
-                f"{_REPORTS}"
-            )
-        unknown = [value for value in values if value not in listed and value not in unreachable]
-        if unknown:
-            names = [name for name in dict.fromkeys(shown[selector]) if name]
-            # One suggestion is enough for a message, and comparing names takes long.
-            noun = _NOUNS[selector]
-            there_is = f"known {noun}s: {_listing(names)}" if names else f"no {noun} is known: {_SEE}"
-            compared = () if suggested or selector not in _SPELLED else names
-            suggested |= selector in _SPELLED
-            advice = did_you_mean(unknown[0], compared, there_is)
-            yield f"no such {noun} {_listing([repr(value) for value in unknown])}; {advice}"
 
 
 def _listing(names: list[str], separator: str = ", ") -> str:

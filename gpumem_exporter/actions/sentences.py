@@ -118,14 +118,17 @@ def _engine_wait(wait: Document) -> str:
     return f"Waiting until the engine in {engine} has started on GPU {gpu}, at the latest until {until}."
 
 
+def _known(results: Sequence[Document], field: str = "freed_bytes") -> tuple[list[Document], int, str]:
+    """Return the results with a value, the sum of the values, and `at least ` if a result has none."""
+    known = [result for result in results if result.get(field) is not None]
+    return known, sum(result[field] for result in known), "at least " if len(known) < len(results) else ""
+
+
 def _clear(action: Document, done: Sequence[Document]) -> str:
-    known = [result for result in done if result.get("freed_bytes") is not None]
-    settled = [result for result in known if result.get("still_free_bytes") is not None]
-    still_free = sum(result["still_free_bytes"] for result in settled)
+    known, freed, least = _known(done)
+    settled, still_free, _ = _known(known, "still_free_bytes")
     again = sum(result["freed_bytes"] for result in settled) - still_free
-    freed = sum(result["freed_bytes"] for result in known)
-    at_least = len(known) < len(done) or any(result["freed_bytes"] for result in known if result not in settled)
-    least = "at least " if len(known) < len(done) else ""
+    at_least = bool(least) or any(result["freed_bytes"] for result in known if result not in settled)
     if not action["dry_run"]:
         if not known:
             return f"Cleared {subject(done)}; the freed memory is not known."
@@ -172,36 +175,32 @@ def _limit(action: Document, done: Sequence[Document]) -> str:
 
 
 def _terminate(action: Document, done: Sequence[Document]) -> str:
-    known = [result["freed_bytes"] for result in done if result.get("freed_bytes") is not None]
+    known, freed, least = _known(done)
     verb, frees = ("Would terminate", "would free") if action["dry_run"] else ("Terminated", "freed")
-    least = "at least " if len(known) < len(done) else ""
-    return f"{verb} {subject(done)}{f', which {frees} {least}{human_bytes(sum(known))}' if known else ''}."
+    return f"{verb} {subject(done)}{f', which {frees} {least}{human_bytes(freed)}' if known else ''}."
 
 
 def _release(action: Document, done: Sequence[Document]) -> str:
-    known = [result for result in done if result.get("freed_bytes") is not None]
-    freed = sum(result["freed_bytes"] for result in known)
-    least = "at least " if len(known) < len(done) else ""
+    known, freed, least = _known(done)
     if action["dry_run"]:
         size = f", which would free {least}{human_bytes(freed)}" if known else ""
         return f"Would let {subject(done)} sleep{size}."
     if not known:
         return f"Let {subject(done)} sleep; the freed memory is not known."
-    resident = sum(result.get("driver_after_bytes") or 0 for result in known)
+    _, resident, _ = _known(known, "driver_after_bytes")
     text = f"Freed {least}{human_bytes(freed)} in {subject(done)}, which sleeps; {human_bytes(resident)} stay resident"
-    settled = [result for result in known if result.get("still_free_bytes") is not None]
-    taken = sum(result["freed_bytes"] - result["still_free_bytes"] for result in settled)
+    settled, still_free, least = _known(known, "still_free_bytes")
+    taken = sum(result["freed_bytes"] for result in settled) - still_free
     if taken > 0 and not action.get("settling"):
-        least = "at least " if len(settled) < len(known) else ""
         text += f", and {least}{human_bytes(taken)} were taken again within {action['settle_seconds']:g} s"
     return f"{text}."
 
 
 def _resume(action: Document, done: Sequence[Document]) -> str:
-    used = [each["driver_after_bytes"] for each in done if each.get("driver_after_bytes") is not None]
+    known, used, _ = _known(done, "driver_after_bytes")
     if action["dry_run"]:
         return f"Would wake {subject(done)}."
-    return f"Woke {subject(done)}{f', which uses {human_bytes(sum(used))} now' if used else ''}."
+    return f"Woke {subject(done)}{f', which uses {human_bytes(used)} now' if known else ''}."
 
 
 def _declared(action: Document, done: Sequence[Document]) -> str:

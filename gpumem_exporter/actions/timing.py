@@ -9,7 +9,7 @@ for an idle time: no rank that takes no part waits for one that does.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -82,7 +82,9 @@ def plan(
     if request.mode != "step" and not stalls:
         mode = "now" if request.mode == "auto" else request.mode
         return [(one, Turn(mode, request.deadline_seconds)) for one in selected]
-    jobs = _jobs(selected)
+    jobs: dict[Hashable, list[SelectedProcess]] = {}
+    for one in selected:
+        jobs.setdefault(one.process.job or one.pid, []).append(one)
     whole = jobs
     if stalls:  # another action in one rank is of no use for the other ranks
         whole = {job: [] if isinstance(job, JobKey) else some for job, some in jobs.items()}
@@ -204,29 +206,16 @@ def _obstacle(request: ActionRequest, ranks: Sequence[SelectedProcess]) -> str:
         return ""
     if ranks[0].process.job is None:
         return f"the other ranks of {ranks[0]} are not known, because it has no workload"
-    return _missing_ranks(_world_size(ranks), pids)
+    world_size = _world_size(ranks)
+    missing = list(islice((str(number) for number in range(world_size) if str(number) not in pids), _MAX_NAMED + 1))
+    if len(missing) < 2:
+        return f"rank {missing[0]} of {world_size} does not report here and would wait" if missing else ""
+    listed = ", ".join(missing[:_MAX_NAMED]) + (", …" if len(missing) > _MAX_NAMED else "")
+    return f"ranks {listed} of {world_size} do not report here and would wait"
 
 
 def _world_size(ranks: Iterable[SelectedProcess]) -> int:
     return max((one.process.report.process.world_size or 0 for one in ranks), default=0)
-
-
-def _missing_ranks(world_size: int, known: Collection[str]) -> str:
-    """Return which ranks have no process here; empty if there are none."""
-    missing = (str(number) for number in range(world_size) if str(number) not in known)
-    named = list(islice(missing, _MAX_NAMED + 1))
-    if len(named) < 2:
-        return f"rank {named[0]} of {world_size} does not report here and would wait" if named else ""
-    listed = ", ".join(named[:_MAX_NAMED]) + (", …" if len(named) > _MAX_NAMED else "")
-    return f"ranks {listed} of {world_size} do not report here and would wait"
-
-
-def _jobs(selected: Iterable[SelectedProcess]) -> dict[Hashable, list[SelectedProcess]]:
-    """Return the processes of each job."""
-    jobs: dict[Hashable, list[SelectedProcess]] = {}
-    for one in selected:
-        jobs.setdefault(one.process.job or one.pid, []).append(one)
-    return jobs
 
 
 def _deadline_seconds(request: ActionRequest, processes: Iterable[ReportingProcess]) -> float:
