@@ -25,11 +25,9 @@ DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action not in OUTSIDE_AC
 """The actions that the exporter allows by default: they end no process and interrupt no service."""
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_DEADLINE_SECONDS = 3600.0
-MAX_SETTLE_SECONDS = 3600.0
-MAX_DURATION_SECONDS = 3600.0
+"""The maximum of every option in seconds, except the search."""
 DEFAULT_GRACE_SECONDS = 30.0
 """As of Slurm's KillWait and of Kubernetes: jobs that save their state on SIGTERM are made for it."""
-MAX_GRACE_SECONDS = 3600.0
 # The process sends no report meanwhile, and is silent after 15 s.
 MAX_SEARCH_SECONDS = 10.0
 MAX_REASON_LENGTH = 1000
@@ -98,15 +96,6 @@ class RequestOption:
         noun = "an integer" if self.kind is int else "a number of seconds" if self.unit == "seconds" else "a number"
         bounds = f"over {self.over} and at most" if self.least is None else f"from {self.least} to"
         return f"{noun} {bounds} {int(self.most or 0)}"
-
-    def read(self, text: str) -> Any:
-        """Return the value of a text; raise ValueError if the option does not accept it."""
-        if self.kind is bool and text not in ("true", "false"):
-            raise ValueError(text)
-        value = text == "true" if self.kind is bool else self.kind(text)
-        if not self.accepts(value):
-            raise ValueError(text)
-        return value
 
     def accepts(self, value: Any) -> bool:
         """Return whether a value of the right type is valid, whatever the action is."""
@@ -300,12 +289,12 @@ class ActionRequest:
             "recording what is allocated now."
         },
         "--duration",
-        MAX_DURATION_SECONDS,
+        MAX_DEADLINE_SECONDS,
     )
     grace_seconds: float = _seconds(
         {"terminate": "How long a process may take to exit after SIGTERM. Then SIGKILL ends it."},
         "--grace",
-        MAX_GRACE_SECONDS,
+        MAX_DEADLINE_SECONDS,
         default=DEFAULT_GRACE_SECONDS,
     )
     search_seconds: float = _seconds(
@@ -322,7 +311,7 @@ class ActionRequest:
             "Measure after this time how much of the freed memory is still free; 0 does not.",
         ),
         "--settle",
-        MAX_SETTLE_SECONDS,
+        MAX_DEADLINE_SECONDS,
         terminal_default=10.0,
     )
     dry_run: bool = _flag("Show what would happen. Change nothing.", "--dry-run")

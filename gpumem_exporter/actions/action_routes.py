@@ -265,13 +265,6 @@ def action_document(action: Action) -> dict[str, Any]:
     return document
 
 
-def listed_action_document(action: Action) -> dict[str, Any]:
-    """Return an action as a `ListedActionDocument`."""
-    document = action_document(action)
-    del document["results"], document["pending"]
-    return {**document, "outcomes": action.outcomes}
-
-
 def _result(result: ActionResult) -> dict[str, Any]:
     row = {name: getattr(result, name) for name in _RESULT}
     if result.snapshot is not None:
@@ -400,7 +393,9 @@ def _listing(actions: Iterable[Action]) -> bytes:
     texts: list[str] = []
     size = 0
     for action in actions:
-        texts.append(json.dumps(listed_action_document(action), ensure_ascii=False, allow_nan=False))
+        document = {**action_document(action), "outcomes": action.outcomes}
+        del document["results"], document["pending"]
+        texts.append(json.dumps(document, ensure_ascii=False, allow_nan=False))
         size += len(texts[-1])
         if size > MAX_LISTED_TEXT:
             break

@@ -1,4 +1,5 @@
 """What actions ask of inference engines. The feature `engines` answers; without it, no engine is known."""
+# ruff: noqa: ARG002 - the arguments are for the feature
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ class Engines:
 
     def waits_for(
         self,
-        request: ActionRequest,  # noqa: ARG002 - for the feature, as below
-        caller: Caller,  # noqa: ARG002
-        one: SelectedProcess | OutsideTarget,  # noqa: ARG002
-        outside: AbstractSet[int | None],  # noqa: ARG002
-        snapshot: Snapshot,  # noqa: ARG002
+        request: ActionRequest,
+        caller: Caller,
+        one: SelectedProcess | OutsideTarget,
+        outside: AbstractSet[int | None],
+        snapshot: Snapshot,
     ) -> tuple[EngineWait, ...]:
         """Return the engines that must have started before an action may run on a process: they start on its devices.
 

@@ -336,21 +336,18 @@ class RunningAction:
         self.add(results, mode, at_step)
 
     def finish(self, now_seconds: float) -> Action:
-        """End the action, in the state that its results have in common."""
-        self._advance(self._final_state())
+        """End the action, in the state that its results have in common. A cancelled one is done if every part is."""
+        outcomes = {result.outcome for result in self.action.results if not is_done(result.outcome)}
+        if not outcomes:
+            self._advance(ActionState.DONE)
+        elif self.cancelled:
+            self._advance(ActionState.CANCELLED)
+        else:
+            self._advance(ActionState.EXPIRED if outcomes == {"expired"} else ActionState.FAILED)
         waits_for = self.action.waits_for if self.action.dry_run else ()
         duration_seconds = now_seconds - self.started_seconds
         self.action = replace(self.action, duration_seconds=duration_seconds, waits_for=waits_for, planned=())
         return self.action
-
-    def _final_state(self) -> ActionState:
-        """Return the state for the outcomes of all parts; a cancelled action is done only if every part is done."""
-        outcomes = {result.outcome for result in self.action.results if not is_done(result.outcome)}
-        if not outcomes:
-            return ActionState.DONE
-        if self.cancelled:
-            return ActionState.CANCELLED
-        return ActionState.EXPIRED if outcomes == {"expired"} else ActionState.FAILED
 
     def _advance(self, to: ActionState) -> None:
         self.action = replace(self.action, state=advanced(ActionState(self.action.state), to).value)

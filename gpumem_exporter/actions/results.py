@@ -89,13 +89,12 @@ def as_shown(result: CommandResult, shown: Iterable[DeviceSample], reported: Ite
     """Return a result without the memory that the exporter shows as unmapped and the reporter does not know to be."""
     said = {sample.uuid: sample.unmapped_bytes or 0 for sample in reported}
     unmapped = {sample.uuid: (sample.unmapped_bytes or 0) - said.get(sample.uuid, 0) for sample in shown}
-    devices = tuple(_without(device, max(0, unmapped.get(device.uuid, 0))) for device in result.devices)
-    return replace(result, devices=devices)
-
-
-def _without(device: DeviceResult, unmapped_bytes: int) -> DeviceResult:
-    known = {name: value for name in _RESERVED if (value := getattr(device, name)) is not None}
-    return replace(device, **{name: max(0, value - unmapped_bytes) for name, value in known.items()})
+    devices = []
+    for device in result.devices:
+        less = max(0, unmapped.get(device.uuid, 0))
+        sizes = {name: max(0, size - less) for name in _RESERVED if (size := getattr(device, name)) is not None}
+        devices.append(replace(device, **sizes))
+    return replace(result, devices=tuple(devices))
 
 
 def dry_run_results(

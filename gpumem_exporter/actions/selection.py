@@ -85,6 +85,7 @@ class OutsideTarget:
     def of(cls, selected: SelectedProcess, snapshot: Snapshot) -> OutsideTarget:
         """Return the target for a process that reports."""
         process, identity = selected.process, selected.process.report.process
+        facts = _facts_of(process, snapshot)
         used = {
             device.uuid: listed.used_bytes
             for device in (snapshot.node.devices if snapshot.node is not None else ())
@@ -102,7 +103,7 @@ class OutsideTarget:
             tuple((reported | used).items()),
             attested=process.attested,
             listed=listed,
-            title=_title(process, snapshot),
+            title=facts.command if facts is not None and facts.command else process.report.process.command,
             owner_uid=process.owner_uid,
             reporter=process,
         )
@@ -140,7 +141,7 @@ class Selection:
                 limits[device.uuid] = int(request.fraction * total_bytes)
         titles = {one.pid: one.title for one in self.outside}
         for one in self.commanded:
-            facts = node.facts_of(one.process) if node is not None else None
+            facts = _facts_of(one.process, snapshot)
             titles[one.pid] = facts.command if facts is not None else ""
         processes: tuple[SelectedProcess | OutsideTarget, ...] = (*self.commanded, *self.outside)
         jobs = {one.pid: one.workload or titles[one.pid] or f"pid {one.pid}" for one in processes}
@@ -192,7 +193,8 @@ def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProces
     for name, process in snapshot.names.reporting:
         identity = process.report.process
         users = _users_of(process, snapshot) if target.user else ()
-        if target.orphans and not _is_orphan(process, snapshot):
+        facts = _facts_of(process, snapshot) if target.orphans else None
+        if target.orphans and (facts is None or facts.pid not in snapshot.orphans):
             continue
         if not target.admits(pid=(name,), workload=(identity.workload,), rank=(identity.rank,), user=users):
             continue
@@ -204,9 +206,9 @@ def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProces
     return tuple(selected)
 
 
-def _is_orphan(process: ReportingProcess, snapshot: Snapshot) -> bool:
-    facts = snapshot.node.facts_of(process) if snapshot.node is not None else None
-    return facts is not None and facts.pid in snapshot.orphans
+def _facts_of(process: ReportingProcess, snapshot: Snapshot) -> ProcessFacts | None:
+    """Return what the operating system shows of a process."""
+    return snapshot.node.facts_of(process) if snapshot.node is not None else None
 
 
 def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ...]:
@@ -228,11 +230,6 @@ def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ..
         OutsideTarget(pid, "", "", pid, of.start_time_ticks, tuple(found[pid]), title=of.command, owner_uid=of.uid)
         for pid, of in facts.items()
     )
-
-
-def _title(process: ReportingProcess, snapshot: Snapshot) -> str:
-    facts = snapshot.node.facts_of(process) if snapshot.node is not None else None
-    return facts.command if facts is not None and facts.command else process.report.process.command
 
 
 def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting, shown: _Reporting) -> None:

@@ -90,7 +90,11 @@ def sentence(action: Document) -> str:
     act, acted = ("would act", "No process would act.") if action["dry_run"] else ("acted", "No process acted.")
     if not done:
         return acted
-    text = _OF_ACTIONS.get(action["action"], _declared)(action, done)
+    if own := _OF_ACTIONS.get(action["action"]):
+        text = own(action, done)
+    else:
+        kind = KINDS[action["action"]]
+        text = (kind.would_sentence if action["dry_run"] else kind.done_sentence).format(subject(done))
     if action["dry_run"] and (when_ := timing(action)):
         text = f"{text} {when_}"
     count, all_count = (len({(each.get("instance"), each["pid"]) for each in some}) for some in (done, results))
@@ -201,11 +205,6 @@ def _resume(action: Document, done: Sequence[Document]) -> str:
     if action["dry_run"]:
         return f"Would wake {subject(done)}."
     return f"Woke {subject(done)}{f', which uses {human_bytes(used)} now' if known else ''}."
-
-
-def _declared(action: Document, done: Sequence[Document]) -> str:
-    kind = KINDS[action["action"]]
-    return (kind.would_sentence if action["dry_run"] else kind.done_sentence).format(subject(done))
 
 
 # The sentences with sizes.

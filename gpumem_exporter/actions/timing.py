@@ -116,7 +116,11 @@ def turns_of_job(
     ranks = _ranks(request, whole)
     pids = {rank.pid for rank in ranks}
     others = [one for one in some if one.pid not in pids]
-    turns = [(one, _own_turn(request, one.process)) for one in others]
+    turns = []
+    for one in others:  # no other process waits for them
+        steps = request.mode == "step" or trains(one.process, request.action)
+        seconds = _deadline_seconds(request, [one.process]) if steps else request.deadline_seconds
+        turns.append((one, Turn("step" if steps else "now", seconds)))
     if len(others) < len(some):
         turn = _turn_of_ranks(request, ranks, now_seconds)
         acting = ranks if turn.group is not None else [one for one in some if one.pid in pids]
@@ -161,13 +165,6 @@ def trains(process: ReportingProcess, action: str) -> bool:
     steps = report.step is not None and bool(report.step_seconds)
     able = (not report.actions or action in report.actions) and action not in report.denied_actions
     return steps and "step" in report.modes and able
-
-
-def _own_turn(request: ActionRequest, process: ReportingProcess) -> Turn:
-    """Return when a process acts for which no other process waits."""
-    if request.mode == "step" or trains(process, request.action):
-        return Turn("step", _deadline_seconds(request, [process]))
-    return Turn("now", request.deadline_seconds)
 
 
 def _turn_of_ranks(request: ActionRequest, ranks: Sequence[SelectedProcess], now_seconds: float) -> Turn:

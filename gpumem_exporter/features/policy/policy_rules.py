@@ -17,7 +17,7 @@ from typing_extensions import Self
 from gpumem_exporter.actions.action_options import (
     ACTIONS,
     GROUP_IS_DEPRECATED,
-    MAX_SETTLE_SECONDS,
+    MAX_DEADLINE_SECONDS,
     ActionRequest,
     Target,
     invalid_fields,
@@ -150,7 +150,7 @@ class StopAfter(FileSection):
     clears: Annotated[int, Field(ge=1, le=100)] = 3
     freed_under: Annotated[Bytes, Field(ge=1)] = float(64 << 20)
     """An action that released less than this did not help."""
-    still_free_after: Annotated[Seconds, Field(le=MAX_SETTLE_SECONDS)] = 10.0
+    still_free_after: Annotated[Seconds, Field(le=MAX_DEADLINE_SECONDS)] = 10.0
     """Of a clear, only what is still free after this settling time counts. 0: everything that it released counts."""
     resume_after: Annotated[Seconds, Field(ge=1)] = _DAY_SECONDS
     """The rule acts again after this time since the last action."""
