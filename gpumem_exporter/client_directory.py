@@ -50,7 +50,7 @@ def put_client(folder: Path) -> None:
     """
     try:
         with umask(0o022), _opened(folder) as opened:
-            (opened / _BYTECODE).mkdir(exist_ok=True)
+            _make_folder(opened / _BYTECODE)
             files = _files()
             version = f"{__version__}-{_digest(files)}"
             if not _is_complete(opened / version, files):
@@ -76,7 +76,7 @@ def _opened(folder: Path) -> Iterator[Path]:
     """Make the folder if it is missing, and yield a path that keeps naming this folder. Raises OSError."""
     _require_safe_parents(folder)
     # In a sticky folder, another user may make the folder first: what counts is the owner of the folder that is open.
-    folder.mkdir(exist_ok=True)
+    _make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         opened = Path(f"/proc/self/fd/{descriptor}")
@@ -86,6 +86,12 @@ def _opened(folder: Path) -> Iterator[Path]:
         yield opened
     finally:
         os.close(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+        folder.chmod(0o755)
 
 
 def _require_safe_parents(folder: Path) -> None:
@@ -153,6 +159,8 @@ def _write_version(folder: Path, version: str, files: Mapping[str, bytes]) -> No
             file = new / path
             (file.parent / _BYTECODE).mkdir(parents=True, exist_ok=True)
             file.write_bytes(text)
+        for each in (new, *new.rglob("*")):
+            each.chmod(0o755 if each.is_dir() else 0o644)  # a default ACL replaces the umask
         try:
             if (folder / version).is_dir():  # with changes
                 (folder / version).rename(Path(made, "changed"))

@@ -15,7 +15,7 @@ from tests.support.paths import REPOSITORY
 EXPORTER = REPOSITORY / "gpumem_exporter"
 FEATURES = EXPORTER / "features"
 BUDGETS = {
-    "gpumem_exporter": 1_984,
+    "gpumem_exporter": 1_992,
     "gpumem_exporter/actions": 4_033,
     "gpumem_exporter/cli": 4_502,
     "gpumem_exporter/core": 2_479,
@@ -37,7 +37,7 @@ BUDGETS = {
     "gpumem_exporter/features/webhook": 590,
     "client/gpumem_client": 12_912,
     "toolkit/gpumem_toolkit": 8_300,
-    "tests": 52_835,
+    "tests": 52_849,
 }
 """Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only."""
 

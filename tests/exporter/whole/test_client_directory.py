@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,19 @@ def test_the_folder_has_the_whole_client_for_every_reader(folder: Path) -> None:
     before = {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
     put_client(folder)
     assert {path: path.lstat().st_mtime_ns for path in folder.rglob("*")} == before, "a second start changes nothing"
+
+
+@pytest.mark.parametrize("permissions", [0, 7], ids=["nobody", "everybody"])
+def test_a_default_acl_of_the_parent_changes_no_mode(permissions: int, folder: Path) -> None:
+    user, group, other = ((tag, mode, 0xFFFFFFFF) for tag, mode in ((1, 7), (4, permissions), (32, permissions)))
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in (user, group, other))
+    try:
+        os.setxattr(folder.parent, "system.posix_acl_default", acl)
+    except OSError:
+        pytest.skip("the file system has no ACLs")
+    put_client(folder)
+    for path in (folder, *folder.rglob("*")):
+        assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644), path
 
 
 def test_a_version_that_is_not_complete_is_written_again(folder: Path) -> None:
