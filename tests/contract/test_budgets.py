@@ -28,7 +28,7 @@ BUDGETS = {
     "gpumem_exporter/features": 145,
     "gpumem_exporter/features/engines": 1_291,
     "gpumem_exporter/features/events": 2_081,
-    "gpumem_exporter/features/fleet": 600,
+    "gpumem_exporter/features/fleet": 607,
     "gpumem_exporter/features/history": 715,
     "gpumem_exporter/features/oom": 469,
     "gpumem_exporter/features/orphans": 222,
@@ -37,7 +37,7 @@ BUDGETS = {
     "gpumem_exporter/features/webhook": 590,
     "client/gpumem_client": 12_912,
     "toolkit/gpumem_toolkit": 8_300,
-    "tests": 52_849,
+    "tests": 52_854,
 }
 """Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only."""
 

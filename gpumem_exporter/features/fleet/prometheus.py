@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
 import re
@@ -14,7 +15,7 @@ from urllib.request import HTTPErrorProcessor, Request, build_opener
 from gpumem_client.wire.errors import ConfigurationError, GpumemError
 
 _TIMEOUT_SECONDS = 30.0
-_URL = re.compile(r"(https?)://(?:([^/?#]*)@)?((?:[^/?#@:\[\]]+|\[[0-9a-fA-F:.]+\])(?::[0-9]+)?)(/[^?#]*)?")
+_URL = re.compile(r"(https?)://(?:([^/?#]*)@)?((?:[^/?#@:\[\]]+|\[[0-9a-fA-F:.]+\])(?::[0-9]{1,5})?)(/[^?#]*)?")
 _HEADER = re.compile(r"\s*([!#$%&'*+.^_`|~\w-]+)\s*:\s*([ -~]*)", re.ASCII)
 
 
@@ -76,13 +77,19 @@ class Prometheus:
             document = {}
         if document.get("errorType") == "bad_data":
             raise ConfigurationError(f"--query: {document.get('error')}")
-        if document.get("status") == "success" and "data" in document:
-            if (kind := document["data"]["resultType"]) != "vector":
-                raise ConfigurationError(f"--query {expression}: the result is a {kind}; it must be an instant vector")
-            return [each["metric"] for each in document["data"]["result"]], tuple(document.get("warnings") or ())
+        if document.get("status") == "success":
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # other APIs have this status, too
+                return _series(document, expression), tuple(map(str, document.get("warnings") or ()))
         reason = document.get("error") or "this is not the API of Prometheus"
         if where is not None:
             reason = f"redirects to {where}; give that address"
         elif status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             reason = "see --prometheus-token-file and --prometheus-header"
         raise PrometheusError(f"{self.url}: the status is {status}; {reason}")
+
+
+def _series(document: dict[str, Any], expression: str) -> list[dict[str, str]]:
+    if (kind := document["data"]["resultType"]) != "vector":
+        raise ConfigurationError(f"--query {expression}: the result is a {kind}; it must be an instant vector")
+    found = [dict(each["metric"]) for each in document["data"]["result"]]
+    return [{name: str(value) for name, value in labels.items()} for labels in found]

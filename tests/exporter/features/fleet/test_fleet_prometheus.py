@@ -21,6 +21,7 @@ SERIES = [
     {"metric": {"instance": "b"}, "histogram": [0, {}]},
 ]
 VECTOR = {"status": "success", "data": {"resultType": "vector", "result": SERIES}, "warnings": ["store b is down"]}
+OTHER_DATA = (None, "x", [], {}, {"resultType": "vector"}, {"resultType": "vector", "result": [1, {"metric": 1}]})
 SCALAR = {"status": "success", "data": {"resultType": "scalar", "result": [0, "1"]}}
 
 
@@ -69,6 +70,7 @@ def test_a_query_gets_path_header_and_credentials_and_returns_labels_and_warning
         (400, {"errorType": "bad_data", "error": "parse error"}, ConfigurationError, "--query: parse error"),
         (422, {"errorType": "execution", "error": "too many samples"}, PrometheusError, "too many samples"),
         (200, {"status": "success"}, PrometheusError, "not the API of Prometheus"),
+        *((200, {**VECTOR, "data": data}, PrometheusError, "not the API of Prometheus") for data in OTHER_DATA),
         (302, VECTOR | {"status": "moved"}, PrometheusError, "http://other.example/"),
         (401, [], PrometheusError, "--prometheus-token-file"),
     ],
@@ -86,7 +88,10 @@ def test_another_answer_is_an_error_without_the_password(
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [
-        *(("", url, "--prometheus URL") for url in ("", "p:9090", "ftp://p", "http://p:x", "http://p?a=b")),
+        *(
+            ("", url, "--prometheus URL")
+            for url in ("", "p:9090", "ftp://p", "http://p:x", "http://p:123456", "http://p?a=b")
+        ),
         *(("-header", text, "'NAME: VALUE'") for text in ("X-Id", ": gpu", "X: a\r\nB: c", "Ü: x")),
         ("-token-file", "/nonexistent", "/nonexistent"),
     ],
