@@ -46,7 +46,7 @@ INLINE_BYTES = 32 << 10
 
 _LIMITS = (
     f"the limits are {MAX_LABEL_LENGTH} characters for a label, {MAX_PHASES} phases and {MAX_COMPONENTS} components "
-    "of a device, and for a result 500 characters and 10 blocks; the rest is left out, and so are values of an engine "
+    "of a device, and 500 characters for a result; the rest is left out, and so are values of an engine "
     "that contradict others"
 )
 _NAMED_SECONDS = 3600.0
