@@ -4,13 +4,14 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from gpumem_exporter.edge.connections import Limits
-from tests.support.builders import report, sample
+from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
-from tests.support.waiting import patient
+from tests.support.waiting import eventually, patient
 
 LIMITS = Limits(max_connections=16, request_seconds=0.4, unread_seconds=0.4)
 POST = b"POST /api/v1/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -107,3 +108,30 @@ def test_bytes_that_are_not_http_are_answered_with_400(exporter: RunningExporter
         sock.sendall(garbage)
         answer = read_to_the_end(sock)
     assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_pipelined_requests_beyond_the_limit_close_the_connection(exporter: RunningExporter) -> None:
+    with connect(exporter) as sock:
+        sock.sendall(GET * 2 + GET[:-2] + b"Connection: close\r\n\r\n")
+        assert read_to_the_end(sock).count(b"HTTP/1.1 200") == 3
+    with connect(exporter) as sock:
+        sock.sendall(GET * 2000)
+        assert read_to_the_end(sock).count(b"HTTP/1.1 200") <= 1 + LIMITS.pipelined_requests
+
+
+def test_a_client_that_does_not_read_its_reply_is_disconnected() -> None:
+    limits = Limits(max_connections=16, unread_seconds=0.4)
+    with running_exporter(limits=limits, report_interval=3600, report_expiry=7200) as exporter:
+        phases = {f"phase {number} {'x' * 100}": 1 for number in range(16)}
+        devices = tuple(replace(sample(uuid), phase_peak_bytes=phases) for uuid in UUIDS[:2])
+        for pid in range(1, 81):
+            exporter.report(report(pid, devices=devices))
+        assert len(exporter.get("/metrics").body) > 500_000
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(patient(30))
+            sock.connect(("127.0.0.1", exporter.port))
+            sock.sendall(GET.replace(b"/-/healthy", b"/metrics") * 8)
+            eventually(lambda: len(exporter.server.connections), lambda count: count == 1)
+            eventually(lambda: len(exporter.server.connections), lambda count: count == 0)
+            assert exporter.get("/-/healthy").status == 200

@@ -84,6 +84,14 @@ def test_the_socket_of_a_killed_exporter_is_replaced(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_socket_that_another_process_replaced_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "exporter.sock"
+    with bind([], str(path)):
+        path.unlink()
+        leave_a_socket_file(path)
+    assert path.exists()
+
+
 def test_only_the_last_folder_of_the_sockets_path_is_created_with_mode_0755(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir(mode=0o700)
@@ -188,6 +196,10 @@ def test_a_passed_tcp_and_a_passed_unix_socket_serve_scrapes_and_reports(tmp_pat
             health = json.loads(request(url_of(tcp), "/health").body)
             assert health["checks"]["socket"] == {"status": "ok", "detail": str(path)}
             assert health["processes"] == 2
+            for number in (3, 4):
+                flags = re.search(r"flags:\s*(\d+)", Path(f"/proc/{process.pid}/fdinfo/{number}").read_text())
+                assert flags is not None
+                assert int(flags[1], 8) & os.O_CLOEXEC, "a child would keep the port open"
             process.terminate()
             _, log = process.communicate(timeout=patient(30))
             assert process.returncode == 0
