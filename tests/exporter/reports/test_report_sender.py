@@ -94,6 +94,15 @@ def test_every_process_may_name_itself_and_no_later_one_with_its_pid(bench: Benc
         bench.identify(dataclasses.replace(user(1001, UNKNOWN, pid=7), start_time_ticks=999))
 
 
+def test_root_over_a_connection_that_may_be_passed_on_names_its_own_processes_only(bench: Bench) -> None:
+    peer = Peer("127.0.0.1", uid=0, tcp=SocketOwner(0, 1))
+    peer.where = PeerPlace(HERE, certain=False)
+    with pytest.raises(ForeignProcessError):
+        bench.identify(peer)
+    bench.host.uid = 0
+    assert bench.identify(peer, pid=8) == (8, 0)
+
+
 def test_a_process_that_cannot_be_seen_is_reported_over_tcp_from_an_unknown_place(bench: Bench) -> None:
     """Behind a proxy or in a sandbox, neither is seen. A process that is seen needs a known place."""
     peer = Peer("127.0.0.1", uid=1001, tcp=SocketOwner(1001, 1))
