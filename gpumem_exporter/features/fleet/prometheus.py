@@ -15,6 +15,7 @@ from urllib.request import HTTPErrorProcessor, Request, build_opener
 from gpumem_client.wire.errors import ConfigurationError, GpumemError
 
 _TIMEOUT_SECONDS = 30.0
+_MOST_BYTES = 64 << 20
 _URL = re.compile(r"(https?)://(?:([^/?#]*)@)?((?:[^/?#@:\[\]]+|\[[0-9a-fA-F:.]+\])(?::[0-9]{1,5})?)(/[^?#]*)?")
 _HEADER = re.compile(r"\s*([!#$%&'*+.^_`|~\w-]+)\s*:\s*([ -~]*)", re.ASCII)
 
@@ -67,7 +68,7 @@ class Prometheus:
         request = Request(f"{self.url}/api/v1/query?{parameters}", headers=self._headers)  # noqa: S310 - http(s) alone
         try:
             with build_opener(_AnyStatus).open(request, timeout=_TIMEOUT_SECONDS) as answer:
-                status, where, body = answer.status, answer.headers.get("Location"), answer.read()
+                status, where, body = answer.status, answer.headers.get("Location"), answer.read(_MOST_BYTES)
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(getattr(error, "reason", error), "strerror", None) or error
             raise PrometheusError(f"Prometheus does not answer at {self.url}: {reason}") from error

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.ledger import CATEGORIES, DeviceLedger, node_ledgers, node_shares
+from gpumem_exporter.core.ledger import CATEGORIES, DeviceLedger, fragmented_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from tests.support.builders import UUIDS, device, node, reporting, sample
 
@@ -122,6 +122,10 @@ def test_reclaimable_is_the_sum_of_the_known_values_and_absent_without_any() -> 
         return {name: size for name, size in ledger.categories.items() if name.startswith("torch_")}
 
     split = sample(allocated=100, reclaimable=70, fragmented=30)
+    assert [fragmented_bytes(each) for each in (split, dataclasses.replace(split, reclaimable_bytes=None))] == [
+        30,
+        None,
+    ]
     unsplit = dataclasses.replace(split, reclaimable_bytes=None)
     without_cache = dataclasses.replace(sample(allocated=100), reclaimable_bytes=None)
     without_books = dataclasses.replace(split, allocated_bytes=None)
