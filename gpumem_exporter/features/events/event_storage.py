@@ -143,10 +143,11 @@ class Storage:
             now = self._clock() - self._running_since_seconds
             connection.execute("UPDATE running_time SET seconds = ?, monotonic_seconds = ?", (now, self._clock()))
             connection.execute("DELETE FROM events WHERE stored < ?", (now - self._retention_seconds,))
-            self._make_room(connection, sum(_PAGE_BYTES + 4 * len(row["detail"]) for _, row in rows))
             (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
             for event, row in rows:
                 if _is_new(connection, event):
+                    # For each event: room for all of them, of which few are large, would delete the events of others.
+                    self._make_room(connection, _PAGE_BYTES + 4 * len(row["detail"]))
                     # Ids are based on the clock, so that they increase after a restart also without a folder.
                     last = max(last + 1, int(self._wall_clock() * 1000))
                     connection.execute(_INSERT, {**row, "id": last, "stored": now})

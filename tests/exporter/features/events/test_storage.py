@@ -269,6 +269,23 @@ def test_a_flood_of_one_kind_deletes_its_own_oldest_events_and_not_the_other(kep
     bench.storage.close()
 
 
+def test_many_large_events_in_one_commit_push_out_no_other_owner() -> None:
+    bench = Bench(None)
+    for number in range(50):
+        bench.put(number, owner=f"uid:{number}")
+        bench.put(number, owner=f"uid:{number}", type="action")
+    results = [{"pid": pid, "uuid": UUIDS[0]} for pid in range(400)]
+    bench.put(*range(100, 356), owner="uid:1001", detail={"number": 1000, "results": results})
+    assert bench.numbers(types=("action",)) == [*range(50)]
+    kept = bench.numbers(types=("oom",), after=0, limit=1000)
+    assert kept[:50] == [*range(50)]
+    assert 50 < len(kept) < 306
+    assert bench.storage._connection is not None
+    (pages,) = bench.storage._connection.execute("PRAGMA page_count").fetchone()
+    assert pages * 4096 <= MEMORY_BYTES
+    bench.storage.close()
+
+
 def test_the_files_are_readable_for_their_owner_alone(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).touch(0o644)
     for folder in (tmp_path / "new", tmp_path):
