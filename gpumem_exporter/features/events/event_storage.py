@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_client.wire.errors import StorageError
-from gpumem_exporter.core.event import AUDIT_TYPES, Event, Page, Query, detail_json
+from gpumem_exporter.core.event import AUDIT_TYPES, MAX_DETAIL_BYTES, Event, Page, Query, detail_json
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.shares import Shares
 
@@ -85,6 +85,8 @@ _OLDEST_OF_OWNER = f"""SELECT id, length(detail) + 256 FROM events
 _SPARE_PART = 32
 _JOB_OF_PROCESS = """SELECT job FROM events WHERE id IN (SELECT event FROM about WHERE name = 'pid:' || ?) AND job != ''
     ORDER BY id DESC LIMIT 1"""
+# The number of events of an earlier version whose names are stored in one commit.
+_NAMED_AT_ONCE = 256
 _ABOUT = ("pid", "device", "job", "job_id", "uid")
 # The condition of each field of `Query`.
 _CONDITIONS = {
@@ -229,10 +231,37 @@ class Storage:
                 connection.execute(f"ALTER TABLE events ADD COLUMN {name} {_LATER_THAN_0_2[name]}")
             for statement in _SCHEMA:
                 connection.execute(statement)
-            _complete_names(connection)
+            for name, unknown in {"subject": "''", "owner": "''", "job": "''", "stored": "0"}.items():
+                connection.execute(f"UPDATE events SET {name} = {unknown} WHERE {name} IS NULL")  # noqa: S608 - constants
+            connection.execute("DELETE FROM about WHERE event NOT IN (SELECT id FROM events)")
             connection.execute(f"PRAGMA user_version = {_VERSION}")
+        self._complete_names(connection)
         (running_seconds,) = connection.execute("SELECT seconds FROM running_time").fetchone()
         self._running_since_seconds = self._clock() - running_seconds
+
+    def _complete_names(self, connection: sqlite3.Connection) -> None:
+        """Store what the events of an earlier version are about, and delete the events that cannot be read.
+
+        The names need room, which a full file of an earlier version does not have. Each commit has a part of the
+        events, so that the write-ahead log stays small.
+        """
+        ids = connection.execute(_WITHOUT_NAMES).fetchall()
+        damaged = 0
+        for start in range(0, len(ids), _NAMED_AT_ONCE):
+            with connection:
+                connection.execute("BEGIN IMMEDIATE")
+                for (id_,) in ids[start : start + _NAMED_AT_ONCE]:
+                    self._make_room(connection, _PAGE_BYTES + 4 * MAX_DETAIL_BYTES)
+                    row = connection.execute(_BY_ID, (id_,)).fetchone()
+                    if row is None:
+                        continue  # deleted to make room
+                    try:
+                        _store_names(connection, _event(row))
+                    except (ValueError, TypeError, AttributeError):
+                        connection.execute("DELETE FROM events WHERE id = ?", (id_,))
+                        damaged += 1
+        if damaged:
+            _log.warning("deleted %d damaged events of an earlier version", damaged)
 
     def _make_room(self, connection: sqlite3.Connection, needed_bytes: int) -> None:
         """Delete old events of the audit trail or of the others, whichever use more space.
@@ -325,22 +354,6 @@ def _store_names(connection: sqlite3.Connection, event: Event) -> None:
         about["uid"] = {detail.get("uid")}
     names = [f"{of}:{name}" for of, found in about.items() for name in found if name not in (None, "")]
     connection.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", [(event.id, _text(name)) for name in names])
-
-
-def _complete_names(connection: sqlite3.Connection) -> None:
-    """Store what the events of an earlier version are about, and delete the events that cannot be read."""
-    for name, unknown in {"subject": "''", "owner": "''", "job": "''", "stored": "0"}.items():
-        connection.execute(f"UPDATE events SET {name} = {unknown} WHERE {name} IS NULL")  # noqa: S608 - constant names
-    connection.execute("DELETE FROM about WHERE event NOT IN (SELECT id FROM events)")
-    damaged = []
-    for (id_,) in connection.execute(_WITHOUT_NAMES).fetchall():
-        try:
-            _store_names(connection, _event(connection.execute(_BY_ID, (id_,)).fetchone()))
-        except (ValueError, TypeError, AttributeError):
-            damaged.append((id_,))
-    connection.executemany("DELETE FROM events WHERE id = ?", damaged)
-    if damaged:
-        _log.warning("deleted %d damaged events of an earlier version", len(damaged))
 
 
 def _where(query: Query) -> str:

@@ -216,6 +216,28 @@ def test_what_an_earlier_version_has_changed_meanwhile_is_found(tmp_path: Path) 
     bench.storage.close()
 
 
+def test_a_full_file_of_an_earlier_version_stays_within_its_limit(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_bytes=4 << 20)
+    parts = [{"pid": pid, "uuid": f"GPU-{pid}"} for pid in range(20)]
+    bench.put(0, owner="uid:1", pid=1)
+    bench.put(1, owner="uid:2", pid=2, job="llm~1", detail={"number": 1, "devices": parts})
+    bench.storage.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.executescript("""
+            DROP TABLE about;
+            WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 2450)
+            INSERT INTO events SELECT id + n, type, time, gpu, uuid, pid, workload, rank, detail, subject, owner,
+                stored, job FROM events, numbers WHERE owner = 'uid:2';
+        """)
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        assert 1.5 < pages * 4096 / (1 << 20) < 2, "full"
+    bench.again()
+    assert bench.numbers(owner="uid:1") == [0], "the owner with the most makes room"
+    assert len(bench.page(after=0, limit=10, pid="19").events) == 10
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4 << 20
+    bench.storage.close()
+
+
 def test_the_owner_with_the_most_events_loses_its_oldest_first_also_after_a_restart(tmp_path: Path) -> None:
     bench = Bench(tmp_path, max_bytes=8 << 20)
     for number in range(20):
