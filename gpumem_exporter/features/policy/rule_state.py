@@ -15,7 +15,7 @@ from typing import Any
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.kinds import is_done
-from gpumem_exporter.actions.timing import acts_on_jobs
+from gpumem_exporter.actions.timing import acts_on_jobs, is_rank
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.features.policy.policy_rules import Rule
@@ -77,12 +77,19 @@ class RuleState:
         """Return the key of what the rule acts on: a process on all its devices, or the ranks of its job."""
         return seen.ranks if acts_on_jobs(self.rule.request) else seen.reporter
 
+    def _subjects_of(self, seen: Observation) -> set[Hashable]:
+        """Return the keys of what the rule may have acted on with a process."""
+        # While a rank makes no steps, as in a validation, the rule acts on it alone, and on its job before and after.
+        job = seen.process.job if is_rank(seen.process) else seen.reporter
+        return {self.subject_of(seen), seen.reporter, job}
+
     def observe(self, concerned: Sequence[Observation], now: float) -> None:
         """Note which of the processes that the rule concerns meet all conditions now."""
         met = [each for each in concerned if self.rule.when.is_met(each.values)]
         since = self._met_since
         self._met_since = {each.key: since.get(each.key, each.process.sampled_seconds) for each in met}
-        present, held = ({self.subject_of(each) for each in some} for some in (concerned, met))
+        present = {name for each in concerned for name in self._subjects_of(each)}
+        held = {self.subject_of(each) for each in met}
         # An absent subject is kept for a while: a process that hung and continues is absent meanwhile.
         keep_seconds = max(self.rule.cooldown, _HOUR_SECONDS)
         for name in self.subjects.keys() - present:
@@ -101,10 +108,10 @@ class RuleState:
         too_early = seen.process.sampled_seconds - since < self.rule.for_seconds
         if too_early or (self.rule.trigger == "alert" and not alerted):
             return "pending"
-        subject = self.subjects.get(self.subject_of(seen))
-        if subject is not None and now < self.resume_seconds(subject):
+        subjects = [self.subjects[name] for name in self._subjects_of(seen) if name in self.subjects]
+        if any(now < self.resume_seconds(subject) for subject in subjects):
             return "stopped"
-        if subject is not None and (subject.presumed or now - subject.acted[-1] < self.rule.cooldown):
+        if any(subject.presumed or now - subject.acted[-1] < self.rule.cooldown for subject in subjects):
             return "cooling"
         return "limited" if self._used[seen.process.key.share] >= self.rule.max_per_hour else ""
 

@@ -442,3 +442,23 @@ def test_a_rule_stops_if_its_action_was_not_done_or_too_little_is_still_free(res
     stop = bench.act(**results)
     assert (stop is not None) == bool(named) == bool(bench.runner.stops("r"))
     assert stop is None or re.search(named, stop["reason"])
+
+
+@pytest.mark.parametrize(("pause", "result"), [(5.0, "cooling"), (7200.0, "stopped")])
+def test_a_job_that_makes_no_steps_for_a_while_is_not_acted_on_again(pause: float, result: str) -> None:
+    stop = stop_after(1) if result == "stopped" else stop_after()
+    bench = Bench(rule(mode="auto", stop_after=stop))
+
+    def ranks(**changes: Any) -> Evaluation:
+        return bench.evaluate(
+            *(process(pid, at=bench.now, workload="train", rank=str(pid), world_size=2, **changes) for pid in (0, 1))
+        )
+
+    assert len(ranks(**STEPS).requests) == 1
+    bench.finish(freed=0 if result == "stopped" else 200 * MIB)
+    for steps in ({"step": 5}, STEPS):  # a validation, and the steps after it
+        bench.now += pause
+        found = ranks(**steps)
+        assert not found.requests
+        assert found.counts == {("r", result): 2}
+        pause = 1.0
