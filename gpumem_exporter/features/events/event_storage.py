@@ -29,7 +29,8 @@ _PAGE_BYTES = 4096
 # The largest size of the write-ahead log between checkpoints, which is subtracted from the limit of the file.
 _WAL_BYTES = 2 << 20
 # WAL mode with `synchronous=FULL` writes and syncs a commit before any reader sees it. The file is locked while it is
-# open, so that a second exporter on the same folder gets an error.
+# open, so that a second exporter on the same folder gets an error. A container with a read-only root has no folder for
+# temporary files.
 _SETTINGS = (
     f"page_size = {_PAGE_BYTES}",
     "locking_mode = EXCLUSIVE",
@@ -38,6 +39,7 @@ _SETTINGS = (
     "wal_autocheckpoint = 256",
     f"journal_size_limit = {_WAL_BYTES // 2}",
     "foreign_keys = ON",
+    "temp_store = MEMORY",
 )
 # The maximum number of characters of detail in one page, so that a reply does not block the event loop for long.
 _PAGE_TEXT = 1 << 20

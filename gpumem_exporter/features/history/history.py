@@ -29,8 +29,10 @@ _LOWS = [f"{name}_low" for name in _RANGES]
 _HIGHEST = [f"max({name})" for name in VALUES]
 _LOWEST = [f"min(coalesce({low}, {name}))" for low, name in zip(_LOWS, _RANGES, strict=True)]
 VERSION = 2
-# The columns of `points` after the subject are a `StoredRow`.
+# The columns of `points` after the subject are a `StoredRow`. SQLite sorts the rows of a fold in memory: a container
+# with a read-only root has no folder for temporary files.
 _SCHEMA = f"""
+PRAGMA temp_store = MEMORY;
 CREATE TABLE subjects (id INTEGER PRIMARY KEY, key TEXT UNIQUE,
     uuid TEXT, job TEXT, name TEXT, command TEXT, gpu TEXT, owner TEXT, start_time_ticks INTEGER, part TEXT);
 CREATE TABLE points (subject INTEGER, step INTEGER, time INTEGER, {", ".join(f"{name} INTEGER" for name in VALUES)},

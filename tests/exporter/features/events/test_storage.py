@@ -238,6 +238,13 @@ def test_a_full_file_of_an_earlier_version_stays_within_its_limit(tmp_path: Path
     bench.storage.close()
 
 
+def test_sqlite_creates_no_temporary_file(bench: Bench) -> None:
+    bench.storage.append(())
+    assert bench.storage._connection is not None
+    (place,) = bench.storage._connection.execute("PRAGMA temp_store").fetchone()
+    assert place == 2, "in memory: a container with a read-only root has no folder for temporary files"
+
+
 def test_the_owner_with_the_most_events_loses_its_oldest_first_also_after_a_restart(tmp_path: Path) -> None:
     bench = Bench(tmp_path, max_bytes=8 << 20)
     for number in range(20):

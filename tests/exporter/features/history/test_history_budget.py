@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,6 +99,16 @@ def test_invented_names_push_out_names_of_their_user_only(bench: Bench) -> None:
         bench.record_new_jobs(256 * second, 256)
         assert bench.history.size_bytes < MAX_BYTES
     assert min(bench.minutes(subject.key) for subject in (*devices[::10], *others)) >= 1439
+
+
+def test_a_large_history_is_restored_where_no_temporary_file_can_be_created(bench: Bench) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        bench.restore(*[job(number, f"uid:{number}") for number in range(60)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert bench.minutes(job(59, "uid:59").key) >= 1439
 
 
 def test_many_devices_leave_room_for_jobs() -> None:
