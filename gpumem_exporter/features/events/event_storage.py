@@ -12,6 +12,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,8 @@ class Storage:
         # No timeout: another exporter keeps its lock for as long as it runs.
         connection = sqlite3.connect(":memory:" if self._path is None else self._path, timeout=0, isolation_level=None)
         connection.row_factory = sqlite3.Row
+        # SQLite does not check texts. One that is damaged must not make its page unreadable.
+        connection.text_factory = partial(str, encoding="utf-8", errors="replace")
         try:
             for setting in _SETTINGS:
                 connection.execute(f"PRAGMA {setting}")

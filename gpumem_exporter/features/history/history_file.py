@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -112,6 +113,8 @@ def _series(path: Path, latest_seconds: float) -> Iterator[tuple[Subject, list[S
     Raises OSError if it has a later row.
     """
     with closing(sqlite3.connect(path, timeout=0)) as file:
+        # SQLite does not check texts. An error would stop all later saves.
+        file.text_factory = partial(str, encoding="utf-8", errors="replace")
         damage, version = (file.execute(f"PRAGMA {name}").fetchone()[0] for name in ("quick_check(1)", "user_version"))
         if damage != "ok" or version != VERSION:
             raise sqlite3.DatabaseError(f"version {version}, not {VERSION}; {damage}")

@@ -238,6 +238,14 @@ def test_a_full_file_of_an_earlier_version_stays_within_its_limit(tmp_path: Path
     bench.storage.close()
 
 
+def test_a_damaged_text_is_read_as_far_as_possible(bench: Bench) -> None:
+    bench.put(1, 2)
+    assert bench.storage._connection is not None
+    bench.storage._connection.execute("UPDATE events SET workload = CAST(x'61ff' AS TEXT) WHERE id % 2")
+    assert bench.numbers() == [1, 2]
+    assert {event.workload for event in bench.page().events} == {"a\ufffd", None}
+
+
 def test_sqlite_creates_no_temporary_file(bench: Bench) -> None:
     bench.storage.append(())
     assert bench.storage._connection is not None

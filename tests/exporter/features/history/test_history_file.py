@@ -132,6 +132,14 @@ def test_a_file_that_cannot_be_read_is_a_warning(
     assert restarted(bench, tmp_path).document(5)["series"]
 
 
+def test_a_damaged_text_does_not_stop_the_file(bench: HistoryBench, tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "new" / FILE_NAME) as file:
+        file.execute("UPDATE subjects SET command = CAST(x'ff' AS TEXT)")
+    file.close()
+    after = restarted(bench, tmp_path)
+    assert after.document(600)["series"][0]["used"]["max"][-1] is not None
+
+
 def test_a_failed_save_keeps_the_file(bench: HistoryBench, tmp_path: Path) -> None:
     folder = tmp_path / "new"
     before = (folder / FILE_NAME).read_bytes()
