@@ -228,7 +228,12 @@ class EventLog(Journal):
             self._failures.failed("events", self._error)
             self._due_seconds = self._clock() + self._retry_seconds
             return False
-        except Exception:  # noqa: BLE001 - logged below
+        except Exception as error:  # noqa: BLE001 - logged below
+            if not batch:
+                self._error = repr(error)
+                self._failures.failed("events", self._error, exc_info=True)
+                self._due_seconds = self._clock() + self._retry_seconds
+                return False
             # The disk works, but an event cannot be stored. It must not block the others.
             if len(batch) > 1:
                 return all(self._store([each]) for each in batch)

@@ -262,7 +262,7 @@ class Storage:
                         continue  # deleted to make room
                     try:
                         _store_names(connection, _event(row))
-                    except (ValueError, TypeError, AttributeError):
+                    except (ValueError, TypeError, AttributeError, RecursionError):
                         connection.execute("DELETE FROM events WHERE id = ?", (id_,))
                         damaged += 1
         if damaged:

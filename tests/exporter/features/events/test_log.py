@@ -29,6 +29,7 @@ class ScriptedDisk(Storage):
         self.released = threading.Event()
         self.attempts = 0
         self.closed_in = ""
+        self.kind: type[Exception] = StorageError
 
     def _trouble(self) -> None:
         self.attempts += 1
@@ -36,7 +37,7 @@ class ScriptedDisk(Storage):
             self.stuck.set()
             assert self.released.wait(WAIT)
         if self.error:
-            raise StorageError(self.error)
+            raise self.kind(self.error)
 
     def append(self, events: Sequence[Event]) -> list[Event]:
         self._trouble()
@@ -173,6 +174,16 @@ def test_an_event_that_cannot_be_stored_does_not_block_the_others(
     assert bench.counted.stored == bench.stored() == ["a", "b", "c", "d"]
     assert bench.counted.dropped == 1
     assert "cannot be written" in caplog.text
+
+
+def test_an_unexpected_error_at_the_start_does_not_end_the_thread(bench: Bench) -> None:
+    bench.disk.error = "unexpected"
+    bench.disk.kind = RecursionError
+    bench.log.start()
+    bench.until(lambda: "unexpected" in bench.state())
+    bench.disk.error = ""
+    assert bench.put("a").result(WAIT)
+    bench.until(lambda: bench.state().startswith("ok"))
 
 
 def test_queued_events_are_stored_and_the_storage_is_closed_on_stop() -> None:

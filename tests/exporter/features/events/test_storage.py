@@ -292,6 +292,19 @@ def test_an_invalid_name_is_stored_as_far_as_possible(bench: Bench) -> None:
     assert event.workload == "caf?"
 
 
+def test_an_event_of_an_earlier_version_that_is_nested_too_deep_is_deleted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.put(1, 2)
+    bench.storage.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.execute("UPDATE events SET detail = ? WHERE id % 2", ("[" * 100_000,))
+        connection.execute("DELETE FROM about")
+        connection.commit()
+    bench.again()
+    assert bench.numbers() == [1]
+    bench.storage.close()
+
+
 @pytest.mark.parametrize(("kept", "flood"), [("action", "oom"), ("oom", "action_asked")])
 def test_a_flood_of_one_kind_deletes_its_own_oldest_events_and_not_the_other(kept: str, flood: str) -> None:
     bench = Bench(None)
