@@ -22,6 +22,8 @@ _DEVICES_SHARE = 0.75
 _FREED_SHARE = 0.05
 _MINUTE = 60
 _MINIMA_SECONDS = 3600
+# After a jump of the wall clock, which may be wrong, nothing expires for a while.
+_JUMP_SECONDS, _DOUBT_SECONDS = 300, 3600.0
 
 # Each value is the highest of its step. The lowest ones are null if they are equal to the highest.
 _RANGES = VALUES[:4]
@@ -88,6 +90,8 @@ class History:
         self._database.executescript(_SCHEMA)
         self.recorded_seconds = 0
         """The end of the last second that has rows."""
+        self._offset_seconds = wall_clock() - clock()
+        self._expires_from_seconds = 0.0
         self.kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
         """By window, for the name of each process and the uuid of each device of the last snapshot that has a key-value
         cache. At most ten seconds old. Replaced, never changed."""
@@ -95,7 +99,8 @@ class History:
     def add(self, snapshot: Snapshot) -> None:
         """Add a row for each device and job of a snapshot. Snapshots come in their order, about once a second."""
         points = self._points.of(snapshot)
-        second = int(snapshot.taken_seconds + self.wall_clock() - self._clock())
+        offset_seconds = self.wall_clock() - self._clock()
+        second = int(snapshot.taken_seconds + offset_seconds)
         with self._lock:
             before, now = self.recorded_seconds, second + 1
             self.recorded_seconds = now
@@ -111,7 +116,10 @@ class History:
             if before // 10 != now // 10:
                 self._fold(before, now)
                 self._note_peaks(now, [subject for subject, _ in points if subject.part])
-            if before // _MINUTE != now // _MINUTE:
+            if offset_seconds - self._offset_seconds > _JUMP_SECONDS:
+                self._expires_from_seconds = self._clock() + _DOUBT_SECONDS
+            self._offset_seconds = offset_seconds
+            if before // _MINUTE != now // _MINUTE and self._clock() >= self._expires_from_seconds:
                 self._expire(now)
             self._make_room()
 

@@ -21,7 +21,14 @@ SERIES = [
     {"metric": {"instance": "b"}, "histogram": [0, {}]},
 ]
 VECTOR = {"status": "success", "data": {"resultType": "vector", "result": SERIES}, "warnings": ["store b is down"]}
-OTHER_DATA = (None, "x", [], {}, {"resultType": "vector"}, {"resultType": "vector", "result": [1, {"metric": 1}]})
+OTHER_DATA: tuple[Any, ...] = (
+    None,
+    "x",
+    [],
+    {},
+    {"resultType": "vector"},
+    {"resultType": "vector", "result": [1, {"metric": 1}]},
+)
 SCALAR = {"status": "success", "data": {"resultType": "scalar", "result": [0, "1"]}}
 
 

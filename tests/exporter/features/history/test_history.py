@@ -125,6 +125,17 @@ def test_after_a_step_of_the_wall_clock_rows_stay_unless_they_would_be_later(jum
     assert None not in bench.values("used", seconds=140, points=14).values(), "each fold has the rows that stay"
 
 
+def test_a_second_with_a_wrong_clock_costs_no_history() -> None:
+    bench = HistoryBench()
+    bench.run(600)
+    bench.jumped = 30 * DAY
+    bench.run(1)
+    bench.jumped = 0.0
+    bench.run(60)
+    known = [value for value in bench.values("used", seconds=600).values() if value is not None]
+    assert len(known) >= 598
+
+
 @pytest.mark.parametrize("jump", [1800.0, -240.0])
 def test_a_load_of_five_minutes_is_no_growth_when_the_clock_is_set(jump: float) -> None:
     bench = HistoryBench()
