@@ -48,7 +48,7 @@ def render(shown: Sequence[ShownProfile], form: Format) -> tuple[bytes, str]:
 
 def _page(shown: Sequence[ShownProfile]) -> bytes:
     before, after = _around_documents()
-    documents = (json_document(each, MAX_LENGTH // len(shown), unchanged=True) for each in shown)
+    documents = (json_document(each, MAX_LENGTH // len(shown), page=True) for each in shown)
     return b"".join((before, b",".join(documents), after))
 
 

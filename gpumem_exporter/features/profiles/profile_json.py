@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from heapq import nlargest
+from operator import attrgetter
 from typing import Any
 
 from gpumem_client.profile.profile_types import Frame, Owner, ProfiledDevice
@@ -18,6 +20,7 @@ from gpumem_exporter.features.profiles.profile_lines import (
     by_code,
     by_kind,
     by_owner,
+    frame_place,
     frame_text,
     owner_name,
     place,
@@ -29,12 +32,16 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 # The maximum number of owners and of lines of code in a document, and of their characters. The rows are complete.
 _LARGEST = 100
 _MAX_TABLE_LENGTH = 1 << 18
+# The rows of a table in a view of a page, as in page.js.
+_IN_VIEW = 15
 
 
-def json_document(shown: ShownProfile, most_bytes: int, *, unchanged: bool = False) -> bytes:
+def json_document(shown: ShownProfile, most_bytes: int, *, page: bool = False) -> bytes:
     """Return the document of a profile or of a difference, for whose length the smallest rows are merged.
 
-    A difference has the rows that changed, and, if `unchanged` is true, all others.
+    A difference has the rows that changed. The document of a page also has the others, what each of its views lists,
+    and `all_owners` and `all_lines`, the sums of each view. Its rows share frames: a frame is `[function, place]` in
+    the first stack that has it, and its number in later ones.
     """
     differs = shown.before is not None
     head = _head(shown)
@@ -44,16 +51,43 @@ def json_document(shown: ShownProfile, most_bytes: int, *, unchanged: bool = Fal
         head[name] = listed = _table(changed[:_LARGEST], differs=differs)
         rest = changed[len(listed) :]
         head[f"more_{name}"] = {"count": len(rest), "bytes": sum(abs(group.change_bytes) for group in rest)}
+        if page:
+            sizes = [[size for group in groups if (size := size_of(group)) > 0] for size_of in _views(differs=differs)]
+            head[f"all_{name}"] = [{"count": len(each), "bytes": sum(each)} for each in sizes]
+            listed += _table(_also_in_views(groups[len(listed) :], differs=differs), differs=differs)
     text = encoded(head)[:-1] + b',"rows":['
+    frames: dict[Frame, int] = {}
+
+    def shared(frame: Frame) -> int | list[str]:
+        known = len(frames)
+        number = frames.setdefault(frame, known)
+        return [frame.function, frame_place(frame)] if number == known else number
 
     def row(line: Line) -> bytes:
-        stack = [frame_text(frame) for frame in line.stack.frames] if line.stack else []
+        stack = line.stack.frames if line.stack else ()
+        shown_stack = list(map(shared, stack)) if page else list(map(frame_text, stack))
+        code = {} if page else _code(line)
         at = {"uuid": shown.devices[line.device].uuid, "pool": line.pool}
         # One by one: as objects, they take several times their size.
-        return encoded({**_owner(line), **_code(line), **at, **_sizes(line, differs=differs), "stack": stack})
+        return encoded({**_owner(line), **code, **at, **_sizes(line, differs=differs), "stack": shown_stack})
 
-    rows = (line for line in shown.ranked() if line.change_bytes or unchanged)
+    rows = (line for line in shown.ranked() if line.change_bytes or page)
     return b"".join((text, b",".join(bounded(rows, row, most_bytes - len(text))), b"]}"))
+
+
+def _views(*, differs: bool) -> Sequence[Callable[[Group], int]]:
+    """Return the size of a group in each view of a page: what grew, what shrank, and everything afterwards."""
+    after = attrgetter("bytes")
+    return (lambda group: group.change_bytes, lambda group: -group.change_bytes, after) if differs else (after,)
+
+
+def _also_in_views(groups: Sequence[Group], *, differs: bool) -> list[Group]:
+    """Return the groups that the tables of a page's views need besides those that changed the most."""
+    numbers: dict[int, None] = {}
+    for size_of in _views(differs=differs) if differs else ():
+        sizes = {number: size for number, group in enumerate(groups) if (size := size_of(group)) > 0}
+        numbers.update(dict.fromkeys(nlargest(_IN_VIEW, sizes, key=sizes.__getitem__)))
+    return [groups[number] for number in numbers]
 
 
 def encoded(value: Any) -> bytes:

@@ -172,7 +172,12 @@ def place(frame: Frame | None) -> str | None:
 
 def frame_text(frame: Frame) -> str:
     """Return `main (train.py:12)`."""
-    return f"{frame.function} ({frame.file}:{frame.line})" if frame.line else f"{frame.function} ({frame.file})"
+    return f"{frame.function} ({frame_place(frame)})"
+
+
+def frame_place(frame: Frame) -> str:
+    """Return `train.py:12`."""
+    return f"{frame.file}:{frame.line}" if frame.line else frame.file
 
 
 def kind_text(kind: str | None) -> str:

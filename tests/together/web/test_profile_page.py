@@ -134,3 +134,33 @@ def test_a_difference_has_views_of_what_grew_and_what_shrank(open_profile: Open)
     assert details(page).startswith("4.5 GiB")
     page.get_by_role("button", name="What shrank").click()
     assert details(page).startswith("0 B")
+
+
+def test_each_view_of_a_difference_lists_its_largest_owners(open_profile: Open) -> None:
+    sizes = {f"grows_{chr(97 + i // 26)}{chr(97 + i % 26)}": (10 * MIB, 20 * MIB) for i in range(120)}
+    sizes |= {"shrinks": (2 * MIB, MIB), "stays": (500 * MIB, 500 * MIB)}
+    before, after = (
+        stored(made_up([(0, (), Owner("tensors", name), each[i], None) for name, each in sizes.items()])).at("live")
+        for i in (0, 1)
+    )
+    page = open_profile([difference(before, after)])
+    first = page.locator("#tables tbody tr").first
+    assert "105 more: 1.0 GiB" in page.locator("#tables").inner_text()
+    page.get_by_role("button", name="What shrank").click()
+    assert first.inner_text().startswith("shrinks")
+    page.get_by_role("button", name="Everything afterwards").click()
+    assert first.inner_text().startswith("stays")
+    assert "Largest owners" in page.locator("#tables").inner_text()
+
+
+def test_rows_share_frames_whose_files_have_any_name(open_profile: Open) -> None:
+    inner, outer = Frame("step", "/src/copy (2)/train.py", 7), Frame("main", "/src/copy (2)/train.py", 3)
+    page = open_profile(
+        stored(made_up([(0, (inner, outer), None, 9 * MIB, 9 * MIB), (0, (outer,), None, 8 * MIB, 8 * MIB)]))
+    )
+    page.locator("#graph").focus()
+    for _ in range(2):
+        page.keyboard.press("ArrowDown")
+    assert details(page) == "17.0 MiB, 100.0 %, 2 blocks: main (/src/copy (2)/train.py:3)"
+    page.keyboard.press("ArrowDown")
+    assert details(page).endswith(": step (/src/copy (2)/train.py:7)")

@@ -29,6 +29,11 @@
       ]
     : documents.map((data) => ({ label: data.moment === "peak" ? "At the highest moment" : "At the end", data, sizeOf: (row) => row.bytes }));
   let view = VIEWS[0];
+  // Rows share their frames: a number stands for a frame of an earlier stack.
+  for (const { rows } of documents) {
+    const frames = [];
+    for (const row of rows) row.stack = row.stack.map((frame) => (typeof frame === "number" ? frames[frame] : frames[frames.push(frame) - 1]));
+  }
   let current = null; // the node of the keyboard
   let chart = null;
   let tree = null;
@@ -143,7 +148,7 @@
 
   /** Draw the tables of the view: the kinds of owners, the largest owners and the largest lines of code. */
   function drawTables() {
-    const { kinds, owners, lines, more_owners: moreOwners, more_lines: moreLines } = view.data;
+    const { kinds, owners, lines, more_lines: moreLines, all_owners: allOwners, all_lines: allLines } = view.data;
     const all = sum(kinds, differs ? "after_bytes" : "bytes");
     const sizes = differs ? ["Before", "After", "Change"] : ["Bytes", "Share", "Blocks"];
     const numbers = (group) =>
@@ -154,33 +159,31 @@
     const owner = (group) => group.owner ?? (group.kind || !group.line ? kindOf(group.kind) : `allocated by ${group.line}`);
     const shape = (group) => `${group.dtype ?? ""} ${group.shape ?? ""}`.trim();
     const parts = [kindsOf(kinds, all)];
-    const [shownOwners, hiddenOwners] = largest(owners, moreOwners);
-    const [shownLines, hiddenLines] = largest(lines, moreLines);
+    const changes = differs && view !== VIEWS[2];
+    const [shownOwners, hiddenOwners] = largest(owners, allOwners);
+    const [shownLines, hiddenLines] = largest(lines, allLines);
     if (shownOwners.length > 0) {
       const rows = shownOwners.map((group) => [owner(group), ...numbers(group), kindOf(group.kind), shape(group), line(group)]);
-      const heading = differs ? "Owners that changed the most" : "Largest owners";
+      const heading = changes ? "Owners that changed the most" : "Largest owners";
       parts.push(table(heading, ["Owner", ...sizes, "Kind", "Shape", "Allocated by"], rows, hiddenOwners));
     }
     if (shownLines.length > 0) {
       const rows = shownLines.map((group) => [line(group), ...numbers(group), group.called_from ?? UNKNOWN, group.kind ? owner(group) : UNKNOWN]);
-      const heading = differs ? "Lines that changed the most" : "Lines that allocated the most";
+      const heading = changes ? "Lines that changed the most" : "Lines that allocated the most";
       parts.push(table(heading, ["Line", ...sizes, "Called from", "Mostly for"], rows, hiddenLines));
       const without = all - sum(lines, "bytes") - moreLines.bytes;
       if (!differs && without > 0) parts.at(-1).append(make("p", { class: "faint" }, `${bytes(without)} were allocated while no lines were recorded.`));
     }
-    $("tables").replaceChildren(...(kinds.some((kind) => view.sizeOf(kind) > 0) ? parts : [make("section", {}, "Nothing.")]));
+    $("tables").replaceChildren(...(shownOwners.length > 0 ? parts : [make("section", {}, "Nothing.")]));
   }
 
-  /** Return the groups that a table shows, and a text about the others, which the document has or only counts. */
-  function largest(groups, more) {
+  /** Return the groups that a table shows, and a text about the others. `all` has the sums of each view. */
+  function largest(groups, all) {
     const sized = groups.filter((group) => view.sizeOf(group) > 0);
-    const rest = sized.slice(MOST_ROWS);
-    const size = rest.reduce((all, group) => all + view.sizeOf(group), 0);
-    let text = "";
-    if (!differs && rest.length + more.count > 0) text = `${NUMBERS.format(rest.length + more.count)} more: ${bytes(size + more.bytes)}`;
-    if (differs && rest.length > 0) text = `${NUMBERS.format(rest.length)} more: ${bytes(size)}. `;
-    if (differs && more.count > 0) text += `${NUMBERS.format(more.count)} others changed less.`;
-    return [sized.slice(0, MOST_ROWS), text];
+    const shown = sized.sort((a, b) => view.sizeOf(b) - view.sizeOf(a)).slice(0, MOST_ROWS);
+    const { count, bytes: size } = all[differs ? VIEWS.indexOf(view) : 0];
+    const rest = size - shown.reduce((sum, group) => sum + view.sizeOf(group), 0);
+    return [shown, count > shown.length ? `${NUMBERS.format(count - shown.length)} more: ${bytes(rest)}` : ""];
   }
 
   /** Return the sums of the kinds of owners. */
@@ -208,16 +211,8 @@
   /** Return what a bar shows: a name, of which the bar itself may show only a part, and more text. */
   const named = (name, kind, place = "", label = name) => ({ name, kind, place, label });
 
-  const frames = new Map(); // by text: rows share their frames
-
-  /** Return a frame from its text: `main (train.py:12)`. */
-  function frameOf(text) {
-    if (!frames.has(text)) {
-      const at = text.lastIndexOf(" (");
-      const place = text.slice(at + 2, -1);
-      frames.set(text, named(text.slice(0, at), TORCH.test(place.slice(-MOST_SEARCHED)) ? "torch" : "user", place));
-    }
-    return frames.get(text);
+  function frameOf([name, place]) {
+    return named(name, TORCH.test(place.slice(-MOST_SEARCHED)) ? "torch" : "user", place);
   }
 
   /** Return the names of an owner: `model`, `model.layers`, and so on; the bar of a module shows the end of its path. */
