@@ -216,5 +216,5 @@ def _saved(document: Mapping[str, Any]) -> ShownProfile:
 
 def _frame(text: str) -> Frame:
     function, _, place = text.removesuffix(")").rpartition(" (")
-    file, _, line = place.rpartition(":")
-    return Frame(function, file, int(line)) if file and line.isdecimal() else Frame(function, place, 0)
+    file, colon, line = place.rpartition(":")
+    return Frame(function, file, int(line)) if colon and line.isdecimal() else Frame(function, place, 0)

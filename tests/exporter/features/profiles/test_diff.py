@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from gpumem_client.profile.profile_types import Frame, Owner, ProfiledDevice
 from gpumem_exporter.features.profiles.profile_diff import difference
+from gpumem_exporter.features.profiles.profile_json import json_document, read_saved
 from gpumem_exporter.features.profiles.stored_profile import ShownProfile
 from tests.support.builders import MIB, UUIDS
 from tests.support.made_up_profiles import LINEAR, MAIN, SCRIPT, Block, made_up, stored
@@ -75,3 +77,11 @@ def test_a_job_that_moved_to_another_device_is_compared_by_the_order_of_devices(
     change = difference(before, stored(moved, start_time_ticks=2000).at("live"))
     assert [device.uuid for device in change.devices] == ["GPU-other", UUIDS[1]]
     assert [line.change_bytes for line in change.lines if line.change_bytes] == [-2 * MIB]
+
+
+def test_a_saved_profile_has_the_frames_of_the_profile() -> None:
+    frames = Frame("f", "", 7), Frame("g", "", 0), Frame("h (i)", "/src/train.py", 3), Frame("k", "7", 0)
+    profile = of((0, frames, None, 8 * MIB, 8 * MIB))
+    saved = read_saved(json.loads(json_document(profile, 1 << 20)))
+    assert [line.stack and line.stack.frames for line in saved.lines] == [frames]
+    assert changes(difference(saved, profile)) == {}
