@@ -107,10 +107,13 @@ class DemoNode:
         self._delivery = Delivery(settings, self._wakeup, ErrorLog())
 
     def advance(self) -> None:
-        """Let a tick pass. Each process reports once a second, whatever the exporter's report interval."""
+        """Let a tick pass. Each process reports once a second, whatever the exporter's report interval.
+
+        A process with a command whose time ends earlier reports then: the exporter waits less than a second for it.
+        """
         with self.lock:
             self._run_programs(self._tick + 1)
-        if self._delivery is not None and self._tick % 2:
+        if self._delivery is not None:
             self._report_all(self._delivery)
 
     def _run(self) -> None:
@@ -127,7 +130,8 @@ class DemoNode:
         """Report each process, until a report is not answered."""
         while self._ended:
             delivery.deliver(self._ended.pop().loop.final_report())
-        for process in [each for each in self.processes.values() if each.reports]:
+        due = [each for each in self.processes.values() if each.reports and (self._tick % 2 or each.reports_soon)]
+        for process in due:
             pause = 0.0
             while not pause:  # again at once if a command has run
                 with self.lock:
@@ -139,6 +143,7 @@ class DemoNode:
                     return
                 with self.lock:
                     pause = process.loop.answered(report, outcome, reply)
+            process.reports_soon = pause < 2 * TICK_SECONDS
 
     def _run_programs(self, tick: int) -> None:
         """Run the programs that are due at a tick until their next pause."""

@@ -108,6 +108,8 @@ class SimulatedProcess:
         """Returns the ticks until every program runs. Before, programs may only count their steps."""
         self.slots = tuple(DeviceSlot(device) for device in devices)
         self.ended = self.crashed = False
+        self.reports_soon = False
+        """Whether a report is due earlier than by the second."""
         self.busy_ratio = 0.0
         self.engine_facts: EngineFacts | None = None
         """What the client would find out about the inference engine in the process."""

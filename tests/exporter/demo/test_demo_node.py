@@ -94,6 +94,32 @@ def assert_exact_ledgers(node: DemoNode, sent: dict[SimulatedProcess, Report]) -
         assert min(ledger.categories.values()) >= 0
 
 
+@pytest.mark.parametrize("deadline_seconds", [0.3, 1.3])
+def test_a_command_whose_time_ends_is_reported_then(monkeypatch: pytest.MonkeyPatch, deadline_seconds: float) -> None:
+    """The exporter waits less than a second for its result, and would then say that it may still be running."""
+    node = only(lambda workload: workload.name == "demo-notebook")
+    commands = [Command("late", "empty_cache", deadline_seconds, mode="idle")]
+    fetched, ended, ticks = list[int](), list[int](), list[int]()
+
+    class Exporter:
+        def __init__(self, *_: object) -> None: ...
+
+        def deliver(self, sent: Report) -> tuple[Outcome, Reply]:
+            ended.extend([len(ticks) for each in sent.results if each.outcome == "expired"])
+            fetched.extend([len(ticks) for _ in commands])
+            reply = Reply(commands=tuple(commands))
+            commands.clear()
+            return Outcome.ACCEPTED, reply
+
+    monkeypatch.setattr("gpumem_exporter.demo.node.Delivery", Exporter)
+    node.connect("http://127.0.0.1:9")
+    for tick in range(12):
+        ticks.append(tick)
+        node.advance()
+    late_seconds = (ended[0] - fetched[0]) * TICK_SECONDS - deadline_seconds
+    assert 0 <= late_seconds <= TICK_SECONDS
+
+
 def test_the_demo_starts_with_a_busy_node(node: DemoNode) -> None:
     shown = [sample for sent in reports(node).values() for sample in sent.devices]
     assert sum(sample.alloc_retries or 0 for sample in shown) > 0
