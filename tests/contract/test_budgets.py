@@ -29,7 +29,7 @@ BUDGETS = {
     "gpumem_exporter/features/engines": 1_291,
     "gpumem_exporter/features/events": 2_105,
     "gpumem_exporter/features/fleet": 608,
-    "gpumem_exporter/features/history": 728,
+    "gpumem_exporter/features/history": 735,
     "gpumem_exporter/features/oom": 469,
     "gpumem_exporter/features/orphans": 222,
     "gpumem_exporter/features/policy": 1_048,
