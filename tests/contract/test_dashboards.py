@@ -55,7 +55,7 @@ def parsed(expression: str) -> Any:
 
 
 def all_queries(dashboard: Dashboard) -> Iterator[Query]:
-    """Yield every query, including those of variables."""
+    """Yield every query, also the queries of variables."""
     yield from queries(dashboard)
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":

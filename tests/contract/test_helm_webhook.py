@@ -184,7 +184,7 @@ def test_the_certificate_of_the_chart_is_valid_for_the_service_and_its_authority
     data = {name: base64.b64decode(text) for name, text in objects["Secret", f"{NAME}-tls"]["data"].items()}
     for name, content in data.items():
         (tmp_path / name).write_bytes(content)
-    # Raises unless the key is that of the certificate.
+    # Raises if the key and the certificate do not belong together.
     ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tmp_path / "tls.crt", tmp_path / "tls.key")
     certificate = x509.load_pem_x509_certificate(data["tls.crt"])
     for entry in entries(objects):

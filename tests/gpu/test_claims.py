@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.claims.place import Place
-from tests.claims.table import CLAIMS
-from tests.claims.values import Claim, NotAvailableError, require
+from tests.claims.table import CLAIMS, check
+from tests.claims.values import Claim
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -22,11 +22,4 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 def test_a_claim_is_true(claim: Claim, place: Place) -> None:
-    try:
-        values = claim.measure(place)
-    except NotAvailableError as reason:
-        pytest.skip(str(reason))
-    except BaseException:
-        place.rest()
-        raise
-    require(values)
+    check(claim, place)

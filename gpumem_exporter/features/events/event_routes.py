@@ -219,8 +219,8 @@ def events_router(
     """Return the routes of events and of jobs.
 
     `profile_of` returns the id of the memory profile of an out-of-memory error, if the caller sees it, and
-    `profiles_of` those of a job, newest first. With `hide_identities`, users, commands, pods and others' processes of a
-    job are hidden from callers that may not act on every process.
+    `profiles_of` the profiles of a job, newest first. With `hide_identities`, users, commands, pods and others'
+    processes of a job are hidden from callers that may not act on every process.
     """
     router = APIRouter(tags=["events"])
     reading_job = asyncio.Lock()

@@ -65,7 +65,7 @@ class OomRecorder(ErrorRecorder):
             job = self.job_of(process)
             for event in stored:
                 complete = replace(event, job=job, detail=self._with_device(event, now))
-                self._uncommitted[session] = self.journal.put(complete)  # the commit of the last is that of all
+                self._uncommitted[session] = self.journal.put(complete)  # committed after the errors before it
         return self._uncommitted.get(session)
 
     def _with_device(self, event: Event, now_unix_seconds: float) -> Mapping[str, Any]:

@@ -179,7 +179,7 @@ class PolicyRunner:
         caller = Caller.policy(rule.name)
         if any(self.dispatcher.held_back(rule.request, caller, each, snapshot) for each in processes):
             return "held_back"
-        # The name of a process that has exited may be that of another one.
+        # Another process may have the name of a process that has exited.
         named = dict(snapshot.names.reporting).get(seen.process.name)
         return "" if named is not None and named.key == seen.process.key else "unmet"
 

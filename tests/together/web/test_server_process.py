@@ -1,4 +1,4 @@
-"""The process of the exporter: its signals, its addresses and sockets, and those of a socket unit of systemd."""
+"""The process of the exporter: its signals, its addresses and sockets, and the sockets of systemd."""
 
 from __future__ import annotations
 
