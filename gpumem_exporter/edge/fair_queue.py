@@ -188,20 +188,19 @@ class FairRequests:
     async def _send(self, connection: Connection, message: Message, send: Send) -> None:
         """Send a part of a reply; a long one in pieces, each of which waits until the client has read the others."""
         # Otherwise every slow client would have a copy of its reply, with TLS an encrypted one that no limit sees.
-        body = message.get("body", b"")
-        if len(body) > _PIECE_BYTES:
-            self._connections.start_reply(connection, len(body))
-        try:
-            for piece in _pieces(message):
-                # uvicorn would write to a connection that has ended, if an earlier request of it is answered.
-                if not connection.is_open:
-                    break
-                connection.wait(connection.limits.unread_seconds)
-                await send(piece)
-                connection.work()
-        finally:
-            connection.unread_bytes = 0
+        if message["type"] == "http.response.start":
+            length = int(dict(message["headers"]).get(b"content-length", b"0"))
+            if length > _PIECE_BYTES:
+                self._connections.start_reply(connection, length)
+        for piece in _pieces(message):
+            # uvicorn would write to a connection that has ended, if an earlier request of it is answered.
+            if not connection.is_open:
+                break
+            connection.wait(connection.limits.unread_seconds)
+            await send(piece)
+            connection.work()
         if message["type"] == "http.response.body" and not message.get("more_body"):
+            connection.unread_bytes = 0
             connection.rest()  # now, because uvicorn has just scheduled the next request of the connection
 
 
