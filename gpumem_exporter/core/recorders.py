@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 
+from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.event import Event, Page, Query
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess
 
@@ -48,8 +49,8 @@ class ProcessRecorder:
     def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
         """Record that processes are removed from the store, each with the reason; unknown processes are ignored."""
 
-    def late_process(self, session: str, owner_uid: int | None) -> ReportingProcess | None:
-        """Return the process of a session of this user, with its last report, also if it has ended lately."""
+    def late_process(self, identity: ProcessIdentity, owner_uid: int | None) -> ReportingProcess | None:
+        """Return the process of this user, with the last report of this session, also if it has ended lately."""
 
     def gpu_of(self, uuid: str) -> str | None:
         """Return the NVML index of a device in the last reading; None if it is unknown."""

@@ -18,7 +18,6 @@ from gpumem_client.wire.protocol import (
     MAX_LABEL_LENGTH,
     MAX_PHASES,
     Command,
-    ProcessIdentity,
     Reply,
     Report,
     to_wire,
@@ -117,11 +116,14 @@ class ReportsRoute:
                 short = replace(short, process=replace(short.process, slurm_job_id=reported.slurm_job_id))
             key = ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
             before = self.store.find(key)
-            if before is None and reported.host_pid is None:
-                # A process that exited before this was read is not in /proc, so it would count as another process.
-                late = self.processes.late_process(report.process.session, reported.owner_uid)
-                if late is not None and late.host_pid is not None and _is_same(late.report.process, report.process):
-                    return await self._take_late(replace(late, report=short))
+            if before is None:
+                late = self.processes.late_process(report.process, reported.owner_uid)
+                if late is not None:
+                    # A process that exited before this was read is not in /proc, so it would count as another process.
+                    exited = reported.host_pid is None and late.host_pid is not None
+                    # A report on an interrupted connection may be read after the final one, which ended the process.
+                    if exited or report.sequence <= late.report.sequence:
+                        return await self._take_late(replace(late, report=short))
             process = self.store.put_report(
                 short if short.engine is None else self.complete(short, key),
                 host_pid=reported.host_pid,
@@ -175,7 +177,7 @@ class ReportsRoute:
         return self._encoded(commands, cancelled) if commands or cancelled else self._nothing_to_do
 
     async def _take_late(self, process: ReportingProcess) -> bytes:
-        """Take the last report of a process that has exited."""
+        """Take a report of a process that has ended."""
         self.instruments.count_report("accepted")
         committed = self.errors.take_report(process)
         if committed is not None:
@@ -231,8 +233,3 @@ class ReportsRoute:
 
     def _encoded(self, commands: tuple[Command, ...], cancelled: tuple[str, ...]) -> bytes:
         return json.dumps(to_wire(Reply(commands, cancelled, self.report_interval_seconds))).encode()
-
-
-def _is_same(one: ProcessIdentity, other: ProcessIdentity) -> bool:
-    """Return whether two reports describe one process; a session alone is a claim."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("pid_namespace", "pid", "start_time_ticks"))

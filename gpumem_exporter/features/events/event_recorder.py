@@ -8,8 +8,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
+from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.event import Event, Query, process_subject
 from gpumem_exporter.core.naming import command_of, json_pid
 from gpumem_exporter.core.recorders import Journal, ProcessRecorder
@@ -24,6 +26,8 @@ _STARTS_WITHOUT_END = Query(after=0, types=("process_started",), last_of_subject
 # A report of a process that has exited is read a moment after its end, or after a pause of the exporter.
 _MAX_ENDED = 256
 _FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "start_time_ticks", "command"))
+# What two reports of one process have in common. A session alone is a claim.
+_same_process = attrgetter("session", "pid_namespace", "pid", "start_time_ticks")
 _JOBS = ("slurm_job_id", "ray_job_id")
 _STARTED = ("pid_namespace", "start_time_ticks", "command", "torch_version", "allocator_settings", "client_version")
 
@@ -139,12 +143,12 @@ class Recorder(ProcessRecorder):
             for key, reason in ended:
                 self._end(key, reason, now_unix_seconds)
 
-    def late_process(self, session: str, owner_uid: int | None) -> ReportingProcess | None:
-        """Return the process of a session of this user, with its last report, also if it has ended lately."""
+    def late_process(self, identity: ProcessIdentity, owner_uid: int | None) -> ReportingProcess | None:
+        """Return the process of this user, with the last report of this session, also if it has ended lately."""
         with self._lock:
-            known = (*(tracked.process for tracked in self._tracked.values()), *self._ended)
-        wanted = (session, owner_uid)
-        return next((each for each in known if (each.report.process.session, each.owner_uid) == wanted), None)
+            known = (*(tracked.process for tracked in self._tracked.values()), *reversed(self._ended))
+        wanted = (owner_uid, *_same_process(identity))
+        return next((each for each in known if (each.owner_uid, *_same_process(each.report.process)) == wanted), None)
 
     def gpu_of(self, uuid: str) -> str | None:
         """Return the NVML index of a device in the last reading."""

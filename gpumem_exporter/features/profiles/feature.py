@@ -27,7 +27,7 @@ def _build(node: Node) -> Parts:
         snapshot=node.snapshot,
         clock=node.clock,
         wall_clock=node.wall_clock,
-        late_process=lambda session, uid: node.processes.late_process(session, uid),
+        late_process=lambda identity, uid: node.processes.late_process(identity, uid),
         requests_per_minute=node.settings.action_caller_limit,
     )
     access = ProfileAccess(profiles, node.store)

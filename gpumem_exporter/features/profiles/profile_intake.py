@@ -60,7 +60,7 @@ class _Unconfirmed(NamedTuple):
 class ProfileIntake:
     """Takes profiles. Used on the event loop only.
 
-    `late_process` returns the process of a user's session, also if it has ended lately.
+    `late_process` returns a user's process with its last report, also if it has ended lately.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ProfileIntake:
         snapshot: Callable[[], Snapshot],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        late_process: Callable[[str, int | None], ReportingProcess | None],
+        late_process: Callable[[ProcessIdentity, int | None], ReportingProcess | None],
         requests_per_minute: int,
     ) -> None:
         self._profiles = profiles
@@ -126,7 +126,7 @@ class ProfileIntake:
         """Return the process that sends a profile. Raises ProblemError (409) if its reporter does not report."""
         process = self._store.find(key)
         if process is None:  # no report is sent during a search, so that the process may be silent by now
-            late = self._late_process(identity.session, key.owner_uid)
+            late = self._late_process(identity, key.owner_uid)
             process = late if late is not None and late.key == key else None
         known = process.report.process if process is not None else None
         same = (identity.start_time_ticks, identity.session)

@@ -54,6 +54,14 @@ def test_a_report_that_arrives_late_changes_nothing(exporter: RunningExporter) -
     assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 2
 
 
+def test_a_report_that_is_read_after_the_final_one_starts_no_process(exporter: RunningExporter) -> None:
+    for sequence, final in ((1, False), (3, True), (2, False)):
+        assert exporter.report(report(4712, devices=(sample(),), sequence=sequence, final=final)).status == 200
+    assert not exporter.runtime.snapshot().processes
+    assert exporter.report(report(4712, devices=(sample(),), sequence=4)).status == 200
+    assert len(exporter.runtime.snapshot().processes) == 1, "its reporter goes on"
+
+
 def test_an_action_over_the_limit_is_429_with_a_retry_after() -> None:
     with running_exporter(action_process_limit=2) as exporter:
         exporter.report(report(1, devices=(sample(),)))
