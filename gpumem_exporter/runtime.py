@@ -102,7 +102,7 @@ class Runtime:
             poll_soon=self.poller.poll_soon,
         )
         self.dispatcher = Dispatcher(
-            self.store,
+            store=self.store,
             allowed=frozenset(settings.action_allow),
             clock=clock,
             wall_clock=wall_clock,
@@ -114,7 +114,6 @@ class Runtime:
             # Without a disk, no later run of the exporter reads the record.
             record=self.audit.record if self.audit.durable else None,
             wake=self.held_requests.wake,
-            hide_identities=settings.web_hide_identities,
         )
         peer_places = PeerPlaces()
         senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)

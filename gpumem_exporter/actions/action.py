@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import SnapshotFile
@@ -68,11 +68,6 @@ class ActionResult:
     driver_after_bytes: int | None = None
     """The driver's value after the action: after `release_memory`, what stays resident."""
 
-    @property
-    def kept_bytes(self) -> int:
-        """About the memory that the result takes."""
-        return _RESULT_BYTES + len(self.reason) + (0 if self.snapshot is None else len(self.snapshot.path))
-
 
 @dataclass(frozen=True, slots=True)
 class PendingPart:
@@ -102,6 +97,11 @@ class EngineWait:
     def __str__(self) -> str:
         title = f" ({self.title})" if self.title else ""
         return f"the engine in pid {self.pid}{title} starts on GPU {self.gpu or self.uuid}"
+
+
+def all_waits(waits: Iterable[tuple[EngineWait, ...]]) -> tuple[EngineWait, ...]:
+    """Return the engines that are waited for, each once for each device."""
+    return tuple({(wait.pid, wait.uuid): wait for some in waits for wait in some}.values())
 
 
 def describe_starts(waits: Sequence[EngineWait]) -> str:
@@ -206,8 +206,10 @@ class Action:
     @property
     def kept_bytes(self) -> int:
         """About the memory that the action takes while it is kept."""
-        names = sum(len(name) + _TEXT_BYTES for values in self.target.given.values() for name in values)
-        return _RESULT_BYTES + names + len(self.reason) + sum(result.kept_bytes for result in self.results)
+        texts = [self.reason, *(name for values in self.target.given.values() for name in values)]
+        for result in self.results:
+            texts += [result.reason, "" if result.snapshot is None else result.snapshot.path]
+        return _RESULT_BYTES * (1 + len(self.results)) + sum(len(text) + _TEXT_BYTES for text in texts)
 
     def visible_to(self, caller: Caller) -> bool:
         """Return whether the audit log shows the action to a caller."""

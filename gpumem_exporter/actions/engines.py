@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from collections.abc import Set as AbstractSet
 
 from gpumem_client.wire.protocol import CommandResult
@@ -12,9 +12,9 @@ from gpumem_exporter.actions.action import EngineWait
 from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.lifecycle import CommandPart, OutsidePart, RunningAction
 from gpumem_exporter.actions.results import DriverValues
-from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection
+from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess
 from gpumem_exporter.core.caller import Caller
-from gpumem_exporter.core.samples import ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import Snapshot
 
 MIN_IDLE_SECONDS = 120.0
 """Policies and alerts let no engine sleep that had a request in this time, or whose last request is not known."""
@@ -38,12 +38,10 @@ class Engines:
         """
         return ()
 
-    def refusals(self, running: RunningAction, selection: Selection) -> Mapping[int | str, CommandResult | None]:
+    def refusals(self, running: RunningAction) -> Mapping[Hashable, CommandResult | None]:
         """Return the processes that take part in an action on engines, each with the result if it must not run."""
         reason = "this exporter has no support for inference engines"
-        refusal = CommandResult(running.action.id, "unsupported", reason, ReasonCode.NO_ENGINE)
-        commanded, outside = selection.commanded, selection.outside
-        return dict.fromkeys([*(one.pid for one in commanded), *(one.pid for one in outside)], refusal)
+        return dict.fromkeys(running.parts, CommandResult("", "unsupported", reason, ReasonCode.NO_ENGINE))
 
     def settle(self, running: RunningAction) -> None:
         """Measure after the settling time how much of what the engines released is still free, if that is requested."""
@@ -54,7 +52,7 @@ class Engines:
         """Return whether the driver was read since a process asked for its command, or has not answered in time."""
         raise NotImplementedError
 
-    def deliver(self, running: RunningAction, part: CommandPart, process: ReportingProcess) -> CommandResult | None:
+    def deliver(self, part: CommandPart) -> CommandResult | None:
         """Check a command right before a process gets it for the first time; return the result if it must not run."""
         raise NotImplementedError
 
@@ -62,6 +60,6 @@ class Engines:
         """Read the driver, and return what it lists for a process that has run its command."""
         raise NotImplementedError
 
-    async def act(self, running: RunningAction, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
+    async def act(self, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
         """Let the engine of a process release or resume its memory. Return the result, and what the driver lists."""
         raise NotImplementedError

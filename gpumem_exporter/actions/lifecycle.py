@@ -13,23 +13,22 @@ only.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
-from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult
-from gpumem_exporter.actions.action import Action, ActionResult, EngineWait, PendingPart, SubmittedAction
+from gpumem_client.wire.protocol import Command, CommandResult
+from gpumem_exporter.actions.action import Action, EngineWait, PendingPart, SubmittedAction, all_waits
 from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, ActionRequest
 from gpumem_exporter.actions.kinds import is_done
-from gpumem_exporter.actions.results import DriverValues, as_shown, command_results, outside_results
+from gpumem_exporter.actions.results import DriverValues, results_of
 from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
 from gpumem_exporter.actions.timing import Turn
 from gpumem_exporter.core.caller import Caller
-from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess
+from gpumem_exporter.core.samples import JobKey, ReportingProcess
 from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
 
@@ -93,20 +92,35 @@ def advanced(state: State, to: State) -> State:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Part:
+class Part:
     """One process's part in an action."""
 
     running: RunningAction
     """The action."""
-    deadline_seconds: float
-    """On the dispatcher's clock. A part that has not started by then ends."""
+    target: SelectedProcess | OutsideTarget
+    turn: Turn
     state: PartState = PartState.WAITING
+    waits: tuple[EngineWait, ...] = ()
+    """The engines that must have started before the part may start."""
     withdrawal: CommandResult | None = None
     """The result if the part does not run after all; None while it may run, and if its process says the result."""
     used_before: Mapping[str, int] = field(default_factory=dict)
     """For an engine, the driver's bytes of the process by device right before it acts."""
     awake_bytes: Mapping[str, int] = field(default_factory=dict)
     """For an engine that wakes, what the driver lists for the process by device once it is awake."""
+
+    def __str__(self) -> str:
+        return f"action {self.running.action.id} on {self.target}"
+
+    @property
+    def key(self) -> Hashable:
+        """The process."""
+        return self.target.key
+
+    @property
+    def deadline_seconds(self) -> float:
+        """On the dispatcher's clock. A part that has not started by then ends."""
+        return self.running.started_seconds + self.turn.deadline_seconds
 
     @property
     def blocked(self) -> bool:
@@ -120,18 +134,23 @@ class _Part:
             _log.debug("%s is %s", self, to.value)
 
     def withdraw(self, result: CommandResult) -> None:
-        """Record that the part must not run any more. The first result counts."""
-        self.withdrawal = self.withdrawal or result
+        """Record that the part must not run any more."""
+        self.withdrawal = result
         _log.debug("%s is withdrawn", self)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class CommandPart(_Part):
+class OutsidePart(Part):
+    """A part in which the exporter itself acts: it ends the process, or speaks with its engine."""
+
+    target: OutsideTarget
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CommandPart(Part):
     """A part that the process itself runs."""
 
-    command: Command
     target: SelectedProcess
-    turn: Turn
     asked_seconds: float | None = None
     """For an engine, when its process first asked for its command."""
     measuring: bool = False
@@ -143,95 +162,48 @@ class CommandPart(_Part):
     gives_up_seconds: float = 0.0
     """Until when the process may report what stays free, on the dispatcher's clock."""
 
-    def __str__(self) -> str:
-        return f"command {self.command.id} for {self.target}"
-
-    @classmethod
-    def of(cls, running: RunningAction, target: SelectedProcess, turn: Turn) -> CommandPart:
-        """Return the part of a process in an action, with the command that the process runs."""
-        action, request = running.action, running.request
-        every_device = request.action not in DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
-        if every_device:
-            target = target._replace(samples=target.process.report.devices)
-        clears, forces = request.action == "empty_cache", request.action in ("set_memory_fraction", "profile")
-        command = Command(
-            id=action.id,
-            action=request.action,
-            deadline_seconds=request.wait_idle_seconds or turn.deadline_seconds,
-            # No uuids for every device: the process may use another device since its report.
-            uuids=() if every_device else tuple(sample.uuid for sample in target.samples),
-            collect_garbage=request.collect_garbage,
-            mode="idle" if request.wait_idle_seconds else turn.mode,
-            at_step=turn.at_step,
-            fraction=request.fraction,
-            force=request.force and (forces or request.action in ENGINE_ACTIONS),
-            settle_seconds=request.settle_seconds if clears else 0.0,
-            duration_seconds=request.duration_seconds,
-            search_seconds=request.search_seconds,
-            keep=(request.keep,) if request.keep else (),
-        )
-        deadline_seconds = running.started_seconds + turn.deadline_seconds
-        return cls(running=running, deadline_seconds=deadline_seconds, command=command, target=target, turn=turn)
-
     @property
-    def group(self) -> JobKey | None:
-        """The job whose other ranks act after the same step; none of them acts without the others."""
-        return self.turn.group
-
-    @property
-    def process(self) -> ReportingProcess:
-        """The process, as of the request."""
-        return self.target.process
-
-    @property
-    def key(self) -> ProcessKey:
-        """The process."""
-        return self.target.process.key
+    def mode(self) -> str:
+        """When the process acts: one of `protocol.MODES`."""
+        return "idle" if self.running.request.wait_idle_seconds else self.turn.mode
 
     @property
     def ends_seconds(self) -> float:
         """When a command that started at the last moment has run: a profile records and searches for a time."""
-        return self.deadline_seconds + self.command.duration_seconds + self.command.search_seconds
+        request = self.running.request
+        return self.deadline_seconds + request.duration_seconds + request.search_seconds
+
+    def command(self, now_seconds: float) -> Command:
+        """Return the command that the process gets now."""
+        request, turn = self.running.request, self.turn
+        every_device = request.action not in DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
+        # A wait for an idle engine may end before the action's deadline.
+        most_seconds = request.wait_idle_seconds or turn.deadline_seconds
+        return Command(
+            id=self.running.action.id,
+            action=request.action,
+            deadline_seconds=min(most_seconds, self.deadline_seconds - now_seconds),
+            # No uuids for every device: the process may use another device since its report.
+            uuids=() if every_device else tuple(sample.uuid for sample in self.target.samples),
+            collect_garbage=request.collect_garbage,
+            mode=self.mode,
+            at_step=turn.at_step,
+            fraction=request.fraction,
+            # Of a clear, only the exporter waits for engines.
+            force=request.force and request.action != "empty_cache",
+            settle_seconds=request.settle_seconds if request.action == "empty_cache" else 0.0,
+            duration_seconds=request.duration_seconds,
+            search_seconds=request.search_seconds,
+            keep=(request.keep,) if request.keep else (),
+        )
 
     def belongs_to(self, process: ReportingProcess) -> bool:
         """Return whether this is the same process, with the same program in it: an exec starts another session."""
         started, reporting = self.target.process.report.process, process.report.process
         return (started.start_time_ticks, started.session) == (reporting.start_time_ticks, reporting.session)
 
-    @property
-    def on_the_way(self) -> bool:
-        """Whether the process may not have received the command yet, and is to receive it."""
-        return self.withdrawal is None and self.state in (PartState.WAITING, PartState.DELIVERED)
 
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class OutsidePart(_Part):
-    """A part in which the exporter itself acts: it ends the process, or speaks with its engine."""
-
-    target: OutsideTarget
-
-    def __str__(self) -> str:
-        return f"action {self.running.action.id} on {self.target}"
-
-    @property
-    def group(self) -> None:
-        """The process acts by itself."""
-
-    @property
-    def process(self) -> ReportingProcess | None:
-        """The process, as of the request; None if it does not report."""
-        return self.target.reporter
-
-    @property
-    def key(self) -> Hashable:
-        """The process."""
-        return self.target.reporter.key if self.target.reporter is not None else self.target.host_pid
-
-
-Part: TypeAlias = CommandPart | OutsidePart
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RunningAction:
     """An action that has not ended: its parts that have no result yet, and the results of the others."""
 
@@ -240,74 +212,39 @@ class RunningAction:
     """On the dispatcher's clock."""
     request: ActionRequest
     caller: Caller
-    facts: NodeFacts = field(default_factory=NodeFacts)
-    commands: dict[ProcessKey, CommandPart] = field(default_factory=dict)
-    outside: list[OutsidePart] = field(default_factory=list)
-    recorded: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the request is recorded: processes may get their commands."""
+    facts: NodeFacts
+    parts: dict[Hashable, Part] = field(default_factory=dict)
+    """The parts that have no result, by process."""
+    recorded: bool = False
+    """The request is recorded: processes may get their commands."""
     cancelled: bool = False
     """No part starts any more."""
-    withdrawn: set[JobKey] = field(default_factory=set)
-    """The groups that do not act."""
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts that have no result."""
-        return (*self.commands.values(), *self.outside)
+    def commands(self) -> list[CommandPart]:
+        """The parts that processes run."""
+        return [part for part in self.parts.values() if isinstance(part, CommandPart)]
 
-    @property
-    def blocked(self) -> tuple[Part, ...]:
-        """The parts that wait until an engine has started."""
-        return tuple(part for part in self.parts if part.blocked)
-
-    @property
-    def groups(self) -> dict[JobKey, list[CommandPart]]:
-        """The parts of each group that have no result."""
-        groups: dict[JobKey, list[CommandPart]] = {}
-        for part in self.commands.values():
-            if part.group is not None:
-                groups.setdefault(part.group, []).append(part)
-        return groups
-
-    def put(self, part: Part) -> None:
-        """Add a part without a result."""
-        if isinstance(part, CommandPart):
-            self.commands[part.key] = part
-        else:
-            self.outside.append(part)
-
-    def offer(self, wake: Callable[[ProcessKey], None], now_seconds: float) -> None:
-        """Record that processes may get their commands, and wake the requests that wait for one."""
-        self.recorded.set()
-        for key, part in self.commands.items():
-            part.offered_seconds = now_seconds
-            wake(key)
+    def group(self, job: JobKey) -> list[CommandPart]:
+        """Return the parts of the ranks of a job that act together, or none of them does."""
+        return [part for part in self.commands if part.turn.group == job]
 
     def show_parts(self) -> None:
-        """Show in the action which processes act, and when."""
-        jobs = self.facts.jobs
-        planned = [
-            PendingPart(one.pid, one.workload, one.rank, jobs.get(one.pid, ""), part.command.mode, part.command.at_step)
-            for part in self.commands.values()
+        """Show in the action which processes act, and when, and for which engines it waits, until its deadline."""
+        jobs, deadline = self.facts.jobs, self.action.created_unix_seconds + self.action.deadline_seconds
+        planned = (
+            PendingPart(one.pid, one.workload, one.rank, jobs.get(one.pid, ""), part.mode, part.turn.at_step)
+            for part in self.commands
             for one in [part.target]
-        ]
-        self.action = replace(self.action, planned=tuple(planned))
-
-    def show_waits(self, waits: Iterable[EngineWait]) -> None:
-        """Show in the action for which engines it waits, and until when: its deadline at the latest."""
-        deadline = self.action.created_unix_seconds + self.action.deadline_seconds
-        shown = [replace(each, until_unix_seconds=min(each.until_unix_seconds, deadline)) for each in waits]
-        self.action = replace(self.action, waits_for=tuple(shown))
+        )
+        waits = all_waits(part.waits for part in self.parts.values())
+        waits_for = (replace(each, until_unix_seconds=min(each.until_unix_seconds, deadline)) for each in waits)
+        self.action = replace(self.action, planned=tuple(planned), waits_for=tuple(waits_for))
 
     def start(self) -> None:
         """Record that a part has started. A repetition has no effect."""
         if self.action.state != ActionState.RUNNING.value:
             self._advance(ActionState.RUNNING)
-
-    def add(self, results: Iterable[ActionResult], mode: str | None = None, at_step: int | None = None) -> None:
-        """Append results of a process that acts in this mode, or after this step with the ranks of its job."""
-        added = [replace(result, mode=mode, at_step=at_step) for result in results]
-        self.action = replace(self.action, results=(*self.action.results, *added))
 
     def end(
         self,
@@ -320,20 +257,16 @@ class RunningAction:
         """End a part with its result. `process` is the last report of a process that runs a command."""
         part.advance(PartState.ENDED)
         _log.debug("%s: %s %s", part, result.outcome, result.reason_code)
-        if isinstance(part, OutsidePart):
-            self.outside.remove(part)
-            mode, at_step = None, None
-            results = outside_results(part.target, result, self.facts, self.request)
-        else:
-            del self.commands[part.key]
-            mode, at_step = part.command.mode, part.command.at_step
-            process = process or part.process
+        del self.parts[part.key]
+        target, mode = part.target, None
+        if isinstance(part, CommandPart):
+            mode, target = part.mode, part.target._replace(process=process or part.target.process)
             # The process may name any profile; only what it has sent for this command is shown.
-            result = replace(as_shown(result, part.target.samples, process.report.devices), profile=part.profile)
-            results = command_results(part.target._replace(process=process), result, self.facts)
-        if driver is not None:
-            results = (driver.of(each, self.action.action) for each in results)
-        self.add(results, mode, at_step)
+            result = replace(result, profile=part.profile)
+        for row in results_of(target, result, self.facts, self.request):
+            row = replace(row, mode=mode, at_step=part.turn.at_step)
+            row = row if driver is None else driver.of(row, self.action.action)
+            self.action = replace(self.action, results=(*self.action.results, row))
 
     def finish(self, now_seconds: float) -> Action:
         """End the action, in the state that its results have in common. A cancelled one is done if every part is."""

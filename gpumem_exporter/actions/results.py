@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import NamedTuple
 
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, denied_by_owner
 from gpumem_client.wire.reason_codes import ReasonCode
@@ -17,8 +17,6 @@ from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, Selected
 from gpumem_exporter.core.samples import ReportingProcess
 
 _RESERVED = ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
-# What a process measures on each device.
-_MEASURED = (*_RESERVED, "freed_bytes", "device_free_before_bytes", "device_free_after_bytes")
 
 
 class DriverValues(NamedTuple):
@@ -41,66 +39,68 @@ class DriverValues(NamedTuple):
         return replace(result, driver_before_bytes=before, driver_after_bytes=after, freed_bytes=freed)
 
 
-def command_results(selected: SelectedProcess, result: CommandResult, facts: NodeFacts) -> Iterator[ActionResult]:
-    """Yield the result for each measured device, otherwise for each target device, otherwise one for the process.
-
-    Only the first one has the snapshot, which is the same for all devices of the process. A device that
-    the process has not reported is left out.
-    """
-    report = selected.process.report
-    used = {sample.uuid for sample in (*selected.samples, *report.devices)}
-    by_uuid = {device.uuid: device for device in result.devices if device.uuid in used}
-    measured = tuple(by_uuid.values()) or tuple(DeviceResult(sample.uuid) for sample in selected.samples)
+def results_of(
+    target: SelectedProcess | OutsideTarget, result: CommandResult, facts: NodeFacts, request: ActionRequest
+) -> Iterator[ActionResult]:
+    """Yield the result for each measured device, otherwise for each target device, otherwise one for the process."""
+    done, idle = is_done(result.outcome), dict[str, int | None]()
+    if isinstance(target, OutsideTarget):
+        measured = _outside_devices(target, request, done=done)
+    else:
+        measured = _measured_devices(target, result)
+        # What the process did not need for a minute. The rest is reserved again, as in every minute before.
+        idle = {sample.uuid: sample.idle_cache_bytes for sample in target.samples if request.dry_run}
     for number, device in enumerate(measured or (DeviceResult(""),)):
-        yield _row(
-            selected,
-            result,
-            facts,
-            device.uuid,
-            **{name: getattr(device, name) for name in _MEASURED},
+        idle_bytes, freed_bytes = idle.get(device.uuid), device.freed_bytes
+        stays_free = None if idle_bytes is None or freed_bytes is None else min(idle_bytes, freed_bytes)
+        yield ActionResult(
+            pid=target.pid,
+            workload=target.workload,
+            rank=target.rank,
+            gpu=facts.gpus.get(device.uuid, ""),
+            outcome=result.outcome,
+            reason=result.reason,
+            reason_code=result.reason_code,
+            **{each.name: getattr(device, each.name) for each in fields(device)},
+            still_free_bytes=stays_free,
+            duration_seconds=result.duration_seconds,
             step=result.step,
             thread_id=result.thread_id,
+            # The same for all devices of the process.
             snapshot=result.snapshot if number == 0 else None,
-            limit_bytes=facts.limits.get(device.uuid) if is_done(result.outcome) else None,
+            job=facts.jobs.get(target.pid, ""),
+            limit_bytes=facts.limits.get(device.uuid) if done else None,
             profile=result.profile or None,
         )
 
 
-def _row(
-    target: SelectedProcess | OutsideTarget, result: CommandResult, facts: NodeFacts, uuid: str, **measured: Any
-) -> ActionResult:
-    """Return the result on one device."""
-    return ActionResult(
-        pid=target.pid,
-        workload=target.workload,
-        rank=target.rank,
-        gpu=facts.gpus.get(uuid, ""),
-        uuid=uuid,
-        outcome=result.outcome,
-        reason=result.reason,
-        reason_code=result.reason_code,
-        duration_seconds=result.duration_seconds,
-        job=facts.jobs.get(target.pid, ""),
-        **measured,
-    )
+def _outside_devices(target: OutsideTarget, request: ActionRequest, *, done: bool) -> list[DeviceResult]:
+    """Return what the exporter's action has released. An ended process has released what the driver listed."""
+    samples = target.process.report.devices if target.process is not None and done else ()
+    released = {sample.uuid: released_bytes(sample, request) for sample in samples}
+    if done and request.action == "terminate":
+        released = dict(target.used_bytes)
+    return [DeviceResult(uuid, freed_bytes=released.get(uuid)) for uuid, _ in target.used_bytes]
 
 
-def as_shown(result: CommandResult, shown: Iterable[DeviceSample], reported: Iterable[DeviceSample]) -> CommandResult:
-    """Return a result without the memory that the exporter shows as unmapped and the reporter does not know to be."""
-    said = {sample.uuid: sample.unmapped_bytes or 0 for sample in reported}
-    unmapped = {sample.uuid: (sample.unmapped_bytes or 0) - said.get(sample.uuid, 0) for sample in shown}
-    devices = []
+def _measured_devices(selected: SelectedProcess, result: CommandResult) -> list[DeviceResult]:
+    """Return what a process has measured, without devices that it has not reported.
+
+    Leaves out the memory that the exporter shows as unmapped and the reporter does not know to be unmapped.
+    """
+    reported = {sample.uuid: sample.unmapped_bytes or 0 for sample in selected.process.report.devices}
+    shown = {sample.uuid: sample.unmapped_bytes or 0 for sample in selected.samples}
+    devices = {}
     for device in result.devices:
-        less = max(0, unmapped.get(device.uuid, 0))
-        sizes = {name: max(0, size - less) for name in _RESERVED if (size := getattr(device, name)) is not None}
-        devices.append(replace(device, **sizes))
-    return replace(result, devices=tuple(devices))
+        if device.uuid in reported or device.uuid in shown:
+            less = max(0, shown.get(device.uuid, 0) - reported.get(device.uuid, 0))
+            sizes = {name: max(0, size - less) for name in _RESERVED if (size := getattr(device, name)) is not None}
+            devices[device.uuid] = replace(device, **sizes)
+    return list(devices.values()) or [DeviceResult(sample.uuid) for sample in selected.samples]
 
 
-def dry_run_results(
-    selected: SelectedProcess, request: ActionRequest, facts: NodeFacts, reason: str = ""
-) -> Iterator[ActionResult]:
-    """Yield the expected results, from the last report, and the reason for when it acts.
+def expected_result(selected: SelectedProcess, request: ActionRequest, reason: str) -> CommandResult:
+    """Return the expected result of a process, from its last report, and the reason for when it acts.
 
     The effect of a garbage collection is unknown.
     """
@@ -117,16 +117,9 @@ def dry_run_results(
                 freed_bytes=freed,
             )
         )
-    idle = {sample.uuid: sample.idle_cache_bytes for sample in selected.samples}
     report = selected.process.report
     step = report.step if report.step_seconds else None
-    would = CommandResult("", KINDS[request.action].would, reason, devices=tuple(devices), step=step)
-    for result in command_results(selected, would, facts):
-        # What the process did not need for a minute. The rest is reserved again, as in every minute before.
-        idle_bytes, freed = idle.get(result.uuid), result.freed_bytes
-        if idle_bytes is not None and freed is not None:
-            result = replace(result, still_free_bytes=min(idle_bytes, freed))
-        yield result
+    return CommandResult("", KINDS[request.action].would, reason, devices=tuple(devices), step=step)
 
 
 def released_bytes(sample: DeviceSample, request: ActionRequest) -> int | None:
@@ -170,23 +163,11 @@ def expected_refusal(selected: SelectedProcess, request: ActionRequest, facts: N
     return None
 
 
-def starting_refusal(action_id: str, waits: Sequence[EngineWait]) -> CommandResult:
+def starting_refusal(waits: Sequence[EngineWait]) -> CommandResult:
     """Return the result of a process that does not act because these engines start."""
     latest = time.gmtime(max(each.until_unix_seconds for each in waits))
     reason = (
         f"{describe_starts(waits)}. It counts as started at {time.strftime('%H:%M:%S UTC', latest)} at the latest; use "
         "a longer --deadline to wait for it, or --force"
     )
-    return CommandResult(action_id, "refused", reason, ReasonCode.ENGINE_STARTING)
-
-
-def outside_results(
-    target: OutsideTarget, result: CommandResult, facts: NodeFacts, request: ActionRequest
-) -> Iterator[ActionResult]:
-    """Yield the result for each device. A process that was ended has released the memory that the driver listed."""
-    ends, done = request.action == "terminate", is_done(result.outcome)
-    samples = target.reporter.report.devices if target.reporter is not None else ()
-    released = {sample.uuid: released_bytes(sample, request) for sample in samples}
-    for uuid, used_bytes in target.used_bytes or (("", None),):
-        freed_bytes = used_bytes if ends else released.get(uuid)
-        yield _row(target, result, facts, uuid, freed_bytes=freed_bytes if done else None)
+    return CommandResult("", "refused", reason, ReasonCode.ENGINE_STARTING)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, DeviceSample
 from gpumem_client.wire.units import counted
-from gpumem_exporter.actions.action_options import OUTSIDE_ACTIONS, ActionRequest, Target
+from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, OUTSIDE_ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 
@@ -39,6 +38,11 @@ class SelectedProcess(NamedTuple):
 
     def __str__(self) -> str:
         return f"pid {self.pid}" + (f" (rank {self.rank})" if self.rank else "")
+
+    @property
+    def key(self) -> ProcessKey:
+        """The process."""
+        return self.process.key
 
     @property
     def workload(self) -> str:
@@ -70,16 +74,21 @@ class OutsideTarget:
     title: str = ""
     """Its command or title."""
     owner_uid: int | None = None
-    reporter: ReportingProcess | None = None
+    process: ReportingProcess | None = None
     """The process, if it reports."""
 
     def __str__(self) -> str:
         return f"pid {self.pid}"
 
     @property
+    def key(self) -> ProcessKey | int | None:
+        """The process."""
+        return self.process.key if self.process is not None else self.host_pid
+
+    @property
     def share(self) -> str:
         """The holder of the share of each limit, as `ProcessKey.share`. The driver's list has no places."""
-        return self.reporter.key.share if self.reporter is not None else HERE.share(self.owner_uid)
+        return self.process.key.share if self.process is not None else HERE.share(self.owner_uid)
 
     @classmethod
     def of(cls, selected: SelectedProcess, snapshot: Snapshot) -> OutsideTarget:
@@ -105,7 +114,7 @@ class OutsideTarget:
             listed=listed,
             title=facts.command if facts is not None and facts.command else process.report.process.command,
             owner_uid=process.owner_uid,
-            reporter=process,
+            process=process,
         )
 
 
@@ -120,9 +129,29 @@ class NodeFacts:
     limits: Mapping[str, int] = field(default_factory=dict)
     """With `set_memory_fraction`, the bytes that a process may reserve on each device, by uuid."""
 
+    @classmethod
+    def of(
+        cls, targets: Iterable[SelectedProcess | OutsideTarget], fraction: float | None, snapshot: Snapshot
+    ) -> NodeFacts:
+        """Return the facts about these processes and the devices."""
+        limits = {}
+        for device in snapshot.node.devices if snapshot.node is not None and fraction is not None else ():
+            if device.memory is not None:
+                # PyTorch's total is what the driver does not reserve for itself.
+                total_bytes = device.memory.total_bytes - (device.memory.reserved_bytes or 0)
+                limits[device.uuid] = int((fraction or 0.0) * total_bytes)
+        jobs = {}
+        for one in targets:
+            if isinstance(one, OutsideTarget):
+                title = one.title
+            else:
+                facts = _facts_of(one.process, snapshot)
+                title = facts.command if facts is not None else ""
+            jobs[one.pid] = one.workload or title or f"pid {one.pid}"
+        return cls(snapshot.gpus, jobs, limits)
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+
+class Selection(NamedTuple):
     """The processes of a request."""
 
     commanded: tuple[SelectedProcess, ...]
@@ -130,46 +159,29 @@ class Selection:
     outside: tuple[OutsideTarget, ...] = ()
     """The processes on which the exporter itself acts. Only the `OUTSIDE_ACTIONS` have some."""
 
-    def facts(self, request: ActionRequest, snapshot: Snapshot) -> NodeFacts:
-        """Return the facts about the processes and their devices."""
-        node = snapshot.node
-        limits = {}
-        for device in node.devices if node is not None else ():
-            if device.memory is not None and request.fraction is not None:
-                # PyTorch's total is what the driver does not reserve for itself.
-                total_bytes = device.memory.total_bytes - (device.memory.reserved_bytes or 0)
-                limits[device.uuid] = int(request.fraction * total_bytes)
-        titles = {one.pid: one.title for one in self.outside}
-        for one in self.commanded:
-            facts = _facts_of(one.process, snapshot)
-            titles[one.pid] = facts.command if facts is not None else ""
-        processes: tuple[SelectedProcess | OutsideTarget, ...] = (*self.commanded, *self.outside)
-        jobs = {one.pid: one.workload or titles[one.pid] or f"pid {one.pid}" for one in processes}
-        return NodeFacts(snapshot.gpus, jobs, limits)
 
-
-def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_identities: bool = False) -> Selection:
+def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> Selection:
     """Select the processes of a request that its caller may act on. `timing.plan` adds the ranks of a group.
 
-    Without a match, the selection is empty if the target names no process: there is nothing to do. With
-    `hide_identities`, errors name only the caller's processes.
+    Without a match, the selection is empty if the target names no process: there is nothing to do. Errors name only
+    processes that the caller may act on.
 
     Raises:
         TargetNotFoundError: no process or device has one of the target's names, or no process has all of them.
         ActionForbiddenError: only processes match that the caller may not act on.
     """
-    reporting = snapshot.names.reporting
-    permitted = [(name, process) for name, process in reporting if caller.may_act_on(process)]
-    shown = permitted if hide_identities else reporting
-    _require_known(request, snapshot, permitted, shown)
+    permitted = [(name, process) for name, process in snapshot.names.reporting if caller.may_act_on(process)]
+    _require_known(request, snapshot, permitted)
     matching = select_reporting(request.target, snapshot)
     listed = select_listed(request.target, snapshot) if request.action in OUTSIDE_ACTIONS else ()
     if not matching and not listed:
         if request.target.given.keys() <= {"gpu"}:
             return Selection(())
-        raise TargetNotFoundError(nothing_matches(request.target, shown))
+        raise TargetNotFoundError(nothing_matches(request.target, permitted))
     keys = {process.key for _, process in permitted}
     selected = tuple(one for one in matching if one.process.key in keys)
+    if request.action not in DEVICE_ACTIONS:
+        selected = tuple(one._replace(samples=one.process.report.devices) for one in selected)
     listed = tuple(one for one in listed if caller.may_act_on_listed(one.owner_uid))
     if not selected and not listed:
         raise ActionForbiddenError(
@@ -232,7 +244,7 @@ def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ..
     )
 
 
-def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting, shown: _Reporting) -> None:
+def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting) -> None:
     """Check that each name of the target exists."""
     # An action on only some of the names would hide a typing error.
     given = request.target.given
@@ -243,14 +255,9 @@ def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Repor
     known = _known_names(snapshot, names.reporting, permitted, of_target)
     if all(known[selector].keys() >= set(values) for selector, values in given.items()):
         return
-    unreported: dict[str, Collection[str]] = {
-        "pid": {*map(str, listed), *(name for name, _ in names.silent)} - known["pid"].keys()
-    }
-    if shown is not permitted and snapshot.node is not None:  # identities are not hidden
-        # The page calls a job without a workload by its program.
-        unreported["workload"] = {snapshot.node.facts[pid].command for pid in listed if pid in snapshot.node.facts}
-    named = _known_names(snapshot, shown, permitted, of_target)
-    raise TargetNotFoundError(unknown_names(request.target, known, unreported, shown=named))
+    silent = {*map(str, listed), *(name for name, _ in names.silent)} - known["pid"].keys()
+    shown = _known_names(snapshot, permitted, permitted, of_target)
+    raise TargetNotFoundError(unknown_names(request.target, known, silent, shown=shown))
 
 
 def _known_names(
@@ -297,25 +304,25 @@ def _user_names(host_pid: int, snapshot: Snapshot) -> tuple[str, ...]:
 def unknown_names(
     target: Target,
     known: Mapping[str, Iterable[str]],
-    unreported: Mapping[str, Collection[str]] = MappingProxyType({}),
+    silent: Collection[str] = (),
     *,
     shown: Mapping[str, Iterable[str]] | None = None,
 ) -> str:
     """Return which names of a target no device and no process has, and the nearest known ones; empty if all are known.
 
-    `unreported` are the names of processes that do not report, so that the action cannot reach them. The text contains
-    only names of `shown`, in their order; by default all known ones.
+    `silent` are the pids of processes that do not report, so that the action cannot reach them. The text contains only
+    names of `shown`, in their order; by default all known ones.
     """
     shown, texts, suggested = known if shown is None else shown, [], False
     for selector, values in target.given.items():
-        listed = set(known[selector])
-        unreachable = set(unreported.get(selector, ())) - listed
-        if silent := [value for value in values if value in unreachable]:
+        unreachable = [value for value in values if selector == "pid" and value in silent]
+        if unreachable:
             texts.append(
-                f"{selector} {_listing(silent)}: no report arrives, and actions reach only processes that report; "
+                f"pid {_listing(unreachable)}: no report arrives, and actions reach only processes that report; "
                 f"{_REPORTS}"
             )
-        if unknown := [value for value in values if value not in listed and value not in unreachable]:
+        found = {*known[selector], *unreachable}
+        if unknown := [value for value in values if value not in found]:
             names = [name for name in dict.fromkeys(shown[selector]) if name]
             noun = _NOUNS[selector]
             there_is = f"known {noun}s: {_listing(names)}" if names else f"no {noun} is known: {_SEE}"

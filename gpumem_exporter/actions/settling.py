@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from gpumem_client.wire.protocol import StillFree
@@ -22,14 +22,14 @@ class Settlements:
 
     def __init__(self, changed: Callable[[Action], None]) -> None:
         self._changed = changed
-        self._waiting: dict[tuple[str, ProcessKey], CommandPart] = {}
+        self._waiting: dict[tuple[str, Hashable], CommandPart] = {}
 
     def start(self, part: CommandPart, now: float) -> None:
         """Wait for values of a process that has done a clear, if it has released memory."""
-        late_seconds = SETTLING_GRACE_SECONDS + 2 * (part.process.report.step_seconds or 0.0)
-        part.gives_up_seconds = now + part.command.settle_seconds + late_seconds
+        late_seconds = SETTLING_GRACE_SECONDS + 2 * (part.target.process.report.step_seconds or 0.0)
+        part.gives_up_seconds = now + part.running.request.settle_seconds + late_seconds
         if any(_lacks_value(part, result) for result in part.running.action.results):
-            self._waiting[part.command.id, part.key] = part
+            self._waiting[part.running.action.id, part.key] = part
             part.running.action = replace(part.running.action, settling=True)
 
     def take(self, process: ReportingProcess) -> None:
@@ -62,7 +62,7 @@ class Settlements:
 
     def _end(self, part: CommandPart) -> None:
         running = part.running
-        del self._waiting[part.command.id, part.key]
+        del self._waiting[part.running.action.id, part.key]
         if not any(other.running is running for other in self._waiting.values()):
             running.action = replace(running.action, settling=False)
         self._changed(running.action)

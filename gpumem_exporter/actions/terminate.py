@@ -26,7 +26,7 @@ class Terminator:
     def __init__(self, host: Host) -> None:
         self._host = host
 
-    def refusal(self, action_id: str, target: OutsideTarget) -> CommandResult | None:
+    def refusal(self, target: OutsideTarget) -> CommandResult | None:
         """Return the result for a process that must not be terminated; None for any other."""
         # The pid of a report is only a claim, which kernel and driver must confirm.
         if not target.attested:
@@ -44,9 +44,9 @@ class Terminator:
             reason, code = "it has exited, or this exporter does not see its pid", ReasonCode.PROCESS_EXITED
         else:
             return None
-        return CommandResult(action_id, "refused", reason, code)
+        return CommandResult("", "refused", reason, code)
 
-    async def end(self, action_id: str, target: OutsideTarget, grace_seconds: float) -> CommandResult:
+    async def end(self, target: OutsideTarget, grace_seconds: float) -> CommandResult:
         """Terminate a process that `refusal` permits, with SIGKILL after the grace period, and return the result."""
         clock = asyncio.get_running_loop().time
         started = clock()
@@ -54,11 +54,11 @@ class Terminator:
         try:
             pidfd = os.pidfd_open(target.host_pid or 0)
         except ProcessLookupError:
-            return CommandResult(action_id, "gone", "it had exited", ReasonCode.PROCESS_EXITED)
+            return CommandResult("", "gone", "it had exited", ReasonCode.PROCESS_EXITED)
         except (AttributeError, OSError) as error:
-            return CommandResult(action_id, "unsupported", f"pidfd_open: {error}", ReasonCode.PIDFD_UNAVAILABLE)
+            return CommandResult("", "unsupported", f"pidfd_open: {error}", ReasonCode.PIDFD_UNAVAILABLE)
         try:
-            refusal = self.refusal(action_id, target)
+            refusal = self.refusal(target)
             if refusal is not None:
                 return replace(refusal, outcome="gone")
             for number, wait_seconds, code in (
@@ -67,18 +67,18 @@ class Terminator:
             ):
                 signal.pidfd_send_signal(pidfd, number)
                 if await _exits(pidfd, wait_seconds):
-                    return CommandResult(action_id, "done", f"ended by {number.name}", code, clock() - started)
+                    return CommandResult("", "done", f"ended by {number.name}", code, clock() - started)
         except ProcessLookupError:
-            return CommandResult(action_id, "done", "it exited", ReasonCode.PROCESS_EXITED, clock() - started)
+            return CommandResult("", "done", "it exited", ReasonCode.PROCESS_EXITED, clock() - started)
         except OSError as error:
             reason = f"the exporter (uid {os.geteuid()}) cannot signal it: {error}"
             if error.errno == errno.EPERM:
-                return CommandResult(action_id, "refused", reason, ReasonCode.NOT_PERMITTED)
-            return CommandResult(action_id, "failed", reason, ReasonCode.SIGNAL_FAILED)
+                return CommandResult("", "refused", reason, ReasonCode.NOT_PERMITTED)
+            return CommandResult("", "failed", reason, ReasonCode.SIGNAL_FAILED)
         finally:
             os.close(pidfd)
         reason = f"it is still running {_KILL_SECONDS:g} s after SIGKILL"
-        return CommandResult(action_id, "failed", reason, ReasonCode.SURVIVED_SIGKILL)
+        return CommandResult("", "failed", reason, ReasonCode.SURVIVED_SIGKILL)
 
 
 async def _exits(pidfd: int, timeout_seconds: float) -> bool:

@@ -29,10 +29,11 @@ def build_dispatcher(
     It knows engines: `engines` finds them, and `poll_soon` lets the driver be read.
     """
     finder, poll_soon = changes.pop("engines", None), changes.pop("poll_soon", lambda: None)
+    hide_identities = changes.pop("hide_identities", False)
     wall_clock = changes.pop("wall_clock", lambda: 1e9 + clock())
     dispatcher = Dispatcher(
-        store,
         **{
+            "store": store,
             "allowed": frozenset(DEFAULT_ACTIONS),
             "clock": clock,
             "wall_clock": wall_clock,
@@ -51,7 +52,7 @@ def build_dispatcher(
         wall_clock=wall_clock,
         poll_soon=poll_soon,
         spawn=dispatcher.spawn,
-        hide_identities=changes.get("hide_identities", False),
+        hide_identities=hide_identities,
     )
     return dispatcher
 

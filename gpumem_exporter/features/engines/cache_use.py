@@ -160,4 +160,4 @@ def _lacks_use(report: Report, sample: DeviceSample, completed: bool = False) ->
 def _target(process: ReportingProcess) -> OutsideTarget:
     identity = process.report.process
     names = identity.workload, identity.rank, process.host_pid, identity.start_time_ticks
-    return OutsideTarget(process.name, *names, (), attested=process.attested, reporter=process)
+    return OutsideTarget(process.name, *names, (), attested=process.attested, process=process)

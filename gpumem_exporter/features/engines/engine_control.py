@@ -75,7 +75,7 @@ class EngineControl:
 
     def is_engine(self, target: OutsideTarget) -> bool:
         """Return whether a process belongs to vLLM, by the name in its report, otherwise by its title."""
-        reported = target.reporter.report.engine if target.reporter is not None else None
+        reported = target.process.report.engine if target.process is not None else None
         return reported.name.lower() == "vllm" if reported is not None else _TITLE.search(target.title) is not None
 
     def find(self, target: OutsideTarget) -> Vllm:

@@ -24,9 +24,9 @@ from gpumem_exporter.actions.action import EngineWait
 from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS, Engines
 from gpumem_exporter.actions.kinds import KINDS
-from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, RunningAction
+from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, Part, RunningAction
 from gpumem_exporter.actions.results import DriverValues
-from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection
+from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess
 from gpumem_exporter.core.caller import Caller, CallerKind
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
@@ -101,19 +101,16 @@ class EngineMemory(Engines):
             hide_identities=self._hide_identities,
         )
 
-    def refusals(self, running: RunningAction, selection: Selection) -> Mapping[int | str, CommandResult | None]:
+    def refusals(self, running: RunningAction) -> Mapping[Hashable, CommandResult | None]:
         """Return the processes that take part, each with the result if it must not run."""
         # The bytes by device that the engines of this request will take.
         taken: Counter[str] = Counter()
-        refusals = {one.pid: self._refusal(running, one.process, taken) for one in selection.commanded}
-        engines = [target for target in selection.outside if self._is_engine(target)]
-        refusals.update({target.pid: self._refusal(running, target.reporter, taken) for target in engines})
-        if not refusals:  # the results say so
-            errors = [(target.pid, no_engine(target)) for target in selection.outside]
-            return {
-                pid: CommandResult(running.action.id, error.outcome, str(error), error.code) for pid, error in errors
-            }
-        return refusals
+        outside = {part.key: part.target for part in running.parts.values() if isinstance(part, OutsidePart)}
+        others = {key: no_engine(target) for key, target in outside.items() if not self._is_engine(target)}
+        if others.keys() == running.parts.keys():  # the results say so
+            return {key: CommandResult("", error.outcome, str(error), error.code) for key, error in others.items()}
+        engines = [part for part in running.parts.values() if part.key not in others]
+        return {part.key: self._refusal(running, part.target.process, taken) for part in engines}
 
     def _is_engine(self, target: OutsideTarget) -> bool:
         return self._finder is not None and self._finder.is_engine(target)
@@ -128,16 +125,16 @@ class EngineMemory(Engines):
         request = running.request
         denied = "" if process is None else denied_by_owner(process.report.denied_actions, request.action)
         if denied:
-            return CommandResult(running.action.id, "refused", denied, ReasonCode.DENIED_BY_OWNER)
+            return CommandResult("", "refused", denied, ReasonCode.DENIED_BY_OWNER)
         recent = _too_recent(request, running.caller, process)
         if recent is not None:
-            return CommandResult(running.action.id, "refused", recent, ReasonCode.ENGINE_BUSY)
+            return CommandResult("", "refused", recent, ReasonCode.ENGINE_BUSY)
         if request.action != "resume_memory" or process is None:
             return None
         earlier = Counter() if earlier is None else earlier
         lacking = _lacking_memory(process, self._store.newest_reading, self._waking(besides=process) + earlier)
         if lacking is not None and not request.force:
-            return CommandResult(running.action.id, "refused", lacking, ReasonCode.DEVICE_MEMORY_SHORT)
+            return CommandResult("", "refused", lacking, ReasonCode.DEVICE_MEMORY_SHORT)
         earlier.update(_unmapped(process))
         return None
 
@@ -145,8 +142,8 @@ class EngineMemory(Engines):
         """Return the bytes by device that waking engines still take: the driver does not list them yet."""
         taken: Counter[str] = Counter()
         for running in self._actions.running.values():
-            for part in running.parts:
-                process = part.process
+            for part in running.parts.values():
+                process = part.target.process
                 if part.awake_bytes and process is not None and process.key != besides.key:
                     used = self._used_by(self._newest(process).host_pid)
                     taken.update({uuid: max(0, size - used.get(uuid, 0)) for uuid, size in part.awake_bytes.items()})
@@ -154,12 +151,13 @@ class EngineMemory(Engines):
 
     # An engine whose reporter speaks with it
 
-    def deliver(self, running: RunningAction, part: CommandPart, process: ReportingProcess) -> CommandResult | None:
+    def deliver(self, part: CommandPart) -> CommandResult | None:
         """Check a command right before a process gets it for the first time; return the result if it must not run."""
-        refusal = self._refusal(running, process)
+        process = self._newest(part.target.process)
+        refusal = self._refusal(part.running, process)
         if refusal is None:
             part.used_before = self._used_by(process.host_pid)
-            if part.command.action == "resume_memory":
+            if part.running.request.action == "resume_memory":
                 self._wake(part, process)
         return refusal
 
@@ -173,25 +171,25 @@ class EngineMemory(Engines):
 
     async def measure(self, part: CommandPart) -> DriverValues:
         """Read the driver, and return what it lists for a process that has run its command."""
-        host_pid = self._newest(part.process).host_pid
+        host_pid = self._newest(part.target.process).host_pid
         return DriverValues(part.used_before, _used_by(await self._new_reading(), host_pid))
 
-    def _wake(self, part: CommandPart | OutsidePart, process: ReportingProcess) -> None:
+    def _wake(self, part: Part, process: ReportingProcess) -> None:
         """Record what the driver will list for the process of an engine that wakes now."""
         used = self._used_by(process.host_pid)
         part.awake_bytes = {uuid: size + used.get(uuid, 0) for uuid, size in _unmapped(process).items()}
 
     # An engine with which the exporter speaks
 
-    async def act(self, running: RunningAction, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
+    async def act(self, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
         """Let the engine of a process release or resume its memory. Return the result, and what the driver lists."""
-        action_id, target = running.action.id, part.target
+        running, target = part.running, part.target
         # The effect is the difference of the driver's values for the process, and never what the engine says.
         started, part.used_before = self._clock(), self._used_by(target.host_pid)
         try:
             denying = self._denying(target, running.action.action)
             engine = await self._call(target, lambda: self._find(target, denying))
-            key = action_id, engine.key
+            key = running.action.id, engine.key
             if key in self._calls:
                 call, parts = self._calls[key]
                 process = self._reporting(target)
@@ -205,17 +203,17 @@ class EngineMemory(Engines):
                 self._calls[key] = call, parts
             await asyncio.shield(call)  # other processes of the engine wait for the same call
         except EngineRefusedError as error:
-            return CommandResult(action_id, error.outcome, str(error), error.code), None
+            return CommandResult("", error.outcome, str(error), error.code), None
         duration_seconds = self._clock() - started
         if running.action.dry_run:
-            return CommandResult(action_id, KINDS[running.action.action].would), DriverValues(part.used_before, None)
+            return CommandResult("", KINDS[running.action.action].would), DriverValues(part.used_before, None)
         after = _used_by(await self._new_reading(), target.host_pid)
-        result = CommandResult(action_id, "done", duration_seconds=duration_seconds)
+        result = CommandResult("", "done", duration_seconds=duration_seconds)
         return result, DriverValues(part.used_before, after)
 
     def _denying(self, target: OutsideTarget, action: str) -> list[OutsideTarget]:
         """Return the engine processes of the target's owner that report that their owner does not allow an action."""
-        snapshot, is_listed = self._store.snapshot(self._clock()), target.reporter is None
+        snapshot, is_listed = self._store.snapshot(self._clock()), target.process is None
         found = (
             OutsideTarget.of(SelectedProcess(json_pid(name), process, ()), snapshot)
             for name, process in snapshot.names.reporting
@@ -303,7 +301,7 @@ class EngineMemory(Engines):
 
     def _reporting(self, target: OutsideTarget) -> ReportingProcess | None:
         """Return the process of a target with its newest report; None if it does not report."""
-        return target.reporter and self._newest(target.reporter)
+        return target.process and self._newest(target.process)
 
     def _newest(self, process: ReportingProcess) -> ReportingProcess:
         """Return a process with its newest report."""

@@ -12,6 +12,7 @@ from gpumem_exporter.actions.action import Action, SubmittedAction
 from gpumem_exporter.actions.action_options import ANSWER_GRACE_SECONDS, Target
 from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
 from gpumem_exporter.actions.engines import Engines
+from gpumem_exporter.actions.lifecycle import ActionRegistry
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
@@ -166,7 +167,7 @@ def done(bench: Bench, caller: Caller | None = None, **changes: Any) -> Action:
 
 def test_a_caller_with_many_actions_displaces_only_its_own() -> None:
     bench = Bench()
-    bench.dispatcher = bench.build(kept_actions=4)
+    bench.dispatcher = bench.build(actions=ActionRegistry(4))
     flooder, other = (Caller(CallerKind.UNIX, Rights.ALL, uid=uid) for uid in (1001, 1002))
     first = done(bench, other, idempotency_key="k")
     flood = [done(bench, flooder, idempotency_key=f"k{number}") for number in range(20)]
@@ -232,12 +233,12 @@ async def test_a_termination_that_is_cancelled_or_late_before_it_is_recorded_doe
     class Deadly(Terminator):
         ended: ClassVar[list[int | str]] = []
 
-        def refusal(self, action_id: str, target: OutsideTarget) -> None:
+        def refusal(self, target: OutsideTarget) -> None:
             return None
 
-        async def end(self, action_id: str, target: OutsideTarget, grace_seconds: float) -> CommandResult:
+        async def end(self, target: OutsideTarget, grace_seconds: float) -> CommandResult:
             self.ended.append(target.pid)
-            return CommandResult(action_id, "done")
+            return CommandResult("", "done")
 
     recorded = asyncio.Event()
     bench.dispatcher = bench.build(
@@ -257,7 +258,7 @@ async def test_a_termination_that_is_cancelled_or_late_before_it_is_recorded_doe
 
 
 def test_a_restored_action_does_not_displace_one_of_this_run(bench: Bench) -> None:
-    bench.dispatcher = bench.build(kept_actions=2)
+    bench.dispatcher = bench.build(actions=ActionRegistry(2))
     old = dataclasses.replace(done(bench), id="before")
     new = done(bench, idempotency_key="k")
     bench.dispatcher.actions.restore(old, None)
@@ -298,7 +299,7 @@ def test_without_the_feature_of_engines_no_engine_acts(bench: Bench, dry_run: bo
 
 def test_dry_runs_displace_no_action() -> None:
     bench = Bench()
-    bench.dispatcher = bench.build(kept_actions=4)
+    bench.dispatcher = bench.build(actions=ActionRegistry(4))
     real = done(bench)
     estimates = [bench.ask(dry_run=True).id for _ in range(9)]
     assert bench.dispatcher.get(real.id) is not None

@@ -42,7 +42,7 @@ def start() -> Iterator[Any]:
 )
 async def test_a_process_that_ignores_sigterm_is_killed(start: Any, code: str, reason: ReasonCode) -> None:
     popen, target = start(code)
-    result = await Terminator(LinuxHost()).end("a", target, 30.0 if code == OBEDIENT else 0.1)
+    result = await Terminator(LinuxHost()).end(target, 30.0 if code == OBEDIENT else 0.1)
     assert (result.outcome, result.reason_code) == ("done", reason)
     assert popen.wait(30) < 0
 
@@ -50,8 +50,8 @@ async def test_a_process_that_ignores_sigterm_is_killed(start: Any, code: str, r
 async def test_a_later_process_with_the_pid_and_an_exited_one_get_no_signal(start: Any) -> None:
     popen, target = start(OBEDIENT)
     later = OutsideTarget(popen.pid, "", "", popen.pid, target.start_time_ticks - 1, ())
-    assert (await Terminator(LinuxHost()).end("a", later, 30.0)).outcome == "gone"
+    assert (await Terminator(LinuxHost()).end(later, 30.0)).outcome == "gone"
     assert popen.poll() is None
     popen.kill()
     popen.wait()
-    assert (await Terminator(LinuxHost()).end("a", target, 30.0)).reason_code == ReasonCode.PROCESS_EXITED
+    assert (await Terminator(LinuxHost()).end(target, 30.0)).reason_code == ReasonCode.PROCESS_EXITED

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.action_options import ActionRequest, Target
-from gpumem_exporter.actions.results import dry_run_results
+from gpumem_exporter.actions.results import expected_result, results_of
 from gpumem_exporter.actions.selection import NodeFacts, select, select_reporting
 from gpumem_exporter.actions.timing import StepRate, Turn, first_common_step, plan, seconds_until_step_ends
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
@@ -133,7 +133,8 @@ def test_a_dry_run_expects_that_the_idle_cache_stays_free(
     of_device = dataclasses.replace(sample(UUIDS[0], 1), idle_cache_bytes=idle, reclaimable_bytes=reclaimable)
     snapshot = Snapshot(0.0, None, (reporting(1, devices=(of_device,)),))
     (selected,) = select_reporting(EVERYTHING, snapshot)
-    (result,) = dry_run_results(selected, ActionRequest("empty_cache", EVERYTHING), NodeFacts())
+    request = ActionRequest("empty_cache", EVERYTHING, dry_run=True)
+    (result,) = results_of(selected, expected_result(selected, request, ""), NodeFacts(), request)
     assert (result.freed_bytes, result.still_free_bytes) == (reclaimable, stays_free)
 
 

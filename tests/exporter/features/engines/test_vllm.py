@@ -50,7 +50,7 @@ def find(served: Served, title: str, *, pid: int | None = None, engine: str = ""
         key = ProcessKey(0, pid, os.getuid(), HERE)
         reporter = ReportingProcess(key, pid, report(pid, engine=EngineState(engine)), 0.0, 0.0)
     target = OutsideTarget(
-        pid, "", "", pid, start_time_ticks(f"/proc/{pid}"), (), title=title, owner_uid=os.getuid(), reporter=reporter
+        pid, "", "", pid, start_time_ticks(f"/proc/{pid}"), (), title=title, owner_uid=os.getuid(), process=reporter
     )
     return EngineControl().find(target)
 
