@@ -24,12 +24,12 @@ class Column(NamedTuple):
 
 
 class ActionKind(NamedTuple):
-    """An action, as people see it. `{}` in a sentence stands for its processes."""
+    """An action, as people see it. `{}` in a deed stands for its processes."""
 
     would: str
     """The outcome of a dry run in a process that would do it."""
-    would_sentence: str = "Would act in {}."
-    done_sentence: str = "Acted in {}."
+    deed: tuple[str, str] = ("clear {}", "Cleared {}")
+    """What it would do, and what it did."""
     command: str = ""
     """The command of the terminal, in the form of `actions`; empty for a command of another form."""
     summary: str = ""
@@ -82,6 +82,7 @@ KINDS: Mapping[str, ActionKind] = {
     ),
     "collect_garbage": ActionKind(
         "would_collect",
+        deed=("collect garbage in {}; a clear frees the memory", "Collected garbage in {}; a clear frees the memory"),
         command="gc",
         summary="Run Python's garbage collector in processes.",
         description=(
@@ -103,8 +104,7 @@ KINDS: Mapping[str, ActionKind] = {
     ),
     "reset_peak": ActionKind(
         "would_reset",
-        would_sentence="Would reset the peaks in {}.",
-        done_sentence="Reset the peaks in {}.",
+        deed=("reset the peaks in {}", "Reset the peaks in {}"),
         command="reset-peak",
         summary="Reset the peak memory statistics of processes.",
         description=(
@@ -121,6 +121,7 @@ KINDS: Mapping[str, ActionKind] = {
     ),
     "snapshot": ActionKind(
         "would_write",
+        deed=("write snapshots of {}", "Wrote snapshots of {}"),
         command="snapshot",
         summary="Write memory snapshots of processes.",
         description=(
@@ -139,14 +140,12 @@ KINDS: Mapping[str, ActionKind] = {
     ),
     "profile": ActionKind(
         "would_profile",
-        would_sentence="Would profile {}.",
-        done_sentence="Profiled {}.",
+        deed=("profile {}", "Profiled {}"),
         per_minute=PROFILES_PER_MINUTE,
     ),
     "set_memory_fraction": ActionKind(
         "would_set",
-        would_sentence="Would cap {}.",
-        done_sentence="Capped {}; `fraction 1` removes the cap.",
+        deed=("limit {}", "Limited {}"),
         command="fraction",
         summary="Cap the memory that processes may reserve.",
         description=(
@@ -165,6 +164,7 @@ KINDS: Mapping[str, ActionKind] = {
     ),
     "terminate": ActionKind(
         "would_terminate",
+        deed=("terminate {}", "Terminated {}"),
         command="terminate",
         summary="Terminate processes: SIGTERM, and SIGKILL after --grace.",
         description=(
@@ -184,6 +184,7 @@ KINDS: Mapping[str, ActionKind] = {
     ),
     "release_memory": ActionKind(
         "would_release",
+        deed=("put {} to sleep", "Put {} to sleep"),
         command="sleep",
         summary="Let vLLM release its memory.",
         description=(
@@ -204,6 +205,7 @@ KINDS: Mapping[str, ActionKind] = {
     ),
     "resume_memory": ActionKind(
         "would_resume",
+        deed=("wake {}", "Woke {}"),
         command="wake",
         summary="Let vLLM take its memory again.",
         description=(

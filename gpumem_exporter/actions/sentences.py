@@ -90,11 +90,7 @@ def sentence(action: Document) -> str:
     act, acted = ("would act", "No process would act.") if action["dry_run"] else ("acted", "No process acted.")
     if not done:
         return acted
-    if own := _OF_ACTIONS.get(action["action"]):
-        text = own(action, done)
-    else:
-        kind = KINDS[action["action"]]
-        text = (kind.would_sentence if action["dry_run"] else kind.done_sentence).format(subject(done))
+    text = _clear(action, done) if action["action"] == "empty_cache" else _effect(action, done)
     if action["dry_run"] and (when_ := timing(action)):
         text = f"{text} {when_}"
     count, all_count = (len({(each.get("instance"), each["pid"]) for each in some}) for some in (done, results))
@@ -128,6 +124,13 @@ def _known(results: Sequence[Document], field: str = "freed_bytes") -> tuple[lis
     return known, sum(result[field] for result in known), "at least " if len(known) < len(results) else ""
 
 
+def _effect(action: Document, done: Sequence[Document]) -> str:
+    kind, (known, freed, least) = KINDS[action["action"]], _known(done)
+    verb, frees = (f"Would {kind.deed[0]}", "would free") if action["dry_run"] else (kind.deed[1], "freed")
+    size = f", which {frees} {least}{human_bytes(freed)}" if kind.outside and known else ""
+    return f"{verb.format(subject(done))}{size}."
+
+
 def _clear(action: Document, done: Sequence[Document]) -> str:
     known, freed, least = _known(done)
     settled, still_free, _ = _known(known, "still_free_bytes")
@@ -148,72 +151,3 @@ def _clear(action: Document, done: Sequence[Document]) -> str:
         return f"Would free {least}{human_bytes(freed)} now; how much of it stays free is not known yet."
     at_step = all(each.get("step") for each in settled if each["freed_bytes"] > each["still_free_bytes"])
     return f"{stays_free(still_free, again, at_least=at_least, at_step=at_step)}."
-
-
-def _collect(action: Document, done: Sequence[Document]) -> str:
-    nothing = "Nothing is freed to the driver until a clear."
-    if action["dry_run"]:
-        return f"Would collect garbage in {subject(done)}; how much memory that frees is not known. {nothing}"
-    text = f"Collected garbage in {subject(done)}"
-    before, after = (f"allocated_{when_}_bytes" for when_ in ("before", "after"))
-    known = [each for each in done if each.get(before) is not None and each.get(after) is not None]
-    if not known:
-        return f"{text}; the allocated memory is not known. {nothing}"
-    sizes = [sum(each[name] for each in known) for name in (before, after)]
-    change = "grew" if sizes[0] < sizes[1] else "fell"
-    return f"{text}: allocated memory {change} from {human_bytes(sizes[0])} to {human_bytes(sizes[1])}. {nothing}"
-
-
-def _write(action: Document, done: Sequence[Document]) -> str:
-    written = [result["snapshot"] for result in done if result.get("snapshot")]
-    count = len({(result.get("instance"), result["pid"]) for result in done})
-    what = f"{'a snapshot' if count == 1 else f'{count} snapshots'} of {subject(done)}"
-    size = f": {human_bytes(sum(each['size_bytes'] for each in written))}" if written else ""
-    return f"Would write {what}." if action["dry_run"] else f"Wrote {what}{size}."
-
-
-def _limit(action: Document, done: Sequence[Document]) -> str:
-    limits = {result.get("limit_bytes") for result in done}
-    size = human_bytes(limits.pop()) if len(limits) == 1 and None not in limits else "a share"
-    return f"{'Would limit' if action['dry_run'] else 'Limited'} {subject(done)} to {size} of each device."
-
-
-def _terminate(action: Document, done: Sequence[Document]) -> str:
-    known, freed, least = _known(done)
-    verb, frees = ("Would terminate", "would free") if action["dry_run"] else ("Terminated", "freed")
-    return f"{verb} {subject(done)}{f', which {frees} {least}{human_bytes(freed)}' if known else ''}."
-
-
-def _release(action: Document, done: Sequence[Document]) -> str:
-    known, freed, least = _known(done)
-    if action["dry_run"]:
-        size = f", which would free {least}{human_bytes(freed)}" if known else ""
-        return f"Would let {subject(done)} sleep{size}."
-    if not known:
-        return f"Let {subject(done)} sleep; the freed memory is not known."
-    _, resident, _ = _known(known, "driver_after_bytes")
-    text = f"Freed {least}{human_bytes(freed)} in {subject(done)}, which sleeps; {human_bytes(resident)} stay resident"
-    settled, still_free, least = _known(known, "still_free_bytes")
-    taken = sum(result["freed_bytes"] for result in settled) - still_free
-    if taken > 0 and not action.get("settling"):
-        text += f", and {least}{human_bytes(taken)} were taken again within {action['settle_seconds']:g} s"
-    return f"{text}."
-
-
-def _resume(action: Document, done: Sequence[Document]) -> str:
-    known, used, _ = _known(done, "driver_after_bytes")
-    if action["dry_run"]:
-        return f"Would wake {subject(done)}."
-    return f"Woke {subject(done)}{f', which uses {human_bytes(used)} now' if known else ''}."
-
-
-# The sentences with sizes.
-_OF_ACTIONS = {
-    "empty_cache": _clear,
-    "collect_garbage": _collect,
-    "snapshot": _write,
-    "set_memory_fraction": _limit,
-    "terminate": _terminate,
-    "release_memory": _release,
-    "resume_memory": _resume,
-}
