@@ -9,9 +9,8 @@ for an idle time: no rank that takes no part waits for one that does.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 from gpumem_exporter.actions.action_options import MAX_DEADLINE_SECONDS, ActionRequest
@@ -29,7 +28,6 @@ _LEAD_STEPS = 2
 _DEADLINE_STEPS = 4
 # The actions that take a part of a second. Others take microseconds, or show the moment at which they are requested.
 _STALLING = ("empty_cache", "collect_garbage")
-_MAX_NAMED = 8
 
 
 class Turn(NamedTuple):
@@ -46,8 +44,7 @@ class Turn(NamedTuple):
     """Why the ranks of its job cannot act after one step. In mode `step`, the process then does not act."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepRate:
+class StepRate(NamedTuple):
     """The progress of a rank and the duration of its steps."""
 
     step: int
@@ -57,18 +54,13 @@ class StepRate:
     since_seconds: float
     """The age of the last report."""
 
+    def step_after(self, lead_seconds: float) -> int:
+        """Return the first step that the rank does not complete within this time at its current rate."""
+        return self.step + max(math.ceil((self.since_seconds + lead_seconds) / self.step_seconds), _LEAD_STEPS)
 
-def first_common_step(rates: Iterable[StepRate], lead_seconds: float) -> int:
-    """Return the first step that no rank completes within `lead_seconds` at its current rate."""
-    return max(
-        rate.step + max(math.ceil((rate.since_seconds + lead_seconds) / rate.step_seconds), _LEAD_STEPS)
-        for rate in rates
-    )
-
-
-def seconds_until_step_ends(rates: Iterable[StepRate], step: int) -> float:
-    """Return the seconds until the slowest rank completes a step at its current rate."""
-    return max((step - rate.step) * rate.step_seconds - rate.since_seconds for rate in rates)
+    def seconds_until(self, step: int) -> float:
+        """Return the seconds until the rank completes a step at its current rate."""
+        return (step - self.step) * self.step_seconds - self.since_seconds
 
 
 def plan(
@@ -85,13 +77,15 @@ def plan(
     jobs: dict[Hashable, list[SelectedProcess]] = {}
     for one in selected:
         jobs.setdefault(one.process.job or one.pid, []).append(one)
-    whole = jobs
-    if stalls:  # another action in one rank is of no use for the other ranks
-        whole = {job: [] if isinstance(job, JobKey) else some for job, some in jobs.items()}
-        for name, process in snapshot.names.reporting:
-            if process.job in jobs:
-                whole[process.job].append(SelectedProcess(json_pid(name), process, process.report.devices))
-    return [each for job, some in jobs.items() for each in turns_of_job(request, some, whole[job], now_seconds)]
+    whole: dict[Hashable, list[SelectedProcess]] = {}
+    # Another action in one rank is of no use for the other ranks.
+    for name, process in snapshot.names.reporting if stalls else ():
+        if process.job in jobs:
+            rank = SelectedProcess(json_pid(name), process, process.report.devices)
+            whole.setdefault(process.job, []).append(rank)
+    return [
+        each for job, some in jobs.items() for each in turns_of_job(request, some, whole.get(job, some), now_seconds)
+    ]
 
 
 def acts_on_jobs(request: ActionRequest) -> bool:
@@ -113,18 +107,22 @@ def turns_of_job(
     request: ActionRequest, some: Sequence[SelectedProcess], whole: Sequence[SelectedProcess], now_seconds: float
 ) -> list[tuple[SelectedProcess, Turn]]:
     """Return when some processes of a job act that act at the end of a step if they train; `whole` is all of them."""
-    ranks = _ranks(request, whole)
-    pids = {rank.pid for rank in ranks}
-    others = [one for one in some if one.pid not in pids]
-    turns = []
-    for one in others:  # no other process waits for them
-        steps = request.mode == "step" or trains(one.process, request.action)
-        seconds = _deadline_seconds(request, [one.process]) if steps else request.deadline_seconds
-        turns.append((one, Turn("step" if steps else "now", seconds)))
-    if len(others) < len(some):
+    if request.at_step is not None:  # it is the caller that knows the job, and has chosen its step
+        ranks = [one for one in whole if one.process.job is not None]
+    else:
+        ranks = [one for one in whole if is_rank(one.process)]
+        if len(ranks) == 1 and (request.action not in _STALLING or not _world_size(ranks)):
+            ranks = []
+    turns, pids = [], {rank.pid for rank in ranks}
+    for one in some:
+        if one.pid not in pids:  # no other process waits for it
+            steps = request.mode == "step" or trains(one.process, request.action)
+            seconds = _deadline_seconds(request, [one.process]) if steps else request.deadline_seconds
+            turns.append((one, Turn("step" if steps else "now", seconds)))
+    named = [one for one in some if one.pid in pids]
+    if named:
         turn = _turn_of_ranks(request, ranks, now_seconds)
-        acting = ranks if turn.group is not None else [one for one in some if one.pid in pids]
-        turns += [(one, turn) for one in acting]
+        turns += [(one, turn) for one in (ranks if turn.group is not None else named)]
     return turns
 
 
@@ -151,8 +149,9 @@ def step_of_group(
             rates.append(StepRate(report.step, report.step_seconds, age_seconds))
     if obstacles:
         return None, "; ".join(obstacles)
-    at_step = request.at_step if request.at_step is not None else first_common_step(rates, GROUP_LEAD_SECONDS)
-    latest_seconds = seconds_until_step_ends(rates, at_step)
+    # By default the first step that no rank completes before every rank has its command.
+    at_step = request.at_step or max(rate.step_after(GROUP_LEAD_SECONDS) for rate in rates)
+    latest_seconds = max(rate.seconds_until(at_step) for rate in rates)
     if latest_seconds <= deadline_seconds:
         return at_step, ""
     return None, f"step {at_step} ends in about {latest_seconds:.1f} s, the deadline is in {deadline_seconds:g} s"
@@ -181,34 +180,19 @@ def _turn_of_ranks(request: ActionRequest, ranks: Sequence[SelectedProcess], now
     return Turn("idle" if request.mode == "auto" else "step", request.deadline_seconds, obstacle=obstacle)
 
 
-def _ranks(request: ActionRequest, job: Sequence[SelectedProcess]) -> list[SelectedProcess]:
-    """Return the processes of a job that wait for each other; empty if each process runs by itself."""
-    if request.at_step is not None:  # it is the caller that knows the job, and has chosen its step
-        return [one for one in job if one.process.job is not None]
-    ranks = [one for one in job if is_rank(one.process)]
-    alone = len(ranks) == 1 and (request.action not in _STALLING or _world_size(ranks) == 0)
-    return [] if alone else ranks
-
-
 def _obstacle(request: ActionRequest, ranks: Sequence[SelectedProcess]) -> str:
     """Return why the processes are not all ranks of one job; empty if they are, as far as they report it."""
-    pids: dict[str, list[str]] = {}
-    for one in ranks:
-        pids.setdefault(one.process.report.process.rank, []).append(str(one.pid))
-    twice = next(((rank, known) for rank, known in pids.items() if rank and len(known) > 1), None)
+    numbers = Counter(one.rank for one in ranks)
+    twice = next((rank for rank, times in numbers.items() if rank and times > 1), None)
     if twice is not None:
-        named = ", ".join(f"pid {pid}" for pid in twice[1][:_MAX_NAMED])
-        return f"rank {twice[0]} runs {len(twice[1])} times ({named}): these are several jobs"
+        return f"rank {twice} runs {numbers[twice]} times: these are several jobs"
     if request.at_step is not None or request.action not in _STALLING:
         return ""
     if ranks[0].process.job is None:
         return f"the other ranks of {ranks[0]} are not known, because it has no workload"
     world_size = _world_size(ranks)
-    missing = list(islice((str(number) for number in range(world_size) if str(number) not in pids), _MAX_NAMED + 1))
-    if len(missing) < 2:
-        return f"rank {missing[0]} of {world_size} does not report here and would wait" if missing else ""
-    listed = ", ".join(missing[:_MAX_NAMED]) + (", …" if len(missing) > _MAX_NAMED else "")
-    return f"ranks {listed} of {world_size} do not report here and would wait"
+    missing = next((number for number in range(world_size) if str(number) not in numbers), None)
+    return "" if missing is None else f"rank {missing} of {world_size} does not report here and would wait"
 
 
 def _world_size(ranks: Iterable[SelectedProcess]) -> int:
