@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI
 
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
-from gpumem_exporter.actions.action_routes import ActionRoutes, caller_router
+from gpumem_exporter.actions.action_routes import ActionRoutes
 from gpumem_exporter.actions.nvml_route import nvml_router
 from gpumem_exporter.edge.listeners import parse_listen_address
 from gpumem_exporter.edge.problems import install_problem_handlers
@@ -95,8 +95,7 @@ def _routers(runtime: Runtime) -> list[APIRouter]:
     page = Page(__version__, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
     return [
         state_router(snapshot=snapshot, source=runtime.source, renderer=renderer, hide_identities_from=hidden_from),
-        caller_router(callers=runtime.callers, allowed=settings.action_allow, snapshot=snapshot),
-        ActionRoutes(dispatcher, audit, held_requests, renderer, snapshot).router(),
+        ActionRoutes(dispatcher, audit, held_requests, renderer, snapshot, runtime.callers).router(),
         nvml_router(
             poller=runtime.poller,
             dispatcher=dispatcher,

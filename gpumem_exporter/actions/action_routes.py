@@ -46,6 +46,7 @@ from gpumem_exporter.edge.request_guard import ACTIONS_PATH, CALLER_PATH, Caller
 from gpumem_exporter.errors import (
     ActionForbiddenError,
     ActionNotAllowedError,
+    ActionRefusedError,
     IdempotencyConflictError,
     TargetNotFoundError,
     TooManyActionsError,
@@ -199,31 +200,23 @@ class _ActionValues(TypedDict):
     id: str
     action: str
     state: Annotated[str, Field(json_schema_extra={"enum": list(_STATES)})]
-    requested_by: Annotated[
-        str, Field(description="the caller: unix:uid=…, loopback:uid=…, token:FILE@…, policy:RULE or alert:NAME")
-    ]
-    created: Annotated[str, Field(description="RFC 3339")]
+    requested_by: str
+    created: str
     target: dict[str, str | int | bool | list[str | int]]
-    mode: Annotated[str, Field(description="as requested; each result has the mode of its process")]
-    group: Annotated[bool, Field(description="whether the ranks of a job act together")]
-    at_step: Annotated[int | None, Field(description="their step, if there is one such job")]
-    deadline_seconds: Annotated[float, Field(description="the latest deadline of a process, from the request on")]
+    mode: str
+    group: bool
+    at_step: int | None
+    deadline_seconds: float
     dry_run: bool
     reason: str
     duration_seconds: float | None
     freed_bytes: int | None
     settle_seconds: float
-    settling: Annotated[bool, Field(description="still_free_bytes may still become known")]
-    still_free_bytes: Annotated[
-        int | None, Field(description="of freed_bytes, after settle_seconds; in a dry run the idle cache")
-    ]
-    waits_for: Annotated[
-        list[EngineWait], Field(description="the starting inference engines that it waits for; in a dry run, would")
-    ]
-    subject: Annotated[str, Field(description="the job of its results, or the number of their processes, for people")]
-    sentence: Annotated[
-        str, Field(description="what it waits for or did, for people; in a dry run what it would do and stays free")
-    ]
+    settling: bool
+    still_free_bytes: int | None
+    waits_for: list[EngineWait]
+    subject: str
+    sentence: str
 
 
 _COMPUTED = ("created", "target", "waits_for", "subject", "sentence")
@@ -235,13 +228,13 @@ class ActionDocument(_ActionValues):
     """An action. Values that were not measured are null."""
 
     results: list[ActionResult]
-    pending: Annotated[list[PendingPart], Field(description="the processes of a running action without a result")]
+    pending: list[PendingPart]
 
 
 class ListedActionDocument(_ActionValues):
     """An action without its results."""
 
-    outcomes: Annotated[dict[str, int], Field(description="the number of results with each outcome")]
+    outcomes: dict[str, int]
 
 
 class ActionsDocument(TypedDict):
@@ -272,6 +265,17 @@ def _result(result: ActionResult) -> dict[str, Any]:
     return row
 
 
+class CallerDocument(TypedDict):
+    """What the caller may do."""
+
+    uid: int | None
+    rights: Annotated[str, Field(json_schema_extra={"enum": [rights.value for rights in Rights]})]
+    actions: list[str]
+    allowed_actions: list[str]
+    processes: int
+    reason: str | None
+
+
 MAX_IDEMPOTENCY_KEY_LENGTH = 255
 MAX_LISTED_TEXT = 1 << 20
 INLINE_RESULTS = 16
@@ -289,21 +293,6 @@ _IdempotencyKey = Annotated[
 ]
 
 
-def _route(running: str, *problem_statuses: int) -> dict[str, Any]:
-    """Describe a route that returns an action: 200 if it has ended, 202 with this description if it is running."""
-    return {
-        "responses": {
-            200: json_reply(ActionDocument, "the action has ended"),
-            202: json_reply(ActionDocument, running),
-            **problems(*problem_statuses),
-        }
-    }
-
-
-_SUBMIT = _route("the action is running; `Location` is its path", 401, 403, 404, 409, 413, 415, 422, 429)
-_CANCEL = _route("the processes forget their commands", 401, 403, 404)
-
-
 @dataclass(frozen=True, slots=True)
 class ActionRoutes:
     """The routes of actions, and their handlers."""
@@ -313,15 +302,19 @@ class ActionRoutes:
     held_requests: HeldRequests
     renderer: Renderer
     snapshot: Callable[[], Snapshot]
+    callers: Callers
 
     def router(self) -> APIRouter:
         """Return the routes."""
-        path = ACTIONS_PATH + "/{action_id}"
-        router = APIRouter(tags=["actions"])
-        router.post(ACTIONS_PATH, **_SUBMIT)(self.submit)
+        path, router = ACTIONS_PATH + "/{action_id}", APIRouter(tags=["actions"])
+        ended = json_reply(ActionDocument, "the action has ended")
+        either = {200: ended, 202: json_reply(ActionDocument, "the action is running; `Location` is its path")}
+        posted = {**either, **problems(401, 403, 404, 409, 413, 415, 422, 429)}
+        router.post(ACTIONS_PATH, responses=posted)(self.submit)
         router.get(ACTIONS_PATH, responses={200: json_reply(ActionsDocument), **problems(401, 403, 422)})(self.recent)
         router.get(path, responses={200: json_reply(ActionDocument), **problems(401, 403, 404)})(self.one)
-        router.delete(path, **_CANCEL)(self.cancel)
+        router.delete(path, responses={**either, **problems(401, 403, 404)})(self.cancel)
+        router.get(CALLER_PATH, responses={200: json_reply(CallerDocument), **problems(403)})(self.caller)
         return router
 
     async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
@@ -335,10 +328,7 @@ class ActionRoutes:
         if not action.finished and body.wait_seconds > 0:
             await self.held_requests.hold(action.id, body.wait_seconds, request.receive)
             action = self.dispatcher.get(action.id) or action
-        reply = await self._recorded(action)
-        if not action.finished:
-            reply.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
-        return reply
+        return await self._recorded(action)
 
     async def recent(self, request: Request, parameters: Annotated[ListParameters, Query()]) -> Response:
         """The audit log: the last actions without their results, newest first.
@@ -366,6 +356,20 @@ class ActionRoutes:
         cancelled = self.dispatcher.cancel(action_id, requested_by=Exchange.of(request).caller)
         return await self._recorded(cancelled or action)
 
+    async def caller(self, request: Request) -> Response:
+        """The rights of the caller, and the number of processes that it may act on."""
+        found, refusal = await self.callers.examine(request.scope)
+        allowed = [action for action in ACTIONS if action in self.dispatcher.allowed]
+        document: CallerDocument = {
+            "uid": found.uid,
+            "rights": found.rights.value,
+            "actions": list(found.permitted_actions(allowed)),
+            "allowed_actions": allowed,
+            "processes": sum(found.may_act_on(process) for _, process in self.snapshot().names.reporting),
+            "reason": refusal.detail if refusal is not None else None,
+        }
+        return json_response(document)
+
     def _visible(self, request: Request, action_id: str) -> Action:
         action = self.dispatcher.get(action_id)
         if action is None or not action.visible_to(Exchange.of(request).caller):
@@ -377,12 +381,15 @@ class ActionRoutes:
         """Return the action. If it has ended, wait until its end is stored."""
         if action.finished:
             await self.audit.wait_until_stored(action)
-        status = 200 if action.finished else running_status
+        body: bytes
         if len(action.results) + len(action.planned) <= INLINE_RESULTS:
-            return json_response(_document(action), status)
-        # A document of many results is built in its turn, and once for all requests that wait: it may take MiB.
-        body = await self.renderer.render_shared(("action", id(action)), lambda: _document(action))
-        return json_response(body, status)
+            body = _document(action)
+        else:  # in its turn, and once for all requests that wait: it may take MiB
+            body = await self.renderer.render_shared(("action", id(action)), lambda: _document(action))
+        reply = json_response(body, 200 if action.finished else running_status)
+        if reply.status_code == 202:
+            reply.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
+        return reply
 
 
 def _document(action: Action) -> bytes:
@@ -402,61 +409,20 @@ def _listing(actions: Iterable[Action]) -> bytes:
     return f'{{"actions": [{", ".join(texts)}]}}'.encode("utf-8", "replace")
 
 
+_PROBLEMS: Mapping[type[ActionRefusedError], ProblemCode] = {
+    ActionNotAllowedError: ProblemCode.ACTION_NOT_ALLOWED,
+    ActionForbiddenError: ProblemCode.NOT_PERMITTED,
+    TargetNotFoundError: ProblemCode.UNKNOWN_TARGET,
+    IdempotencyConflictError: ProblemCode.KEY_REUSED,
+}
+
+
 @contextlib.contextmanager
 def refusals_as_problems() -> Iterator[None]:
     """Turn the errors of the dispatcher into problems."""
     try:
         yield
-    except ActionNotAllowedError as error:
-        raise ProblemError(ProblemCode.ACTION_NOT_ALLOWED, str(error)) from None
-    except ActionForbiddenError as error:
-        raise ProblemError(ProblemCode.NOT_PERMITTED, str(error)) from None
-    except TargetNotFoundError as error:
-        raise ProblemError(ProblemCode.UNKNOWN_TARGET, str(error)) from None
     except TooManyActionsError as error:
         raise ProblemError.too_many(str(error), error.retry_seconds) from None
-    except IdempotencyConflictError as error:
-        raise ProblemError(ProblemCode.KEY_REUSED, str(error)) from None
-
-
-class CallerDocument(TypedDict):
-    """What the caller may do."""
-
-    uid: Annotated[int | None, Field(description="the caller's user as the kernel names it; null if it is unknown")]
-    rights: Annotated[
-        str,
-        Field(
-            description=(
-                "all: every process and the exporter itself; own: the processes of the caller's user, in a container "
-                "only the processes of that container; none"
-            ),
-            json_schema_extra={"enum": [rights.value for rights in Rights]},
-        ),
-    ]
-    actions: Annotated[list[str], Field(description="the actions that the caller may request")]
-    allowed_actions: Annotated[
-        list[str], Field(description="the actions of --action.allow, which a caller with all rights may request")
-    ]
-    processes: Annotated[int, Field(description="the number of reporting processes that the caller may act on")]
-    reason: Annotated[str | None, Field(description="why the caller has no rights; null if it has some")]
-
-
-def caller_router(*, callers: Callers, allowed: tuple[str, ...], snapshot: Callable[[], Snapshot]) -> APIRouter:
-    """Return the route that shows the rights of its caller; `allowed` are the actions of `--action.allow`."""
-    router = APIRouter(tags=["actions"])
-
-    @router.get(CALLER_PATH, responses={200: json_reply(CallerDocument), **problems(403)})
-    async def caller(request: Request) -> Response:
-        """The rights of the caller, and the number of processes that it may act on."""
-        found, refusal = await callers.examine(request.scope)
-        document: CallerDocument = {
-            "uid": found.uid,
-            "rights": found.rights.value,
-            "actions": list(found.permitted_actions(allowed)),
-            "allowed_actions": list(allowed),
-            "processes": sum(found.may_act_on(process) for _, process in snapshot().names.reporting),
-            "reason": refusal.detail if refusal is not None else None,
-        }
-        return json_response(document)
-
-    return router
+    except ActionRefusedError as error:
+        raise ProblemError(_PROBLEMS[type(error)], str(error)) from None
