@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_INTEGER, MAX_LABEL_LENGTH, MODES
 from gpumem_exporter.actions.kinds import COMMAND_NAMES, KINDS
+from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.spelling import did_you_mean
 
 ACTIONS = tuple(KINDS)
@@ -76,13 +77,8 @@ class RequestOption:
 
     @property
     def description(self) -> str:
-        """The help texts, each with its actions unless it is for all."""
-        by_text: dict[str, list[str]] = {}
-        for action, text in self.help.items():
-            by_text.setdefault(text, []).append(action)
-        if len(self.help) == len(ACTIONS) and len(by_text) == 1:
-            return next(iter(by_text))
-        return " ".join(f"For {' and '.join(actions)}: {text}" for text, actions in by_text.items())
+        """The help texts of all actions."""
+        return " ".join(dict.fromkeys(self.help.values()))
 
     @property
     def expected(self) -> str:
@@ -156,7 +152,7 @@ class Target:
     def document(self) -> dict[str, Any]:
         """Return the target as JSON: several values are a list, and a pid is a number if possible."""
         given = {
-            name: [_json_pid(v) for v in values] if name == "pid" else list(values)
+            name: [json_pid(value) for value in values] if name == "pid" else list(values)
             for name, values in self.given.items()
         }
         selected = {name: values if len(values) > 1 else values[0] for name, values in given.items()}
@@ -212,9 +208,9 @@ def _flag(help_: str | Mapping[str, str], flag: str) -> Any:
     return _option(help_, flag, kind=bool, default=False)
 
 
-def _seconds(help_: str | Mapping[str, str], flag: str, most: float, **limits: Any) -> Any:
-    known = {"default": 0.0, "least": 0, **limits}
-    return _option(help_, flag, "SECONDS", kind=float, most=most, unit="seconds", **known)
+def _seconds(help_: str | Mapping[str, str], flag: str, **limits: Any) -> Any:
+    known = {"default": 0.0, "least": 0, "most": MAX_DEADLINE_SECONDS, **limits}
+    return _option(help_, flag, "SECONDS", kind=float, unit="seconds", **known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,13 +268,11 @@ class ActionRequest:
     wait_idle_seconds: float = _seconds(
         {"release_memory": "Wait for this time until the engine has no request. 0: refuse if it has requests."},
         "--wait-idle",
-        MAX_DEADLINE_SECONDS,
     )
     deadline_seconds: float = _seconds(
         "A process that has not started the action by then does not run it. Default: "
         f"{DEFAULT_DEADLINE_SECONDS:g}, and longer for a process that waits for the end of a long step.",
         "--deadline",
-        MAX_DEADLINE_SECONDS,
         default=None,
         over=0,
         least=None,
@@ -289,12 +283,10 @@ class ActionRequest:
             "recording what is allocated now."
         },
         "--duration",
-        MAX_DEADLINE_SECONDS,
     )
     grace_seconds: float = _seconds(
         {"terminate": "How long a process may take to exit after SIGTERM. Then SIGKILL ends it."},
         "--grace",
-        MAX_DEADLINE_SECONDS,
         default=DEFAULT_GRACE_SECONDS,
     )
     search_seconds: float = _seconds(
@@ -303,7 +295,7 @@ class ActionRequest:
             "variable. The process gets at least half of the time."
         },
         "--search",
-        MAX_SEARCH_SECONDS,
+        most=MAX_SEARCH_SECONDS,
     )
     settle_seconds: float = _seconds(
         dict.fromkeys(
@@ -311,7 +303,6 @@ class ActionRequest:
             "Measure after this time how much of the freed memory is still free; 0 does not.",
         ),
         "--settle",
-        MAX_DEADLINE_SECONDS,
         terminal_default=10.0,
     )
     dry_run: bool = _flag("Show what would happen. Change nothing.", "--dry-run")
@@ -365,13 +356,13 @@ class InvalidField:
 
 def longest_seconds(request: Mapping[str, Any]) -> float:
     """Return how long an action may take, without its settling time. The request is its JSON."""
-    grace_seconds = ENGINE_ANSWER_SECONDS if request.get("action") in ENGINE_ACTIONS else ANSWER_GRACE_SECONDS
-    if request.get("action") == "terminate":
-        grace_seconds += float(request.get("grace_seconds", DEFAULT_GRACE_SECONDS))
-    deadline_seconds = float(request.get("deadline_seconds") or DEFAULT_DEADLINE_SECONDS)
-    start_seconds = max(deadline_seconds, float(request.get("wait_idle_seconds") or 0.0))
-    profile_seconds = sum(float(request.get(name) or 0.0) for name in ("duration_seconds", "search_seconds"))
-    return start_seconds + profile_seconds + grace_seconds
+    known = {name: value for name, value in request.items() if name in OPTIONS}
+    asked, seconds = ActionRequest(request["action"], Target(), **known), ANSWER_GRACE_SECONDS
+    if asked.action in ENGINE_ACTIONS:
+        seconds = ENGINE_ANSWER_SECONDS
+    elif asked.action == "terminate":
+        seconds += asked.grace_seconds
+    return asked.deadline_seconds + asked.duration_seconds + asked.search_seconds + seconds
 
 
 def invalid_fields(request: ActionRequest) -> tuple[InvalidField, ...]:
@@ -433,7 +424,3 @@ def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:
         yield InvalidField("force", False, "true, because all: true terminates every process")
     if request.action == "set_memory_fraction" and request.fraction is None:
         yield InvalidField("fraction", None, OPTIONS["fraction"].expected)
-
-
-def _json_pid(pid: str) -> int | str:
-    return int(pid) if _PID.fullmatch(pid) and pid.isdecimal() else pid
