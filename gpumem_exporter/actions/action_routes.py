@@ -308,7 +308,8 @@ class ActionRoutes:
         """Return the routes."""
         path, router = ACTIONS_PATH + "/{action_id}", APIRouter(tags=["actions"])
         ended = json_reply(ActionDocument, "the action has ended")
-        either = {200: ended, 202: json_reply(ActionDocument, "the action is running; `Location` is its path")}
+        runs = json_reply(ActionDocument, "the action is running; `Location` is its path")
+        either: dict[int | str, dict[str, Any]] = {200: ended, 202: runs}
         posted = {**either, **problems(401, 403, 404, 409, 413, 415, 422, 429)}
         router.post(ACTIONS_PATH, responses=posted)(self.submit)
         router.get(ACTIONS_PATH, responses={200: json_reply(ActionsDocument), **problems(401, 403, 422)})(self.recent)

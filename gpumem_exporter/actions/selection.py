@@ -24,7 +24,6 @@ _NOUNS = {"gpu": "GPU", "uuid": "UUID", "pid": "pid", "workload": "workload", "r
 _SPELLED = ("uuid", "workload", "user")
 
 _Reporting = Sequence[tuple[str, ReportingProcess]]
-_Names = Mapping[str, Iterable[str]]
 
 
 class SelectedProcess(NamedTuple):
@@ -171,23 +170,22 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> Select
         ActionForbiddenError: only processes match that the caller may not act on.
     """
     permitted = [(name, process) for name, process in snapshot.names.reporting if caller.may_act_on(process)]
-    _require_known(request, snapshot, permitted)
+    _require_known(request, caller, snapshot)
     matching = select_reporting(request.target, snapshot)
     listed = select_listed(request.target, snapshot) if request.action in OUTSIDE_ACTIONS else ()
-    if not matching and not listed:
+    selected = tuple(one for one in matching if caller.may_act_on(one.process))
+    reached = tuple(one for one in listed if caller.may_act_on_listed(one.owner_uid))
+    if not selected and not reached:
+        if matching or listed:
+            raise ActionForbiddenError(
+                f"{request.target.describe()} matches only processes of others, which needs {caller.missing_rights}; "
+                f"of its own processes, {counted(len(permitted), 'reports', 'report')}"
+            )
         if request.target.given.keys() <= {"gpu"}:
             return Selection(())
         raise TargetNotFoundError(nothing_matches(request.target, permitted))
-    keys = {process.key for _, process in permitted}
-    selected = tuple(one for one in matching if one.process.key in keys)
     if request.action not in DEVICE_ACTIONS:
         selected = tuple(one._replace(samples=one.process.report.devices) for one in selected)
-    listed = tuple(one for one in listed if caller.may_act_on_listed(one.owner_uid))
-    if not selected and not listed:
-        raise ActionForbiddenError(
-            f"{request.target.describe()} matches only processes of others, which needs {caller.missing_rights}; of "
-            f"its own processes, {counted(len(permitted), 'reports', 'report')}"
-        )
     if request.action not in OUTSIDE_ACTIONS:
         return Selection(selected)
 
@@ -196,31 +194,24 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> Select
         return request.action in ENGINE_ACTIONS and request.action in one.process.report.actions
 
     outside = [OutsideTarget.of(one, snapshot) for one in selected if not runs(one)]
-    return Selection(tuple(filter(runs, selected)), (*outside, *listed))
+    return Selection(tuple(filter(runs, selected)), (*outside, *reached))
 
 
 def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
     """Return the reporting processes of a target. A target with a device excludes processes that do not use it."""
-    gpus, by_device, selected = snapshot.gpus, bool(target.uuid or target.gpu), []
+    by_device, selected = bool(target.uuid or target.gpu), []
     for name, process in snapshot.names.reporting:
-        identity = process.report.process
-        users = _users_of(process, snapshot) if target.user else ()
-        facts = _facts_of(process, snapshot) if target.orphans else None
-        if target.orphans and (facts is None or facts.pid not in snapshot.orphans):
-            continue
-        if not target.admits(pid=(name,), workload=(identity.workload,), rank=(identity.rank,), user=users):
-            continue
-        samples = process.report.devices
-        if by_device:
-            samples = tuple(s for s in samples if target.admits(uuid=(s.uuid,), gpu=(gpus.get(s.uuid, ""),)))
-        if samples or not by_device:
-            selected.append(SelectedProcess(json_pid(name), process, samples))
+        facts = _facts_of(process, snapshot)
+        orphan = facts is not None and facts.pid in snapshot.orphans
+        if (orphan or not target.orphans) and target.admits(**_names_of(name, process, snapshot)):
+            samples = tuple(
+                sample
+                for sample in process.report.devices
+                if target.admits(uuid=(sample.uuid,), gpu=(snapshot.gpus.get(sample.uuid, ""),))
+            )
+            if samples or not by_device:
+                selected.append(SelectedProcess(json_pid(name), process, samples))
     return tuple(selected)
-
-
-def _facts_of(process: ReportingProcess, snapshot: Snapshot) -> ProcessFacts | None:
-    """Return what the operating system shows of a process."""
-    return snapshot.node.facts_of(process) if snapshot.node is not None else None
 
 
 def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ...]:
@@ -228,14 +219,12 @@ def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ..
     node = snapshot.node
     if node is None or target.workload or target.rank:  # which only reports name
         return ()
-    unreported = _listed_pids(snapshot)
     found: dict[int, list[tuple[str, int | None]]] = {}
+    unreported = _listed_pids(snapshot)
     for device in node.devices:
         for listed in device.processes or () if target.admits(uuid=(device.uuid,), gpu=(device.gpu,)) else ():
-            users = _user_names(listed.pid, snapshot)
-            if target.orphans and listed.pid not in snapshot.orphans:
-                continue
-            if listed.pid in unreported and target.admits(pid=(str(listed.pid),), user=users):
+            orphan = listed.pid in snapshot.orphans or not target.orphans
+            if listed.pid in unreported and orphan and target.admits(**_names_of_listed(listed.pid, snapshot)):
                 found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
     facts = {pid: node.facts.get(pid) or ProcessFacts(pid, 0) for pid in sorted(found)}
     return tuple(
@@ -244,43 +233,24 @@ def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ..
     )
 
 
-def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting) -> None:
-    """Check that each name of the target exists."""
-    # An action on only some of the names would hide a typing error.
-    given = request.target.given
-    if not given:
-        return
-    names, listed = snapshot.names, _listed_pids(snapshot)
-    of_target = listed if request.action in OUTSIDE_ACTIONS else frozenset[int]()
-    known = _known_names(snapshot, names.reporting, permitted, of_target)
-    if all(known[selector].keys() >= set(values) for selector, values in given.items()):
-        return
-    silent = {*map(str, listed), *(name for name, _ in names.silent)} - known["pid"].keys()
-    shown = _known_names(snapshot, permitted, permitted, of_target)
-    raise TargetNotFoundError(unknown_names(request.target, known, silent, shown=shown))
+def _facts_of(process: ReportingProcess, snapshot: Snapshot) -> ProcessFacts | None:
+    """Return what the operating system shows of a process."""
+    return snapshot.node.facts_of(process) if snapshot.node is not None else None
 
 
-def _known_names(
-    snapshot: Snapshot, reporting: _Reporting, permitted: _Reporting, listed: frozenset[int]
-) -> Mapping[str, Mapping[str, None]]:
-    """Return the names that a target may have, by selector, in the order in which messages show them.
+def _names_of(name: str, process: ReportingProcess, snapshot: Snapshot) -> dict[str, tuple[str, ...]]:
+    """Return the names of a process by selector. A user has a name and a uid, as far as they are known."""
+    own = process.report.process
+    users = _names_of_listed(process.host_pid, snapshot)["user"] if process.host_pid is not None else ()
+    uids = () if process.owner_uid is None else (str(process.owner_uid),)
+    uuids = tuple(sample.uuid for sample in process.report.devices)
+    return {"pid": (name,), "workload": (own.workload,), "rank": (own.rank,), "user": (*uids, *users), "uuid": uuids}
 
-    `listed` are the pids of processes that only the driver lists, if the action reaches them. The names of users whose
-    processes the caller may not act on are not known.
-    """
-    identities = [process.report.process for _, process in reporting]
-    devices = () if snapshot.node is None else snapshot.node.devices
-    reported = (sample.uuid for _, process in reporting for sample in process.report.devices)
-    users = [user for _, process in permitted for user in _users_of(process, snapshot)]
-    known = {
-        "gpu": [device.gpu for device in devices],
-        "uuid": [*(device.uuid for device in devices), *reported],
-        "pid": [*(name for name, _ in reporting), *map(str, listed)],
-        "workload": sorted(identity.workload for identity in identities),
-        "rank": sorted((identity.rank for identity in identities), key=lambda rank: (len(rank), rank)),
-        "user": sorted([*users, *(user for pid in listed for user in _user_names(pid, snapshot))]),
-    }
-    return {selector: dict.fromkeys(values) for selector, values in known.items()}
+
+def _names_of_listed(host_pid: int, snapshot: Snapshot) -> dict[str, tuple[str, ...]]:
+    """Return the names of a process that the driver lists, by selector."""
+    facts = snapshot.node.facts.get(host_pid) if snapshot.node is not None else None
+    return {"pid": (str(host_pid),), "user": (facts.user,) if facts is not None and facts.user else ()}
 
 
 def _listed_pids(snapshot: Snapshot) -> frozenset[int]:
@@ -290,20 +260,36 @@ def _listed_pids(snapshot: Snapshot) -> frozenset[int]:
     return frozenset(listed - {process.host_pid for process in snapshot.processes})
 
 
-def _users_of(process: ReportingProcess, snapshot: Snapshot) -> tuple[str, ...]:
-    """Return the name and the uid of a process's user, as far as they are known."""
-    names = () if process.host_pid is None else _user_names(process.host_pid, snapshot)
-    return names if process.owner_uid is None else (*names, str(process.owner_uid))
+def _require_known(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> None:
+    """Check that each name of the target exists."""
+    # An action on only some of the names would hide a typing error.
+    listed = select_listed(Target(all=True), snapshot) if request.action in OUTSIDE_ACTIONS else ()
+    # Names by selector, and whether the caller may act on what has them.
+    names: list[tuple[bool, Mapping[str, Collection[str]]]] = [
+        (True, {"gpu": snapshot.gpus.values(), "uuid": snapshot.gpus}),
+        *(
+            (caller.may_act_on(process), _names_of(name, process, snapshot))
+            for name, process in snapshot.names.reporting
+        ),
+        *((caller.may_act_on_listed(one.owner_uid), _names_of_listed(one.host_pid or 0, snapshot)) for one in listed),
+    ]
 
+    def known(selector: str, *, shown: bool) -> dict[str, None]:
+        """Return the known names, or the names that the caller is shown. It knows no users of other processes."""
+        of_all = selector != "user" and not shown
+        return dict.fromkeys(name for may, own in names if may or of_all for name in own.get(selector, ()))
 
-def _user_names(host_pid: int, snapshot: Snapshot) -> tuple[str, ...]:
-    facts = snapshot.node.facts.get(host_pid) if snapshot.node is not None else None
-    return (facts.user,) if facts is not None and facts.user else ()
+    given = request.target.given
+    if all(known(selector, shown=False).keys() >= set(values) for selector, values in given.items()):
+        return
+    all_known, shown = ({selector: known(selector, shown=shown) for selector in given} for shown in (False, True))
+    pids = {*map(str, _listed_pids(snapshot)), *(name for name, _ in snapshot.names.silent)}
+    raise TargetNotFoundError(unknown_names(request.target, all_known, pids, shown=shown))
 
 
 def unknown_names(
     target: Target,
-    known: Mapping[str, Iterable[str]],
+    known: Mapping[str, Collection[str]],
     silent: Collection[str] = (),
     *,
     shown: Mapping[str, Iterable[str]] | None = None,
@@ -315,7 +301,7 @@ def unknown_names(
     """
     shown, texts, suggested = known if shown is None else shown, [], False
     for selector, values in target.given.items():
-        unreachable = [value for value in values if selector == "pid" and value in silent]
+        unreachable = [value for value in values if selector == "pid" and value in silent and value not in known["pid"]]
         if unreachable:
             texts.append(
                 f"pid {_listing(unreachable)}: no report arrives, and actions reach only processes that report; "
@@ -340,11 +326,11 @@ def nothing_matches(target: Target, reporting: _Reporting) -> str:
         return f"nothing matches {target.describe()}: no process reports that could be shown; {_REPORTS}"
     shown = []
     for name, process in reporting:
-        workload, rank = process.report.process.workload, process.report.process.rank
-        shown.append(f"pid={name}" + (f" workload={workload}" if workload else "") + (f" rank={rank}" if rank else ""))
-    return f"nothing matches {target.describe()}; reporting processes: {_listing(shown, separator='; ')}"
+        names = {"pid": name, "workload": process.report.process.workload, "rank": process.report.process.rank}
+        shown.append(" ".join(f"{selector}={value}" for selector, value in names.items() if value))
+    return f"nothing matches {target.describe()}; reporting processes: {_listing(shown)}"
 
 
-def _listing(names: list[str], separator: str = ", ") -> str:
+def _listing(names: list[str]) -> str:
     more = len(names) - _MAX_SHOWN
-    return separator.join([*names[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])])
+    return ", ".join([*names[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])])
