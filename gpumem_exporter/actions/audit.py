@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from gpumem_client.wire.reason_codes import ReasonCode
@@ -34,25 +34,17 @@ _RESULT = (*PLACE, "outcome", "reason", "reason_code", "freed_bytes", "step")
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Audit:
     """Records actions and reads them after a restart; `durable` if the records are on disk. Event loop only."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        *,
-        durable: bool,
-        wall_clock: Callable[[], float],
-        count: Callable[[Action], None],
-        poll_soon: Callable[[], None],
-    ) -> None:
-        self.journal = journal
-        self.durable = durable
-        self._wall_clock = wall_clock
-        self._count = count
-        self._poll_soon = poll_soon
-        self._ends: dict[str, Future[bool]] = {}
-        self._restored = asyncio.Event()
+    journal: Journal
+    durable: bool
+    wall_clock: Callable[[], float]
+    count: Callable[[Action], None]
+    poll_soon: Callable[[], None]
+    _ends: dict[str, Future[bool]] = field(default_factory=dict, init=False)
+    _restored: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def record(self, submitted: SubmittedAction) -> None:
         """Record a new action; return when it is on disk, or when the disk fails."""
@@ -60,7 +52,7 @@ class Audit:
 
     def finished(self, action: Action) -> None:
         """Count, log and record the end of an action, and poll the driver."""
-        self._count(action)
+        self.count(action)
         fields = {
             "id": action.id,
             "action": action.action,
@@ -76,13 +68,13 @@ class Audit:
         _log.log(logging.DEBUG if action.unlisted else logging.INFO, "action finished", extra={"fields": fields})
         self.store_end(action)
         if not action.dry_run:
-            self._poll_soon()
+            self.poll_soon()
 
     def store_end(self, action: Action) -> None:
         """Record the end of an action. A dry run has no event."""
         if action.dry_run or action.unlisted:
             return
-        stored = self.journal.put(action_event(action, self._wall_clock()))
+        stored = self.journal.put(action_event(action, self.wall_clock()))
         if self.durable:
             self._ends = {known: end for known, end in self._ends.items() if not end.done()}
             self._ends[action.id] = stored
@@ -103,7 +95,7 @@ class Audit:
         """Give the dispatcher the actions before the restart."""
         if not self.durable:
             return
-        since_unix_seconds = self._wall_clock() - _RESTORED_SECONDS
+        since_unix_seconds = self.wall_clock() - _RESTORED_SECONDS
         query = Query(since_unix_seconds=since_unix_seconds, types=(ACTION_REQUESTED, "action"), limit=_PAGE)
         try:
             self._restore(dispatcher, await self.journal.pages(query, max_rows=_MAX_ROWS))
@@ -113,33 +105,31 @@ class Audit:
             self._restored.set()
 
     def _restore(self, dispatcher: Dispatcher, events: Sequence[Event]) -> None:
-        submitted = dict(_readable(events, ACTION_REQUESTED, read_requested))
-        finished = dict(_readable(events, "action", read_action))
-        ended_ids = {event.detail.get("id") for event in events if event.type == "action"}
-        known = [(action, submitted.get(action_id)) for action_id, action in finished.items()]
+        submitted: dict[str, SubmittedAction] = {}
+        ended: dict[str, Action | None] = {}
+        for event in events:
+            action_id = str(event.detail.get("id"))
+            try:
+                if event.type == ACTION_REQUESTED:
+                    submitted[action_id] = read_requested(event)
+                else:
+                    ended[action_id] = None  # it has ended, even if it cannot be read
+                    ended[action_id] = read_action(event)
+            except Exception:  # noqa: BLE001 - another version may have written the event; the others are still read
+                _log.exception("cannot read a recorded action", extra={"fields": {"event": event.id}})
         # After a restart, an action without a recorded end has failed. Processes that keep its command forget it. It is
         # unknown whether other processes have run it.
         for action_id, origin in submitted.items():
-            if action_id not in ended_ids and dispatcher.get(action_id) is None:
+            if action_id not in ended and dispatcher.get(action_id) is None:
                 results = tuple(
                     ActionResult(pid, workload, rank, "", "", "failed", _RESTARTED, ReasonCode.EXPORTER_RESTARTED)
                     for pid, workload, rank in origin.processes
                 )
-                lost = replace(origin.action, state="failed", results=results)
-                known.append((lost, origin))
+                ended[action_id] = lost = replace(origin.action, state="failed", results=results)
                 self.finished(lost)
-        for action, submission in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
-            dispatcher.actions.restore(action, submission)
-
-
-def _readable(events: Sequence[Event], type_: str, read: Callable[[Event], T]) -> Iterator[tuple[str, T]]:
-    """Yield the readable actions by id. Another version of the exporter may have written other events."""
-    for event in events:
-        if event.type == type_:
-            try:
-                yield event.detail["id"], read(event)
-            except Exception:  # noqa: BLE001 - the other events are still read
-                _log.exception("cannot read a recorded action", extra={"fields": {"event": event.id}})
+        known = [action for action in ended.values() if action is not None]
+        for action in sorted(known, key=lambda action: action.created_unix_seconds, reverse=True):
+            dispatcher.actions.restore(action, submitted.get(action.id))
 
 
 # Actions as events, and back after a restart
@@ -150,45 +140,29 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
 
     Its columns have the device or the process only if all results have the same one.
     """
-    results = action.results
-    return Event(
-        "action",
-        finished_unix_seconds,
-        **place_of(results),
-        owner=action.share,
-        detail={
-            **_common_detail(action),
-            "state": action.state,
-            "duration_seconds": action.duration_seconds,
-            "freed_bytes": action.freed_bytes,
-            "results": [
-                {name: getattr(result, name) for name in _RESULT}
-                | ({"profile": result.profile} if result.profile else {})
-                for result in results
-            ],
-            "results_left_out": 0,  # the log leaves out what is too long
-        },
-    )
+    results = [
+        {name: getattr(result, name) for name in _RESULT} | ({"profile": result.profile} if result.profile else {})
+        for result in action.results
+    ]
+    # The log leaves out what is too long.
+    ended = {"state": action.state, "duration_seconds": action.duration_seconds, "freed_bytes": action.freed_bytes}
+    detail = {**_common_detail(action), **ended, "results": results, "results_left_out": 0}
+    return Event("action", finished_unix_seconds, **place_of(action.results), owner=action.share, detail=detail)
 
 
 def requested_event(submitted: SubmittedAction) -> Event:
     """Build the record of a requested action."""
-    request = {name: value for name, value in asdict(submitted.request).items() if name != "target"}
-    return Event(
-        ACTION_REQUESTED,
-        submitted.action.created_unix_seconds,
-        pid=_one_of([pid for pid, _, _ in submitted.processes]),
-        workload=_one_of(workload for _, workload, _ in submitted.processes),
-        rank=_one_of(rank for _, _, rank in submitted.processes),
-        owner=submitted.action.share,
-        detail={
-            **_common_detail(submitted.action),
-            "request": request,
-            "idempotency_key": submitted.idempotency_key,
-            "processes": [list(process) for process in submitted.processes],
-            "processes_left_out": 0,
-        },
-    )
+    action, processes = submitted.action, submitted.processes
+    detail = {
+        **_common_detail(action),
+        "request": {name: value for name, value in asdict(submitted.request).items() if name != "target"},
+        "idempotency_key": submitted.idempotency_key,
+        "processes": [list(process) for process in processes],
+        "processes_left_out": 0,
+    }
+    pid, workload, rank = (_one_of([process[at] for process in processes]) for at in range(3))
+    at: dict[str, Any] = {"pid": pid, "workload": workload, "rank": rank}
+    return Event(ACTION_REQUESTED, action.created_unix_seconds, **at, owner=action.share, detail=detail)
 
 
 def read_requested(event: Event) -> SubmittedAction:

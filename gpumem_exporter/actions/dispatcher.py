@@ -22,17 +22,11 @@ from typing import Any
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_COMMANDS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action, EngineWait, SubmittedAction, all_waits, describe_starts
-from gpumem_exporter.actions.action_options import (
-    ANSWER_GRACE_SECONDS,
-    ENGINE_ANSWER_SECONDS,
-    ActionRequest,
-    Target,
-)
+from gpumem_exporter.actions.action_options import ANSWER_GRACE_SECONDS, ENGINE_ANSWER_SECONDS, ActionRequest
 from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.actions.lifecycle import (
     ActionRegistry,
-    ActionState,
     CommandPart,
     OutsidePart,
     Part,
@@ -56,10 +50,6 @@ GROUP_ANSWER_SECONDS = 2.0
 """A rank must report within this time that it keeps its command; otherwise the group does not act."""
 
 
-def _call_later(seconds: float, function: Callable[[], None]) -> object:
-    return asyncio.get_running_loop().call_later(seconds, function)
-
-
 @dataclass(kw_only=True, eq=False)
 class Dispatcher:
     """Accepts actions, delivers commands, collects results."""
@@ -76,8 +66,6 @@ class Dispatcher:
     """Stores a new action. Before that, no process gets a command of it."""
     wake: Callable[[Hashable], None] = lambda _key: None
     """Ends the held requests that wait for a process or for the id of an action."""
-    call_later: Callable[[float, Callable[[], None]], object] = _call_later
-    """Lets actions expire in time."""
 
     def __post_init__(self) -> None:
         self.engines = Engines()
@@ -98,15 +86,7 @@ class Dispatcher:
     ) -> Action:
         """Start an action. A dry run, or an action that no process supports, ends at once.
 
-        An `unlisted` one has no record: see `Action.unlisted`.
-
-        Raises:
-            ActionNotAllowedError: `--action.allow` does not include the action.
-            ActionForbiddenError: the caller may not request the action, or not on these processes, or not with `force`
-                while the engine of another user starts there.
-            TargetNotFoundError: no process matches the names of the target.
-            TooManyActionsError: the caller, or a process, has reached its limit.
-            IdempotencyConflictError: the caller used the key for another request.
+        An `unlisted` one has no record: see `Action.unlisted`. Raises `ActionRefusedError`: see `errors`.
         """
         # Before all checks: the repetition of a request gets its action, whatever has changed since.
         if idempotency_key is not None:
@@ -135,10 +115,6 @@ class Dispatcher:
         # its caller only.
         limited = [] if request.dry_run else [(part.key, str(part.target)) for part in parts]
         self.limits.take(running.action.share, limited, per_process=KINDS[request.action].per_minute)
-        if not request.dry_run:
-            profile_seconds = request.duration_seconds + request.search_seconds
-            self.call_later(running.action.deadline_seconds + profile_seconds + SILENT_GRACE_SECONDS, self.expire)
-
         outcomes = [self._outcome_before_start(part, refused.get(part.key), waits.get(part.key, ())) for part in parts]
         running.show_parts()
         for part, result in zip(parts, outcomes, strict=True):
@@ -359,7 +335,7 @@ class Dispatcher:
     def process_gone(self, key: ProcessKey, reason: str) -> None:
         """End the parts of a process that has exited."""
         self.wake(key)
-        self._settlements.gone(key)
+        self._settlements.expire(self.clock(), gone=key)
         for running in tuple(self.actions.running.values()):
             part = running.parts.get(key)
             if isinstance(part, CommandPart):
@@ -401,7 +377,7 @@ class Dispatcher:
     # Deadlines and cancellation
 
     def expire(self) -> None:
-        """End the parts that are too late. Called about once a second, and after each deadline."""
+        """End the parts that are too late. Called about once a second."""
         now = self.clock()
         self._settlements.expire(now)
         snapshot = self.store.snapshot(now) if self.actions.running else None
@@ -496,15 +472,6 @@ class Dispatcher:
     def under_way(self) -> set[ProcessKey]:
         """Return the processes that have a pending command."""
         return {part.target.key for running in self.actions.running.values() for part in running.commands}
-
-    # Actions of the exporter itself
-
-    def note(self, action: str, *, requested_by: Caller, reason: str) -> Action:
-        """Record an action that the exporter performs itself, without a target process."""
-        noted = Action.of(ActionRequest(action, Target(), reason=reason), requested_by, self.wall_clock())
-        noted = replace(noted, state=ActionState.DONE.value)
-        self.actions.finish(noted)
-        return noted
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the background."""

@@ -297,7 +297,7 @@ class ActionRegistry:
         """The actions that have not ended by id, oldest first."""
         self._finished = _Kept(max_finished, MAX_BYTES)
         # Apart, so that dry runs displace no action.
-        self._dry_runs = _Kept(max(1, max_finished // _DRY_RUNS_SHARE), MAX_BYTES // _DRY_RUNS_SHARE)
+        self._dry_runs = _Kept(max_finished // _DRY_RUNS_SHARE, MAX_BYTES // _DRY_RUNS_SHARE)
         # The request and the id of an action, by its caller and key.
         self._keys: dict[tuple[str, str], tuple[ActionRequest, str]] = {}
 
@@ -367,33 +367,34 @@ class ActionRegistry:
 
 
 class _Kept:
-    """Actions of a limited number and size. Who has the most actions, or the most bytes, loses its oldest one."""
+    """Actions of a limited number and size. Who has the most of them loses its oldest one."""
 
-    def __init__(self, maximum: int, max_bytes: int) -> None:
-        self._maximum = maximum
+    def __init__(self, max_number: int, max_bytes: int) -> None:
+        # An action counts as at least its share of the size, so that one limit is enough for both.
+        self._least_bytes = max_bytes // max(1, max_number)
         self._max_bytes = max_bytes
+        self._shares = Shares(max_bytes)
         self.actions: OrderedDict[str, Action] = OrderedDict()
         """By id, oldest first."""
-        self._number, self._bytes = Shares(maximum), Shares(max_bytes)
+
+    def _size(self, action: Action) -> int:
+        return max(self._least_bytes, action.kept_bytes)
 
     def add(self, action: Action) -> set[str]:
         """Add the newest action, and return the ids of forgotten ones."""
         self.actions[action.id] = action
-        self._number.put(action.share)
-        self._bytes.put(action.share, action.kept_bytes)
+        self._shares.put(action.share, self._size(action))
         forgotten = set()
-        for shares in (self._number, self._bytes):
-            while (loser := shares.over()) is not None and len(self.actions) > 1:
-                oldest = next(kept for kept in self.actions.values() if kept.share == loser)
-                del self.actions[oldest.id]
-                self._number.drop(loser)
-                self._bytes.drop(loser, oldest.kept_bytes)
-                forgotten.add(oldest.id)
+        while (loser := self._shares.over()) is not None and len(self.actions) > 1:
+            oldest = next(kept for kept in self.actions.values() if kept.share == loser)
+            del self.actions[oldest.id]
+            self._shares.drop(loser, self._size(oldest))
+            forgotten.add(oldest.id)
         return forgotten
 
     def add_oldest(self, action: Action) -> bool:
         """Add an action before all others; return False if there is no room."""
-        if len(self.actions) >= self._maximum or self._bytes.total + action.kept_bytes > self._max_bytes:
+        if self._shares.total + self._size(action) > self._max_bytes:
             return False
         self.add(action)
         self.actions.move_to_end(action.id, last=False)

@@ -9,12 +9,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
+from gpumem_exporter.actions.action import Action
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.action_routes import MAX_WAIT_SECONDS, KnownFields
 from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.actions.dispatcher import Dispatcher
@@ -75,27 +78,26 @@ def nvml_router(
     @router.post(NVML_PATH + "/release", **_ROUTE)
     async def release(request: Request, body: _Request) -> Response:
         """Release NVML: shut it down and unload its library until it is attached again."""
-        caller: Caller = Exchange.of(request).caller
-        if poller.status(clock()).release is None:
-            record("nvml_release", caller, body.reason)
-        poller.release(str(caller), body.reason)
-        return await reply(request, body)
+        return await apply(request, body, "nvml_release")
 
     @router.post(NVML_PATH + "/attach", **_ROUTE)
     async def attach(request: Request, body: _Request) -> Response:
         """Attach released NVML again, or retry at once if there is no driver."""
+        return await apply(request, body, "nvml_attach")
+
+    async def apply(request: Request, body: NvmlBody, action: str) -> Response:
         caller: Caller = Exchange.of(request).caller
-        if poller.status(clock()).release is not None:
-            record("nvml_attach", caller, body.reason)
-        poller.attach()
-        return await reply(request, body)
-
-    def record(action: str, caller: Caller, reason: str) -> None:
-        fields = {"action": action, "requested_by": str(caller), "reason": reason}
-        _log.info("driver maintenance requested", extra={"fields": fields})
-        audit.store_end(dispatcher.note(action, requested_by=caller, reason=reason))
-
-    async def reply(request: Request, body: NvmlBody) -> Response:
+        if (poller.status(clock()).release is None) == (action == "nvml_release"):
+            fields = {"action": action, "requested_by": str(caller), "reason": body.reason}
+            _log.info("driver maintenance requested", extra={"fields": fields})
+            asked = ActionRequest(action, Target(), reason=body.reason)
+            noted = replace(Action.of(asked, caller, dispatcher.wall_clock()), state="done")
+            dispatcher.actions.finish(noted)
+            audit.store_end(noted)
+        if action == "nvml_release":
+            poller.release(str(caller), body.reason)
+        else:
+            poller.attach()
         end_seconds = time.monotonic() + body.wait_seconds
         # The poller is a thread and wakes no request; it may hang.
         while not poller.status(clock()).request_applied and time.monotonic() < end_seconds:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from gpumem_client.wire.protocol import StillFree
 from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.lifecycle import CommandPart
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
@@ -36,29 +35,23 @@ class Settlements:
         """Take the values in a report. Unknown ids are ignored."""
         for value in process.report.still_free:
             part = self._waiting.get((value.id, process.key))
-            if part is not None and part.belongs_to(process):
-                self._set(part, value)
+            if part is None or not part.belongs_to(process):
+                continue
+            results = tuple(
+                replace(each, still_free_bytes=value.still_free_bytes)
+                if each.uuid == value.uuid and _lacks_value(part, each)
+                else each
+                for each in part.running.action.results
+            )
+            part.running.action = replace(part.running.action, results=results)
+            if not any(_lacks_value(part, result) for result in results):
+                self._end(part)
 
-    def gone(self, key: ProcessKey) -> None:
-        """Stop waiting for values of a process that has exited."""
-        for part in [part for part in self._waiting.values() if part.key == key]:
-            self._end(part)
-
-    def expire(self, now: float) -> None:
-        """Stop waiting for values that are too late."""
-        for part in [part for part in self._waiting.values() if now >= part.gives_up_seconds]:
-            self._end(part)
-
-    def _set(self, part: CommandPart, value: StillFree) -> None:
-        results = tuple(
-            replace(each, still_free_bytes=value.still_free_bytes)
-            if each.uuid == value.uuid and _lacks_value(part, each)
-            else each
-            for each in part.running.action.results
-        )
-        part.running.action = replace(part.running.action, results=results)
-        if not any(_lacks_value(part, result) for result in results):
-            self._end(part)
+    def expire(self, now: float, gone: ProcessKey | None = None) -> None:
+        """Stop waiting for values that are too late, or of a process that is gone."""
+        for part in tuple(self._waiting.values()):
+            if now >= part.gives_up_seconds or part.key == gone:
+                self._end(part)
 
     def _end(self, part: CommandPart) -> None:
         running = part.running

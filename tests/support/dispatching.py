@@ -40,7 +40,6 @@ def build_dispatcher(
             "on_finished": [].append if finished is None else finished.append,
             "limits": UNLIMITED,
             "terminator": Terminator(NobodyHost()),
-            "call_later": lambda _seconds, _function: None,
             **changes,
         },
     )
