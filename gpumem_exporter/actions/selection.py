@@ -12,7 +12,7 @@ from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, OUTSIDE_ACTIO
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess, Snapshot, once_per_snapshot
 from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 
@@ -92,29 +92,27 @@ class OutsideTarget:
     @classmethod
     def of(cls, selected: SelectedProcess, snapshot: Snapshot) -> OutsideTarget:
         """Return the target for a process that reports."""
-        process, identity = selected.process, selected.process.report.process
-        facts = _facts_of(process, snapshot)
-        used = {
-            device.uuid: listed.used_bytes
-            for device in (snapshot.node.devices if snapshot.node is not None else ())
-            for listed in device.processes or ()
-            if listed.pid == process.host_pid
-        }
-        listed = bool(used)
-        reported = {sample.uuid: used.pop(sample.uuid, None) for sample in process.report.devices}
+        process, own = selected.process, selected.process.report.process
+        used = _used_by_pid(snapshot).get(process.host_pid or 0, {})
         return cls(
-            selected.pid,
-            identity.workload,
-            identity.rank,
-            process.host_pid,
-            identity.start_time_ticks,
-            tuple((reported | used).items()),
+            *(selected.pid, own.workload, own.rank, process.host_pid, own.start_time_ticks),
+            tuple({**{sample.uuid: used.get(sample.uuid) for sample in process.report.devices}, **used}.items()),
             attested=process.attested,
-            listed=listed,
-            title=facts.command if facts is not None and facts.command else process.report.process.command,
+            listed=bool(used),
+            title=_command_of(process, snapshot) or own.command,
             owner_uid=process.owner_uid,
             process=process,
         )
+
+
+@once_per_snapshot
+def _used_by_pid(snapshot: Snapshot) -> dict[int, dict[str, int | None]]:
+    """Return the driver's value for each process on each device."""
+    used: dict[int, dict[str, int | None]] = {}
+    for device in snapshot.node.devices if snapshot.node is not None else ():
+        for listed in device.processes or ():
+            used.setdefault(listed.pid, {})[device.uuid] = listed.used_bytes
+    return used
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +139,7 @@ class NodeFacts:
                 limits[device.uuid] = int((fraction or 0.0) * total_bytes)
         jobs = {}
         for one in targets:
-            if isinstance(one, OutsideTarget):
-                title = one.title
-            else:
-                facts = _facts_of(one.process, snapshot)
-                title = facts.command if facts is not None else ""
+            title = one.title if isinstance(one, OutsideTarget) else _command_of(one.process, snapshot)
             jobs[one.pid] = one.workload or title or f"pid {one.pid}"
         return cls(snapshot.gpus, jobs, limits)
 
@@ -219,23 +213,29 @@ def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ..
     node = snapshot.node
     if node is None or target.workload or target.rank:  # which only reports name
         return ()
-    found: dict[int, list[tuple[str, int | None]]] = {}
-    unreported = _listed_pids(snapshot)
-    for device in node.devices:
-        for listed in device.processes or () if target.admits(uuid=(device.uuid,), gpu=(device.gpu,)) else ():
-            orphan = listed.pid in snapshot.orphans or not target.orphans
-            if listed.pid in unreported and orphan and target.admits(**_names_of_listed(listed.pid, snapshot)):
-                found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
-    facts = {pid: node.facts.get(pid) or ProcessFacts(pid, 0) for pid in sorted(found)}
-    return tuple(
-        OutsideTarget(pid, "", "", pid, of.start_time_ticks, tuple(found[pid]), title=of.command, owner_uid=of.uid)
-        for pid, of in facts.items()
-    )
+    targets = []
+    for pid in sorted(_listed_pids(snapshot)):
+        used = tuple(
+            (uuid, used_bytes)
+            for uuid, used_bytes in _used_by_pid(snapshot)[pid].items()
+            if target.admits(uuid=(uuid,), gpu=(snapshot.gpus[uuid],))
+        )
+        orphan = pid in snapshot.orphans or not target.orphans
+        if used and orphan and target.admits(**_names_of_listed(pid, snapshot)):
+            of = node.facts.get(pid) or ProcessFacts(pid, 0)
+            named = (pid, "", "", pid, of.start_time_ticks, used)
+            targets.append(OutsideTarget(*named, title=of.command, owner_uid=of.uid))
+    return tuple(targets)
 
 
 def _facts_of(process: ReportingProcess, snapshot: Snapshot) -> ProcessFacts | None:
     """Return what the operating system shows of a process."""
     return snapshot.node.facts_of(process) if snapshot.node is not None else None
+
+
+def _command_of(process: ReportingProcess, snapshot: Snapshot) -> str:
+    facts = _facts_of(process, snapshot)
+    return facts.command if facts is not None else ""
 
 
 def _names_of(name: str, process: ReportingProcess, snapshot: Snapshot) -> dict[str, tuple[str, ...]]:
@@ -255,9 +255,9 @@ def _names_of_listed(host_pid: int, snapshot: Snapshot) -> dict[str, tuple[str, 
 
 def _listed_pids(snapshot: Snapshot) -> frozenset[int]:
     """Return the pids that the driver lists and that do not report."""
-    devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
-    listed = {listed.pid for device in devices for listed in device.processes or ()}
-    return frozenset(listed - {process.host_pid for process in snapshot.processes})
+    up = snapshot.node is not None and snapshot.node.up
+    reporting = {process.host_pid for process in snapshot.processes}
+    return frozenset(pid for pid in _used_by_pid(snapshot) if up and pid not in reporting)
 
 
 def _require_known(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> None:
