@@ -27,15 +27,13 @@ from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.actions.lifecycle import (
     ActionRegistry,
-    CommandPart,
-    OutsidePart,
     Part,
     PartState,
     RunningAction,
 )
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.results import expected_refusal, expected_result, starting_refusal, unsupported
-from gpumem_exporter.actions.selection import NodeFacts, SelectedProcess, select
+from gpumem_exporter.actions.selection import NodeFacts, SelectedProcess, commanded, processes_of, select
 from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.actions.timing import Turn, plan, step_of_group
@@ -134,8 +132,8 @@ class Dispatcher:
     def _planned(self, request: ActionRequest, caller: Caller, snapshot: Snapshot, *, unlisted: bool) -> RunningAction:
         """Return the action with a part for each process that it selects."""
         now = self.clock()
-        selection = select(request, caller, snapshot)
-        planned = plan(request, selection.commanded, snapshot, now)
+        selected = select(request, caller, snapshot)
+        planned = plan(request, [one for one in selected if commanded(request, one)], snapshot, now)
         steps = {turn.group: turn.at_step for _, turn in planned if turn.group is not None}
         action = replace(
             Action.of(request, caller, self.wall_clock(), unlisted=unlisted),
@@ -143,13 +141,11 @@ class Dispatcher:
             group=bool(steps),
             at_step=next(iter(steps.values())) if len(steps) == 1 else None,
         )
-        facts = NodeFacts.of([*(one for one, _ in planned), *selection.outside], request.fraction, snapshot)
-        running = RunningAction(action, now, request, caller, facts)
-        outside = Turn("now", request.deadline_seconds)
-        parts: list[Part] = [
-            *(CommandPart(running=running, target=one, turn=turn) for one, turn in planned),
-            *(OutsidePart(running=running, target=one, turn=outside) for one in selection.outside),
-        ]
+        outside = [one for one in selected if not commanded(request, one)]
+        facts = NodeFacts.of([*(one for one, _ in planned), *outside], request.fraction, snapshot)
+        running, turn = RunningAction(action, now, request, caller, facts), Turn("now", request.deadline_seconds)
+        parts = [Part(running=running, target=one, turn=own, commanded=True) for one, own in planned]
+        parts += [Part(running=running, target=one, turn=turn, commanded=False) for one in outside]
         running.parts = {part.key: part for part in parts}
         return running
 
@@ -158,7 +154,7 @@ class Dispatcher:
         if not snapshot.starting:
             return {}
         parts = running.parts.values()
-        outside = {part.target.host_pid for part in parts if isinstance(part, OutsidePart)}
+        outside = {part.target.host_pid for part in parts if not part.commanded}
         found = {
             part: self.engines.waits_for(running.request, running.caller, part.target, outside, snapshot)
             for part in parts
@@ -177,7 +173,7 @@ class Dispatcher:
         A part without a result waits for these engines. `refused` is the result of an engine that must not run it.
         """
         request, result = part.running.request, refused
-        if isinstance(part, CommandPart):
+        if part.commanded:
             result = unsupported(part.target.process, request, part.turn.mode)
             if result is None and part.turn.obstacle and part.turn.mode == "step":
                 reason = f"{part.turn.obstacle}; use mode idle, or now"
@@ -185,7 +181,7 @@ class Dispatcher:
             if result is None and request.dry_run:
                 result = expected_refusal(part.target, request, part.running.facts)
             result = result or refused
-        elif isinstance(part, OutsidePart) and request.action == "terminate":
+        elif request.action == "terminate":
             result = self.terminator.refusal(part.target)
         if result is not None:
             return result
@@ -196,7 +192,7 @@ class Dispatcher:
             return None
         if waits:
             return starting_refusal(waits)
-        if isinstance(part, CommandPart):
+        if part.commanded:
             return expected_result(part.target, request, part.turn.obstacle)
         if request.action == "terminate":
             return CommandResult("", KINDS["terminate"].would, "", ReasonCode.WOULD_TERMINATE)
@@ -221,10 +217,10 @@ class Dispatcher:
             if group is not None:
                 self._choose_step(running, group, now)
         for part in ready:
-            if isinstance(part, OutsidePart):
+            if not part.commanded:
                 running.start()
                 self.spawn(self._act(part))
-            elif isinstance(part, CommandPart) and part.state is PartState.WAITING:
+            elif part.state is PartState.WAITING:
                 part.offered_seconds = now
                 self.wake(part.key)
         self._finish_if_complete(running)
@@ -235,7 +231,7 @@ class Dispatcher:
         Its ranks have made steps since the request: the step that was chosen may have passed.
         """
         parts = running.group(group)
-        reported = [part.target._replace(process=self._newest(part)) for part in parts]
+        reported = [replace(part.target, reporter=self._newest(part)) for part in parts]
         at_step, obstacle = step_of_group(reported, running.request, parts[0].deadline_seconds - now, now)
         if at_step is None:
             self._withdraw(parts, CommandResult("", "refused", obstacle, ReasonCode.GROUP_INCOMPLETE))
@@ -246,7 +242,7 @@ class Dispatcher:
             running.action = replace(running.action, at_step=at_step)
         running.show_parts()
 
-    async def _act(self, part: OutsidePart) -> None:
+    async def _act(self, part: Part) -> None:
         request, driver = part.running.request, None
         try:
             if part.withdrawal is not None:
@@ -280,7 +276,7 @@ class Dispatcher:
         ][:MAX_COMMANDS]
         return tuple([part.command(now) for part in pending if self._deliver(part)])
 
-    def _deliver(self, part: CommandPart) -> bool:
+    def _deliver(self, part: Part) -> bool:
         """Record that a process gets its command; return False if it does not."""
         if part.running.request.action in ENGINE_ACTIONS and part.state is PartState.WAITING:
             if not self.engines.is_read_for(part):
@@ -302,14 +298,14 @@ class Dispatcher:
             if (part := self._part(command_id, process)) is None or part.withdrawal is not None
         )
 
-    def _part(self, action_id: str, process: ReportingProcess) -> CommandPart | None:
+    def _part(self, action_id: str, process: ReportingProcess) -> Part | None:
         running = self.actions.running.get(action_id)
         part = running.parts.get(process.key) if running is not None else None
-        return part if isinstance(part, CommandPart) and part.belongs_to(process) else None
+        return part if part is not None and part.commanded and part.belongs_to(process) else None
 
-    def _newest(self, part: CommandPart) -> ReportingProcess:
+    def _newest(self, part: Part) -> ReportingProcess:
         """Return the process of a part with its last report."""
-        return self.store.find(part.target.key) or part.target.process
+        return self.store.find(part.target.process.key) or part.target.process
 
     # 3. Results arrive, and the last one finishes the action.
 
@@ -326,7 +322,7 @@ class Dispatcher:
                 self._end(part, withdrawn or result)
         self._settlements.take(process)
 
-    def running_profile(self, process: ReportingProcess, action_id: str) -> CommandPart | None:
+    def running_profile(self, process: ReportingProcess, action_id: str) -> Part | None:
         """Return the part of a process that has the command to take this profile, and has not ended it."""
         part = self._part(action_id, process)
         takes = part is not None and part.running.request.action == "profile" and part.state is not PartState.WAITING
@@ -338,10 +334,10 @@ class Dispatcher:
         self._settlements.expire(self.clock(), gone=key)
         for running in tuple(self.actions.running.values()):
             part = running.parts.get(key)
-            if isinstance(part, CommandPart):
+            if part is not None and part.commanded:
                 self._end(part, CommandResult("", "gone", reason, ReasonCode.PROCESS_EXITED))
 
-    def _end(self, part: CommandPart, result: CommandResult) -> None:
+    def _end(self, part: Part, result: CommandResult) -> None:
         running = part.running
         if running.request.action in ENGINE_ACTIONS and result.outcome == "done":
             if not part.measuring:
@@ -357,7 +353,7 @@ class Dispatcher:
             self._withdraw(running.group(part.turn.group), others)
         self._finish_if_complete(running)
 
-    async def _measure(self, part: CommandPart, result: CommandResult) -> None:
+    async def _measure(self, part: Part, result: CommandResult) -> None:
         """End the part of an engine that has released or resumed its memory with what the driver lists then."""
         driver = await self.engines.measure(part)
         if part.state is not PartState.ENDED:  # the process exited meanwhile
@@ -412,7 +408,7 @@ class Dispatcher:
         if not running.action.finished:
             running.show_parts()
 
-    def _lateness(self, part: CommandPart, now: float) -> tuple[str, ReasonCode] | None:
+    def _lateness(self, part: Part, now: float) -> tuple[str, ReasonCode] | None:
         """Return the reason if a command, or its result, is too late."""
         running = part.running
         if part.blocked or part.measuring or part.state is PartState.ENDED:
@@ -422,7 +418,7 @@ class Dispatcher:
             return "the process did not report in time for its group", ReasonCode.GROUP_RANK_LATE
         if part.state is PartState.WAITING and now >= part.deadline_seconds:
             return "the process did not report before the deadline", ReasonCode.NOT_FETCHED
-        process = self.store.find(part.target.key)
+        process = self.store.find(part.target.process.key)
         if running.request.action in ENGINE_ACTIONS:
             # No report arrives while an engine moves its memory: the reporter's thread waits for it.
             grace_seconds = ENGINE_ANSWER_SECONDS
@@ -457,21 +453,21 @@ class Dispatcher:
             if part.withdrawal is not None or part.state is PartState.ENDED:
                 continue
             part.withdraw(result)
-            if part.blocked or (isinstance(part, CommandPart) and part.state is PartState.WAITING):
+            if part.blocked or (part.commanded and part.state is PartState.WAITING):
                 part.running.end(part, result)
-            elif isinstance(part, CommandPart):
+            elif part.commanded:
                 self.wake(part.key)
 
     # Queries
 
     def held_back(self, request: ActionRequest, caller: Caller, process: ReportingProcess, snapshot: Snapshot) -> bool:
         """Return whether an action on a process would wait until an inference engine has started."""
-        one = SelectedProcess(process.name, process, ())
+        one = processes_of(snapshot).get(process.key) or SelectedProcess(process.name, process)
         return bool(self.engines.waits_for(request, caller, one, frozenset(), snapshot))
 
     def under_way(self) -> set[ProcessKey]:
         """Return the processes that have a pending command."""
-        return {part.target.key for running in self.actions.running.values() for part in running.commands}
+        return {part.target.process.key for running in self.actions.running.values() for part in running.commands}
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the background."""

@@ -10,9 +10,9 @@ from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import EngineWait
 from gpumem_exporter.actions.action_options import ActionRequest
-from gpumem_exporter.actions.lifecycle import CommandPart, OutsidePart, RunningAction
+from gpumem_exporter.actions.lifecycle import Part, RunningAction
 from gpumem_exporter.actions.results import DriverValues
-from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import Snapshot
 
@@ -27,7 +27,7 @@ class Engines:
         self,
         request: ActionRequest,
         caller: Caller,
-        one: SelectedProcess | OutsideTarget,
+        one: SelectedProcess,
         outside: AbstractSet[int | None],
         snapshot: Snapshot,
     ) -> tuple[EngineWait, ...]:
@@ -48,18 +48,18 @@ class Engines:
 
     # The rest is called only for a part that `refusals` permits.
 
-    def is_read_for(self, part: CommandPart) -> bool:
+    def is_read_for(self, part: Part) -> bool:
         """Return whether the driver was read since a process asked for its command, or has not answered in time."""
         raise NotImplementedError
 
-    def deliver(self, part: CommandPart) -> CommandResult | None:
+    def deliver(self, part: Part) -> CommandResult | None:
         """Check a command right before a process gets it for the first time; return the result if it must not run."""
         raise NotImplementedError
 
-    async def measure(self, part: CommandPart) -> DriverValues:
+    async def measure(self, part: Part) -> DriverValues:
         """Read the driver, and return what it lists for a process that has run its command."""
         raise NotImplementedError
 
-    async def act(self, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
+    async def act(self, part: Part) -> tuple[CommandResult, DriverValues | None]:
         """Let the engine of a process release or resume its memory. Return the result, and what the driver lists."""
         raise NotImplementedError

@@ -24,8 +24,8 @@ from gpumem_client.wire.protocol import Command, CommandResult
 from gpumem_exporter.actions.action import Action, EngineWait, PendingPart, SubmittedAction, all_waits
 from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, ActionRequest
 from gpumem_exporter.actions.kinds import is_done
-from gpumem_exporter.actions.results import DriverValues, results_of
-from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
+from gpumem_exporter.actions.results import DriverValues, command_results, outside_results
+from gpumem_exporter.actions.selection import NodeFacts, SelectedProcess
 from gpumem_exporter.actions.timing import Turn
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import JobKey, ReportingProcess
@@ -97,8 +97,10 @@ class Part:
 
     running: RunningAction
     """The action."""
-    target: SelectedProcess | OutsideTarget
+    target: SelectedProcess
     turn: Turn
+    commanded: bool
+    """The process itself runs the action; otherwise the exporter ends it, or speaks with its engine."""
     state: PartState = PartState.WAITING
     waits: tuple[EngineWait, ...] = ()
     """The engines that must have started before the part may start."""
@@ -108,6 +110,16 @@ class Part:
     """For an engine, the driver's bytes of the process by device right before it acts."""
     awake_bytes: Mapping[str, int] = field(default_factory=dict)
     """For an engine that wakes, what the driver lists for the process by device once it is awake."""
+    asked_seconds: float | None = None
+    """For an engine, when its process first asked for its command."""
+    measuring: bool = False
+    """The engine has done it, and the driver is read again."""
+    profile: str = ""
+    """The id of the profile that the process has sent for the command."""
+    offered_seconds: float = 0.0
+    """When the process could get its command, on the dispatcher's clock: a group must hear it soon after."""
+    gives_up_seconds: float = 0.0
+    """Until when the process may report what stays free, on the dispatcher's clock."""
 
     def __str__(self) -> str:
         return f"action {self.running.action.id} on {self.target}"
@@ -138,33 +150,9 @@ class Part:
         self.withdrawal = result
         _log.debug("%s is withdrawn", self)
 
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class OutsidePart(Part):
-    """A part in which the exporter itself acts: it ends the process, or speaks with its engine."""
-
-    target: OutsideTarget
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class CommandPart(Part):
-    """A part that the process itself runs."""
-
-    target: SelectedProcess
-    asked_seconds: float | None = None
-    """For an engine, when its process first asked for its command."""
-    measuring: bool = False
-    """The engine has done it, and the driver is read again."""
-    profile: str = ""
-    """The id of the profile that the process has sent for the command."""
-    offered_seconds: float = 0.0
-    """When the process could get its command, on the dispatcher's clock: a group must hear it soon after."""
-    gives_up_seconds: float = 0.0
-    """Until when the process may report what stays free, on the dispatcher's clock."""
-
     @property
     def mode(self) -> str:
-        """When the process acts: one of `protocol.MODES`."""
+        """When a process acts that gets a command: one of `protocol.MODES`."""
         return "idle" if self.running.request.wait_idle_seconds else self.turn.mode
 
     @property
@@ -221,11 +209,11 @@ class RunningAction:
     """No part starts any more."""
 
     @property
-    def commands(self) -> list[CommandPart]:
+    def commands(self) -> list[Part]:
         """The parts that processes run."""
-        return [part for part in self.parts.values() if isinstance(part, CommandPart)]
+        return [part for part in self.parts.values() if part.commanded]
 
-    def group(self, job: JobKey) -> list[CommandPart]:
+    def group(self, job: JobKey) -> list[Part]:
         """Return the parts of the ranks of a job that act together, or none of them does."""
         return [part for part in self.commands if part.turn.group == job]
 
@@ -258,13 +246,14 @@ class RunningAction:
         part.advance(PartState.ENDED)
         _log.debug("%s: %s %s", part, result.outcome, result.reason_code)
         del self.parts[part.key]
-        target, mode = part.target, None
-        if isinstance(part, CommandPart):
-            mode, target = part.mode, part.target._replace(process=process or part.target.process)
+        if part.commanded:
+            target = replace(part.target, reporter=process or part.target.reporter)
             # The process may name any profile; only what it has sent for this command is shown.
-            result = replace(result, profile=part.profile)
-        for row in results_of(target, result, self.facts, self.request):
-            row = replace(row, mode=mode, at_step=part.turn.at_step)
+            rows = command_results(target, replace(result, profile=part.profile), self.facts, self.request)
+        else:
+            rows = outside_results(part.target, result, self.facts, self.request)
+        for row in rows:
+            row = replace(row, mode=part.mode if part.commanded else None, at_step=part.turn.at_step)
             row = row if driver is None else driver.of(row, self.action.action)
             self.action = replace(self.action, results=(*self.action.results, row))
 

@@ -13,7 +13,7 @@ from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.action import ActionResult, EngineWait, describe_starts
 from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.kinds import KINDS, is_done
-from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
+from gpumem_exporter.actions.selection import NodeFacts, SelectedProcess
 from gpumem_exporter.core.samples import ReportingProcess
 
 _RESERVED = ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
@@ -39,20 +39,48 @@ class DriverValues(NamedTuple):
         return replace(result, driver_before_bytes=before, driver_after_bytes=after, freed_bytes=freed)
 
 
-def results_of(
-    target: SelectedProcess | OutsideTarget, result: CommandResult, facts: NodeFacts, request: ActionRequest
+def command_results(
+    target: SelectedProcess, result: CommandResult, facts: NodeFacts, request: ActionRequest
 ) -> Iterator[ActionResult]:
-    """Yield the result for each measured device, otherwise for each target device, otherwise one for the process."""
-    done, idle = is_done(result.outcome), dict[str, int | None]()
-    if isinstance(target, OutsideTarget):
-        measured = _outside_devices(target, request, done=done)
-    else:
-        measured = _measured_devices(target, result)
-        # What the process did not need for a minute. The rest is reserved again, as in every minute before.
-        idle = {sample.uuid: sample.idle_cache_bytes for sample in target.samples if request.dry_run}
-    for number, device in enumerate(measured or (DeviceResult(""),)):
-        idle_bytes, freed_bytes = idle.get(device.uuid), device.freed_bytes
-        stays_free = None if idle_bytes is None or freed_bytes is None else min(idle_bytes, freed_bytes)
+    """Yield the result for each measured device, otherwise for each target device, otherwise one for the process.
+
+    A device that the process has not reported is left out, and so is memory that the exporter shows as unmapped and the
+    reporter does not know to be unmapped.
+    """
+    reported = {sample.uuid: sample.unmapped_bytes or 0 for sample in target.process.report.devices}
+    shown = {sample.uuid: sample.unmapped_bytes or 0 for sample in target.samples}
+    devices = {}
+    for device in result.devices:
+        if device.uuid in reported or device.uuid in shown:
+            less = max(0, shown.get(device.uuid, 0) - reported.get(device.uuid, 0))
+            sizes = {name: max(0, size - less) for name in _RESERVED if (size := getattr(device, name)) is not None}
+            devices[device.uuid] = replace(device, **sizes)
+    measured = list(devices.values()) or [DeviceResult(sample.uuid) for sample in target.samples]
+    # What the process did not need for a minute. The rest is reserved again, as in every minute before.
+    idle = {sample.uuid: sample.idle_cache_bytes for sample in target.samples if request.dry_run}
+    for row in _rows(target, measured, result, facts):
+        idle_bytes = idle.get(row.uuid)
+        stays_free = None if idle_bytes is None or row.freed_bytes is None else min(idle_bytes, row.freed_bytes)
+        yield replace(row, still_free_bytes=stays_free)
+
+
+def outside_results(
+    target: SelectedProcess, result: CommandResult, facts: NodeFacts, request: ActionRequest
+) -> Iterator[ActionResult]:
+    """Yield the result for each device. A process that was ended has released the memory that the driver listed."""
+    released = dict(target.used_bytes)
+    if request.action != "terminate":
+        samples = target.reporter.report.devices if target.reporter is not None else ()
+        released = {sample.uuid: released_bytes(sample, request) for sample in samples}
+    done = is_done(result.outcome)
+    devices = [DeviceResult(uuid, freed_bytes=released.get(uuid) if done else None) for uuid in target.uuids]
+    return _rows(target, devices, result, facts)
+
+
+def _rows(
+    target: SelectedProcess, devices: Sequence[DeviceResult], result: CommandResult, facts: NodeFacts
+) -> Iterator[ActionResult]:
+    for number, device in enumerate(devices or (DeviceResult(""),)):
         yield ActionResult(
             pid=target.pid,
             workload=target.workload,
@@ -62,41 +90,15 @@ def results_of(
             reason=result.reason,
             reason_code=result.reason_code,
             **{each.name: getattr(device, each.name) for each in fields(device)},
-            still_free_bytes=stays_free,
             duration_seconds=result.duration_seconds,
             step=result.step,
             thread_id=result.thread_id,
             # The same for all devices of the process.
             snapshot=result.snapshot if number == 0 else None,
             job=facts.jobs.get(target.pid, ""),
-            limit_bytes=facts.limits.get(device.uuid) if done else None,
+            limit_bytes=facts.limits.get(device.uuid) if is_done(result.outcome) else None,
             profile=result.profile or None,
         )
-
-
-def _outside_devices(target: OutsideTarget, request: ActionRequest, *, done: bool) -> list[DeviceResult]:
-    """Return what the exporter's action has released. An ended process has released what the driver listed."""
-    samples = target.process.report.devices if target.process is not None and done else ()
-    released = {sample.uuid: released_bytes(sample, request) for sample in samples}
-    if done and request.action == "terminate":
-        released = dict(target.used_bytes)
-    return [DeviceResult(uuid, freed_bytes=released.get(uuid)) for uuid, _ in target.used_bytes]
-
-
-def _measured_devices(selected: SelectedProcess, result: CommandResult) -> list[DeviceResult]:
-    """Return what a process has measured, without devices that it has not reported.
-
-    Leaves out the memory that the exporter shows as unmapped and the reporter does not know to be unmapped.
-    """
-    reported = {sample.uuid: sample.unmapped_bytes or 0 for sample in selected.process.report.devices}
-    shown = {sample.uuid: sample.unmapped_bytes or 0 for sample in selected.samples}
-    devices = {}
-    for device in result.devices:
-        if device.uuid in reported or device.uuid in shown:
-            less = max(0, shown.get(device.uuid, 0) - reported.get(device.uuid, 0))
-            sizes = {name: max(0, size - less) for name in _RESERVED if (size := getattr(device, name)) is not None}
-            devices[device.uuid] = replace(device, **sizes)
-    return list(devices.values()) or [DeviceResult(sample.uuid) for sample in selected.samples]
 
 
 def expected_result(selected: SelectedProcess, request: ActionRequest, reason: str) -> CommandResult:

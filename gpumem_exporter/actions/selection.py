@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, DeviceSample
 from gpumem_client.wire.units import counted
@@ -23,96 +23,114 @@ _NOUNS = {"gpu": "GPU", "uuid": "UUID", "pid": "pid", "workload": "workload", "r
 # The selectors whose values are words. A number has no nearest match that would help.
 _SPELLED = ("uuid", "workload", "user")
 
-_Reporting = Sequence[tuple[str, ReportingProcess]]
 
-
-class SelectedProcess(NamedTuple):
-    """A reporting process that a target selects."""
+@dataclass(frozen=True, slots=True)
+class SelectedProcess:
+    """A process that a target selects, which reports or is on the driver's list."""
 
     pid: int | str
     """Its name, as in `core.naming`."""
-    process: ReportingProcess
-    samples: tuple[DeviceSample, ...]
+    reporter: ReportingProcess | None = None
+    """The process, if it reports."""
+    samples: tuple[DeviceSample, ...] = ()
     """Its samples of the selected devices."""
+    facts: ProcessFacts | None = None
+    """What the operating system shows of it."""
+    used_bytes: Mapping[str, int | None] = field(default_factory=dict)
+    """The driver's value for each device on which it lists the process, by uuid."""
 
     def __str__(self) -> str:
         return f"pid {self.pid}" + (f" (rank {self.rank})" if self.rank else "")
 
     @property
-    def key(self) -> ProcessKey:
+    def process(self) -> ReportingProcess:
+        """The process, of one that reports."""
+        if self.reporter is None:
+            raise ValueError(f"{self} does not report")
+        return self.reporter
+
+    @property
+    def key(self) -> ProcessKey | int | str:
         """The process."""
-        return self.process.key
+        return self.reporter.key if self.reporter is not None else self.pid
 
     @property
     def workload(self) -> str:
         """The name of its workload; empty if it has none."""
-        return self.process.report.process.workload
+        return self.reporter.report.process.workload if self.reporter is not None else ""
 
     @property
     def rank(self) -> str:
         """Its rank in its job; empty if it has none."""
-        return self.process.report.process.rank
-
-
-@dataclass(frozen=True, slots=True)
-class OutsideTarget:
-    """A process on which the exporter itself acts, which reports or is on the driver's list."""
-
-    pid: int | str
-    workload: str
-    rank: str
-    host_pid: int | None
-    start_time_ticks: int
-    """0 if unknown."""
-    used_bytes: tuple[tuple[str, int | None], ...]
-    """The driver's value for each of its devices, by uuid."""
-    attested: bool = True
-    """The kernel has named the sender of its report; true for a process without a report."""
-    listed: bool = True
-    """The driver lists it on a device."""
-    title: str = ""
-    """Its command or title."""
-    owner_uid: int | None = None
-    process: ReportingProcess | None = None
-    """The process, if it reports."""
-
-    def __str__(self) -> str:
-        return f"pid {self.pid}"
+        return self.reporter.report.process.rank if self.reporter is not None else ""
 
     @property
-    def key(self) -> ProcessKey | int | None:
-        """The process."""
-        return self.process.key if self.process is not None else self.host_pid
+    def host_pid(self) -> int | None:
+        """Its pid on this host; None if it is unknown."""
+        known = self.facts.pid if self.facts is not None else None
+        return self.reporter.host_pid if self.reporter is not None else known
+
+    @property
+    def start_time_ticks(self) -> int:
+        """Its start; 0 if it is unknown."""
+        return (self.reporter or self.facts or ProcessFacts(0, 0)).start_time_ticks
+
+    @property
+    def owner_uid(self) -> int | None:
+        """Its user; None if it is unknown."""
+        known = self.facts.uid if self.facts is not None else None
+        return self.reporter.owner_uid if self.reporter is not None else known
 
     @property
     def share(self) -> str:
         """The holder of the share of each limit, as `ProcessKey.share`. The driver's list has no places."""
-        return self.process.key.share if self.process is not None else HERE.share(self.owner_uid)
+        return self.reporter.key.share if self.reporter is not None else HERE.share(self.owner_uid)
 
-    @classmethod
-    def of(cls, selected: SelectedProcess, snapshot: Snapshot) -> OutsideTarget:
-        """Return the target for a process that reports."""
-        process, own = selected.process, selected.process.report.process
-        used = _used_by_pid(snapshot).get(process.host_pid or 0, {})
-        return cls(
-            *(selected.pid, own.workload, own.rank, process.host_pid, own.start_time_ticks),
-            tuple({**{sample.uuid: used.get(sample.uuid) for sample in process.report.devices}, **used}.items()),
-            attested=process.attested,
-            listed=bool(used),
-            title=_command_of(process, snapshot) or own.command,
-            owner_uid=process.owner_uid,
-            process=process,
-        )
+    @property
+    def attested(self) -> bool:
+        """Whether the kernel has named the sender of its report; true for a process without a report."""
+        return self.reporter is None or self.reporter.attested
+
+    @property
+    def title(self) -> str:
+        """Its command or title."""
+        reported = self.reporter.report.process.command if self.reporter is not None else ""
+        return (self.facts.command if self.facts is not None else "") or reported
+
+    @property
+    def names(self) -> Mapping[str, tuple[str, ...]]:
+        """Its names by selector. A user has a uid and a name, as far as they are known."""
+        users = (self.facts.user,) if self.facts is not None and self.facts.user else ()
+        if self.reporter is None:
+            return {"pid": (str(self.pid),), "workload": (), "rank": (), "user": users}
+        uids = () if self.owner_uid is None else (str(self.owner_uid),)
+        return {"pid": (str(self.pid),), "workload": (self.workload,), "rank": (self.rank,), "user": (*uids, *users)}
+
+    @property
+    def uuids(self) -> Sequence[str]:
+        """The devices that it reports, or on which the driver lists it."""
+        reported = self.reporter.report.devices if self.reporter is not None else ()
+        return list(dict.fromkeys([*(sample.uuid for sample in reported), *self.used_bytes]))
 
 
 @once_per_snapshot
-def _used_by_pid(snapshot: Snapshot) -> dict[int, dict[str, int | None]]:
-    """Return the driver's value for each process on each device."""
-    used: dict[int, dict[str, int | None]] = {}
-    for device in snapshot.node.devices if snapshot.node is not None else ():
+def processes_of(snapshot: Snapshot) -> Mapping[Hashable, SelectedProcess]:
+    """Return the processes that report and those that only the driver lists, by key, on all their devices."""
+    node, used = snapshot.node, defaultdict[int | None, dict[str, int | None]](dict)
+    for device in node.devices if node is not None else ():
         for listed in device.processes or ():
-            used.setdefault(listed.pid, {})[device.uuid] = listed.used_bytes
-    return used
+            used[listed.pid][device.uuid] = listed.used_bytes
+    found = []
+    for name, process in snapshot.names.reporting:
+        facts = node.facts_of(process) if node is not None else None
+        devices, listed_bytes = process.report.devices, used[process.host_pid]
+        found.append(SelectedProcess(json_pid(name), process, devices, facts, listed_bytes))
+    if node is not None and node.up:
+        unreported = used.keys() - {None, *(process.host_pid for process in snapshot.processes)}
+        pids = sorted(pid for pid in unreported if pid is not None)
+        facts_of = {pid: node.facts.get(pid) or ProcessFacts(pid, 0) for pid in pids}
+        found += [SelectedProcess(pid, facts=facts_of[pid], used_bytes=used[pid]) for pid in pids]
+    return {one.key: one for one in found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +145,7 @@ class NodeFacts:
     """With `set_memory_fraction`, the bytes that a process may reserve on each device, by uuid."""
 
     @classmethod
-    def of(
-        cls, targets: Iterable[SelectedProcess | OutsideTarget], fraction: float | None, snapshot: Snapshot
-    ) -> NodeFacts:
+    def of(cls, targets: Iterable[SelectedProcess], fraction: float | None, snapshot: Snapshot) -> NodeFacts:
         """Return the facts about these processes and the devices."""
         limits = {}
         for device in snapshot.node.devices if snapshot.node is not None and fraction is not None else ():
@@ -137,23 +153,11 @@ class NodeFacts:
                 # PyTorch's total is what the driver does not reserve for itself.
                 total_bytes = device.memory.total_bytes - (device.memory.reserved_bytes or 0)
                 limits[device.uuid] = int((fraction or 0.0) * total_bytes)
-        jobs = {}
-        for one in targets:
-            title = one.title if isinstance(one, OutsideTarget) else _command_of(one.process, snapshot)
-            jobs[one.pid] = one.workload or title or f"pid {one.pid}"
+        jobs = {one.pid: one.workload or one.title or f"pid {one.pid}" for one in targets}
         return cls(snapshot.gpus, jobs, limits)
 
 
-class Selection(NamedTuple):
-    """The processes of a request."""
-
-    commanded: tuple[SelectedProcess, ...]
-    """The processes that run the action themselves."""
-    outside: tuple[OutsideTarget, ...] = ()
-    """The processes on which the exporter itself acts. Only the `OUTSIDE_ACTIONS` have some."""
-
-
-def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> Selection:
+def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
     """Select the processes of a request that its caller may act on. `timing.plan` adds the ranks of a group.
 
     Without a match, the selection is empty if the target names no process: there is nothing to do. Errors name only
@@ -163,128 +167,76 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> Select
         TargetNotFoundError: no process or device has one of the target's names, or no process has all of them.
         ActionForbiddenError: only processes match that the caller may not act on.
     """
-    permitted = [(name, process) for name, process in snapshot.names.reporting if caller.may_act_on(process)]
-    _require_known(request, caller, snapshot)
-    matching = select_reporting(request.target, snapshot)
-    listed = select_listed(request.target, snapshot) if request.action in OUTSIDE_ACTIONS else ()
-    selected = tuple(one for one in matching if caller.may_act_on(one.process))
-    reached = tuple(one for one in listed if caller.may_act_on_listed(one.owner_uid))
-    if not selected and not reached:
-        if matching or listed:
-            raise ActionForbiddenError(
-                f"{request.target.describe()} matches only processes of others, which needs {caller.missing_rights}; "
-                f"of its own processes, {counted(len(permitted), 'reports', 'report')}"
-            )
-        if request.target.given.keys() <= {"gpu"}:
-            return Selection(())
-        raise TargetNotFoundError(nothing_matches(request.target, permitted))
-    if request.action not in DEVICE_ACTIONS:
-        selected = tuple(one._replace(samples=one.process.report.devices) for one in selected)
-    if request.action not in OUTSIDE_ACTIONS:
-        return Selection(selected)
 
-    def runs(one: SelectedProcess) -> bool:
-        """Return whether a process runs the action itself: an engine whose reporter can speak with it does."""
-        return request.action in ENGINE_ACTIONS and request.action in one.process.report.actions
+    def permitted(one: SelectedProcess) -> bool:
+        if one.reporter is not None:
+            return caller.may_act_on(one.reporter)
+        return caller.may_act_on_listed(one.owner_uid)
 
-    outside = [OutsideTarget.of(one, snapshot) for one in selected if not runs(one)]
-    return Selection(tuple(filter(runs, selected)), (*outside, *reached))
-
-
-def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
-    """Return the reporting processes of a target. A target with a device excludes processes that do not use it."""
-    by_device, selected = bool(target.uuid or target.gpu), []
-    for name, process in snapshot.names.reporting:
-        facts = _facts_of(process, snapshot)
-        orphan = facts is not None and facts.pid in snapshot.orphans
-        if (orphan or not target.orphans) and target.admits(**_names_of(name, process, snapshot)):
-            samples = tuple(
-                sample
-                for sample in process.report.devices
-                if target.admits(uuid=(sample.uuid,), gpu=(snapshot.gpus.get(sample.uuid, ""),))
-            )
-            if samples or not by_device:
-                selected.append(SelectedProcess(json_pid(name), process, samples))
-    return tuple(selected)
-
-
-def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ...]:
-    """Return the target's processes that the driver lists and that do not report."""
-    node = snapshot.node
-    if node is None or target.workload or target.rank:  # which only reports name
-        return ()
-    targets = []
-    for pid in sorted(_listed_pids(snapshot)):
-        used = tuple(
-            (uuid, used_bytes)
-            for uuid, used_bytes in _used_by_pid(snapshot)[pid].items()
-            if target.admits(uuid=(uuid,), gpu=(snapshot.gpus[uuid],))
+    # Only an action of the exporter itself reaches a process that does not report.
+    reached = [one for one in processes_of(snapshot).values() if one.reporter or request.action in OUTSIDE_ACTIONS]
+    own = [one for one in reached if permitted(one)]
+    _require_known(request.target, snapshot, reached, own)
+    matching = matches(request.target, snapshot, reached)
+    selected = [one for one in matching if permitted(one)]
+    if matching and not selected:
+        raise ActionForbiddenError(
+            f"{request.target.describe()} matches only processes of others, which needs {caller.missing_rights}; "
+            f"of its own processes, {counted(sum(one.reporter is not None for one in own), 'reports', 'report')}"
         )
-        orphan = pid in snapshot.orphans or not target.orphans
-        if used and orphan and target.admits(**_names_of_listed(pid, snapshot)):
-            of = node.facts.get(pid) or ProcessFacts(pid, 0)
-            named = (pid, "", "", pid, of.start_time_ticks, used)
-            targets.append(OutsideTarget(*named, title=of.command, owner_uid=of.uid))
-    return tuple(targets)
+    if not selected and not request.target.given.keys() <= {"gpu"}:
+        raise TargetNotFoundError(nothing_matches(request.target, own))
+    if request.action in DEVICE_ACTIONS:
+        return tuple(selected)
+    return tuple(replace(one, samples=one.reporter.report.devices if one.reporter else ()) for one in selected)
 
 
-def _facts_of(process: ReportingProcess, snapshot: Snapshot) -> ProcessFacts | None:
-    """Return what the operating system shows of a process."""
-    return snapshot.node.facts_of(process) if snapshot.node is not None else None
+def commanded(request: ActionRequest, one: SelectedProcess) -> bool:
+    """Return whether a process runs an action itself: also an engine does whose reporter can speak with it."""
+    if request.action not in OUTSIDE_ACTIONS:
+        return True
+    able = one.reporter is not None and request.action in one.reporter.report.actions
+    return request.action in ENGINE_ACTIONS and able
 
 
-def _command_of(process: ReportingProcess, snapshot: Snapshot) -> str:
-    facts = _facts_of(process, snapshot)
-    return facts.command if facts is not None else ""
+def matches(target: Target, snapshot: Snapshot, processes: Iterable[SelectedProcess]) -> list[SelectedProcess]:
+    """Return the processes of a target. A target with a device excludes processes that do not use it."""
+    matching = []
+    for one in processes:
+        if target.orphans and (one.facts is None or one.facts.pid not in snapshot.orphans):
+            continue
+        if not target.admits(**one.names):
+            continue
+        if target.uuid or target.gpu:
+            used = {u for u in one.uuids if target.admits(uuid=(u,), gpu=(snapshot.gpus.get(u, ""),))}
+            samples = tuple(sample for sample in one.samples if sample.uuid in used)
+            if not samples and (one.reporter is not None or not used):
+                continue
+            one = replace(one, samples=samples)
+        matching.append(one)
+    return matching
 
 
-def _names_of(name: str, process: ReportingProcess, snapshot: Snapshot) -> dict[str, tuple[str, ...]]:
-    """Return the names of a process by selector. A user has a name and a uid, as far as they are known."""
-    own = process.report.process
-    users = _names_of_listed(process.host_pid, snapshot)["user"] if process.host_pid is not None else ()
-    uids = () if process.owner_uid is None else (str(process.owner_uid),)
-    uuids = tuple(sample.uuid for sample in process.report.devices)
-    return {"pid": (name,), "workload": (own.workload,), "rank": (own.rank,), "user": (*uids, *users), "uuid": uuids}
-
-
-def _names_of_listed(host_pid: int, snapshot: Snapshot) -> dict[str, tuple[str, ...]]:
-    """Return the names of a process that the driver lists, by selector."""
-    facts = snapshot.node.facts.get(host_pid) if snapshot.node is not None else None
-    return {"pid": (str(host_pid),), "user": (facts.user,) if facts is not None and facts.user else ()}
-
-
-def _listed_pids(snapshot: Snapshot) -> frozenset[int]:
-    """Return the pids that the driver lists and that do not report."""
-    up = snapshot.node is not None and snapshot.node.up
-    reporting = {process.host_pid for process in snapshot.processes}
-    return frozenset(pid for pid in _used_by_pid(snapshot) if up and pid not in reporting)
-
-
-def _require_known(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> None:
-    """Check that each name of the target exists."""
+def _require_known(
+    target: Target, snapshot: Snapshot, reached: Sequence[SelectedProcess], own: Sequence[SelectedProcess]
+) -> None:
+    """Check that each name of the target exists. Messages name only the caller's `own` processes."""
     # An action on only some of the names would hide a typing error.
-    listed = select_listed(Target(all=True), snapshot) if request.action in OUTSIDE_ACTIONS else ()
-    # Names by selector, and whether the caller may act on what has them.
-    names: list[tuple[bool, Mapping[str, Collection[str]]]] = [
-        (True, {"gpu": snapshot.gpus.values(), "uuid": snapshot.gpus}),
-        *(
-            (caller.may_act_on(process), _names_of(name, process, snapshot))
-            for name, process in snapshot.names.reporting
-        ),
-        *((caller.may_act_on_listed(one.owner_uid), _names_of_listed(one.host_pid or 0, snapshot)) for one in listed),
-    ]
-
-    def known(selector: str, *, shown: bool) -> dict[str, None]:
-        """Return the known names, or the names that the caller is shown. It knows no users of other processes."""
-        of_all = selector != "user" and not shown
-        return dict.fromkeys(name for may, own in names if may or of_all for name in own.get(selector, ()))
-
-    given = request.target.given
-    if all(known(selector, shown=False).keys() >= set(values) for selector, values in given.items()):
+    known, shown = ({name: _known_names(name, snapshot, some) for name in target.given} for some in (reached, own))
+    if "user" in shown:  # the users of others' processes are not known
+        known["user"] = shown["user"]
+    if all(known[selector].keys() >= set(values) for selector, values in target.given.items()):
         return
-    all_known, shown = ({selector: known(selector, shown=shown) for selector in given} for shown in (False, True))
-    pids = {*map(str, _listed_pids(snapshot)), *(name for name, _ in snapshot.names.silent)}
-    raise TargetNotFoundError(unknown_names(request.target, all_known, pids, shown=shown))
+    pids = {*(str(one.pid) for one in processes_of(snapshot).values()), *(name for name, _ in snapshot.names.silent)}
+    raise TargetNotFoundError(unknown_names(target, known, pids, shown=shown))
+
+
+def _known_names(selector: str, snapshot: Snapshot, processes: Sequence[SelectedProcess]) -> dict[str, None]:
+    if selector == "gpu":
+        return dict.fromkeys(snapshot.gpus.values())
+    if selector == "uuid":
+        return dict.fromkeys([*snapshot.gpus, *(uuid for one in processes for uuid in one.uuids)])
+    return dict.fromkeys(name for one in processes for name in one.names[selector])
 
 
 def unknown_names(
@@ -320,15 +272,15 @@ def unknown_names(
     return "; ".join(texts)
 
 
-def nothing_matches(target: Target, reporting: _Reporting) -> str:
+def nothing_matches(target: Target, processes: Sequence[SelectedProcess]) -> str:
     """Describe why nothing matches a target, with the processes that it could select."""
-    if not reporting:
+    if not processes:
         return f"nothing matches {target.describe()}: no process reports that could be shown; {_REPORTS}"
     shown = []
-    for name, process in reporting:
-        names = {"pid": name, "workload": process.report.process.workload, "rank": process.report.process.rank}
+    for one in processes:
+        names = {"pid": one.pid, "workload": one.workload, "rank": one.rank}
         shown.append(" ".join(f"{selector}={value}" for selector, value in names.items() if value))
-    return f"nothing matches {target.describe()}; reporting processes: {_listing(shown)}"
+    return f"nothing matches {target.describe()}; processes: {_listing(shown)}"
 
 
 def _listing(names: list[str]) -> str:

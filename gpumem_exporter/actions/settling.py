@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from gpumem_exporter.actions.action import Action, ActionResult
-from gpumem_exporter.actions.lifecycle import CommandPart
+from gpumem_exporter.actions.lifecycle import Part
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 
 SETTLING_GRACE_SECONDS = 5.0
@@ -21,9 +21,9 @@ class Settlements:
 
     def __init__(self, changed: Callable[[Action], None]) -> None:
         self._changed = changed
-        self._waiting: dict[tuple[str, Hashable], CommandPart] = {}
+        self._waiting: dict[tuple[str, Hashable], Part] = {}
 
-    def start(self, part: CommandPart, now: float) -> None:
+    def start(self, part: Part, now: float) -> None:
         """Wait for values of a process that has done a clear, if it has released memory."""
         late_seconds = SETTLING_GRACE_SECONDS + 2 * (part.target.process.report.step_seconds or 0.0)
         part.gives_up_seconds = now + part.running.request.settle_seconds + late_seconds
@@ -53,7 +53,7 @@ class Settlements:
             if now >= part.gives_up_seconds or part.key == gone:
                 self._end(part)
 
-    def _end(self, part: CommandPart) -> None:
+    def _end(self, part: Part) -> None:
         running = part.running
         del self._waiting[part.running.action.id, part.key]
         if not any(other.running is running for other in self._waiting.values()):
@@ -61,6 +61,6 @@ class Settlements:
         self._changed(running.action)
 
 
-def _lacks_value(part: CommandPart, result: ActionResult) -> bool:
+def _lacks_value(part: Part, result: ActionResult) -> bool:
     """Return whether a result is of this process, and its value has not arrived."""
     return result.pid == part.target.pid and result.freed_bytes is not None and result.still_free_bytes is None

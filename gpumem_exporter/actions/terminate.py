@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.node.host import Host
 
 # A killed process may stay in the kernel for this time while the kernel releases its memory.
@@ -26,12 +26,12 @@ class Terminator:
     def __init__(self, host: Host) -> None:
         self._host = host
 
-    def refusal(self, target: OutsideTarget) -> CommandResult | None:
+    def refusal(self, target: SelectedProcess) -> CommandResult | None:
         """Return the result for a process that must not be terminated; None for any other."""
         # The pid of a report is only a claim, which kernel and driver must confirm.
         if not target.attested:
             reason, code = "its report is not attested: the kernel has not named the sender", ReasonCode.NOT_ATTESTED
-        elif not target.listed:
+        elif not target.used_bytes:
             reason, code = "the driver does not list it on a device", ReasonCode.NOT_LISTED
         elif target.host_pid is None:
             reason, code = "its pid on this host is unknown", ReasonCode.UNKNOWN_HOST_PID
@@ -46,7 +46,7 @@ class Terminator:
             return None
         return CommandResult("", "refused", reason, code)
 
-    async def end(self, target: OutsideTarget, grace_seconds: float) -> CommandResult:
+    async def end(self, target: SelectedProcess, grace_seconds: float) -> CommandResult:
         """Terminate a process that `refusal` permits, with SIGKILL after the grace period, and return the result."""
         clock = asyncio.get_running_loop().time
         started = clock()

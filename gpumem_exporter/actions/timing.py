@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from gpumem_exporter.actions.action_options import MAX_DEADLINE_SECONDS, ActionRequest
 from gpumem_exporter.actions.results import unsupported
-from gpumem_exporter.actions.selection import SelectedProcess
-from gpumem_exporter.core.naming import json_pid
+from gpumem_exporter.actions.selection import SelectedProcess, processes_of
 from gpumem_exporter.core.samples import JobKey, ReportingProcess, Snapshot
 
 GROUP_LEAD_SECONDS = 5.0
@@ -79,10 +78,9 @@ def plan(
         jobs.setdefault(one.process.job or one.pid, []).append(one)
     whole: dict[Hashable, list[SelectedProcess]] = {}
     # Another action in one rank is of no use for the other ranks.
-    for name, process in snapshot.names.reporting if stalls else ():
-        if process.job in jobs:
-            rank = SelectedProcess(json_pid(name), process, process.report.devices)
-            whole.setdefault(process.job, []).append(rank)
+    for one in processes_of(snapshot).values() if stalls else ():
+        if one.reporter is not None and one.reporter.job in jobs:
+            whole.setdefault(one.reporter.job, []).append(one)
     return [
         each for job, some in jobs.items() for each in turns_of_job(request, some, whole.get(job, some), now_seconds)
     ]

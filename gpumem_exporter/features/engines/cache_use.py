@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample, Report
-from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.features.engines.engine_control import EngineControl
 from gpumem_exporter.features.engines.vllm import EngineRefusedError, Vllm
@@ -157,7 +157,5 @@ def _lacks_use(report: Report, sample: DeviceSample, completed: bool = False) ->
     return engine is not None and engine.name == "vllm" and bool(size_bytes) and not known and not sample.unmapped_bytes
 
 
-def _target(process: ReportingProcess) -> OutsideTarget:
-    identity = process.report.process
-    names = identity.workload, identity.rank, process.host_pid, identity.start_time_ticks
-    return OutsideTarget(process.name, *names, (), attested=process.attested, process=process)
+def _target(process: ReportingProcess) -> SelectedProcess:
+    return SelectedProcess(process.name, process)

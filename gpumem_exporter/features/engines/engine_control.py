@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gpumem_client.wire.procfs import parse_stat, split_cmdline
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.features.engines.engine_listeners import Listener, Listeners
 from gpumem_exporter.features.engines.vllm import EngineRefusedError, Vllm
 from gpumem_exporter.node.containers import Places
@@ -58,7 +58,7 @@ class _Program(NamedTuple):
         return ""
 
 
-def no_engine(target: OutsideTarget) -> EngineRefusedError:
+def no_engine(target: SelectedProcess) -> EngineRefusedError:
     """Return the error for a process that does not belong to vLLM."""
     reason = f"{target.title or target} is not vLLM, and sleep and wake act on no other engine"
     return EngineRefusedError(ReasonCode.NO_ENGINE, reason, outcome="unsupported")
@@ -73,12 +73,12 @@ class EngineControl:
         self._places = Places(proc)
         self._holders = SocketHolders(self._places)
 
-    def is_engine(self, target: OutsideTarget) -> bool:
+    def is_engine(self, target: SelectedProcess) -> bool:
         """Return whether a process belongs to vLLM, by the name in its report, otherwise by its title."""
-        reported = target.process.report.engine if target.process is not None else None
+        reported = target.reporter.report.engine if target.reporter is not None else None
         return reported.name.lower() == "vllm" if reported is not None else _TITLE.search(target.title) is not None
 
-    def find(self, target: OutsideTarget) -> Vllm:
+    def find(self, target: SelectedProcess) -> Vllm:
         """Find the vLLM of a process; raise EngineRefusedError if the exporter cannot speak with it."""
         if not self.is_engine(target):
             raise no_engine(target)
@@ -106,7 +106,7 @@ class EngineControl:
         )
         raise EngineRefusedError(ReasonCode.ENGINE_UNREACHABLE, reason, outcome="unsupported")
 
-    def _programs(self, target: OutsideTarget) -> Iterator[_Program]:
+    def _programs(self, target: SelectedProcess) -> Iterator[_Program]:
         """Yield a process and its ancestors of the same user and place."""
         pid = target.host_pid or 0
         uid, place = self._entries.uid(pid), self._places.of(pid)

@@ -24,11 +24,10 @@ from gpumem_exporter.actions.action import EngineWait
 from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS, Engines
 from gpumem_exporter.actions.kinds import KINDS
-from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, Part, RunningAction
+from gpumem_exporter.actions.lifecycle import ActionRegistry, Part, RunningAction
 from gpumem_exporter.actions.results import DriverValues
-from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess
+from gpumem_exporter.actions.selection import SelectedProcess, processes_of
 from gpumem_exporter.core.caller import Caller, CallerKind
-from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.engines.engine_control import EngineControl, no_engine
@@ -78,7 +77,7 @@ class EngineMemory(Engines):
         # By share: root of a container can become every uid.
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         # The calls under way and their parts, by action and engine: all processes of an engine sleep together.
-        self._calls: dict[tuple[str, Hashable], tuple[asyncio.Task[None], list[OutsidePart]]] = {}
+        self._calls: dict[tuple[str, Hashable], tuple[asyncio.Task[None], list[Part]]] = {}
         # By engine: one action at a time asks what it does and changes it.
         self._locks: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
@@ -86,7 +85,7 @@ class EngineMemory(Engines):
         self,
         request: ActionRequest,
         caller: Caller,
-        one: SelectedProcess | OutsideTarget,
+        one: SelectedProcess,
         outside: AbstractSet[int | None],
         snapshot: Snapshot,
     ) -> tuple[EngineWait, ...]:
@@ -105,14 +104,14 @@ class EngineMemory(Engines):
         """Return the processes that take part, each with the result if it must not run."""
         # The bytes by device that the engines of this request will take.
         taken: Counter[str] = Counter()
-        outside = {part.key: part.target for part in running.parts.values() if isinstance(part, OutsidePart)}
+        outside = {part.key: part.target for part in running.parts.values() if not part.commanded}
         others = {key: no_engine(target) for key, target in outside.items() if not self._is_engine(target)}
         if others.keys() == running.parts.keys():  # the results say so
             return {key: CommandResult("", error.outcome, str(error), error.code) for key, error in others.items()}
         engines = [part for part in running.parts.values() if part.key not in others]
-        return {part.key: self._refusal(running, part.target.process, taken) for part in engines}
+        return {part.key: self._refusal(running, part.target.reporter, taken) for part in engines}
 
-    def _is_engine(self, target: OutsideTarget) -> bool:
+    def _is_engine(self, target: SelectedProcess) -> bool:
         return self._finder is not None and self._finder.is_engine(target)
 
     def _refusal(
@@ -143,7 +142,7 @@ class EngineMemory(Engines):
         taken: Counter[str] = Counter()
         for running in self._actions.running.values():
             for part in running.parts.values():
-                process = part.target.process
+                process = part.target.reporter
                 if part.awake_bytes and process is not None and process.key != besides.key:
                     used = self._used_by(self._newest(process).host_pid)
                     taken.update({uuid: max(0, size - used.get(uuid, 0)) for uuid, size in part.awake_bytes.items()})
@@ -151,7 +150,7 @@ class EngineMemory(Engines):
 
     # An engine whose reporter speaks with it
 
-    def deliver(self, part: CommandPart) -> CommandResult | None:
+    def deliver(self, part: Part) -> CommandResult | None:
         """Check a command right before a process gets it for the first time; return the result if it must not run."""
         process = self._newest(part.target.process)
         refusal = self._refusal(part.running, process)
@@ -161,7 +160,7 @@ class EngineMemory(Engines):
                 self._wake(part, process)
         return refusal
 
-    def is_read_for(self, part: CommandPart) -> bool:
+    def is_read_for(self, part: Part) -> bool:
         """Return whether the driver was read since a process asked for its command, or has not answered in time."""
         if part.asked_seconds is None:
             part.asked_seconds = self._clock()
@@ -169,7 +168,7 @@ class EngineMemory(Engines):
         node, late = self._store.newest_reading, self._clock() - part.asked_seconds >= _MEASURE_SECONDS
         return node is None or not node.up or late or node.taken_seconds - node.duration_seconds >= part.asked_seconds
 
-    async def measure(self, part: CommandPart) -> DriverValues:
+    async def measure(self, part: Part) -> DriverValues:
         """Read the driver, and return what it lists for a process that has run its command."""
         host_pid = self._newest(part.target.process).host_pid
         return DriverValues(part.used_before, _used_by(await self._new_reading(), host_pid))
@@ -181,7 +180,7 @@ class EngineMemory(Engines):
 
     # An engine with which the exporter speaks
 
-    async def act(self, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
+    async def act(self, part: Part) -> tuple[CommandResult, DriverValues | None]:
         """Let the engine of a process release or resume its memory. Return the result, and what the driver lists."""
         running, target = part.running, part.target
         # The effect is the difference of the driver's values for the process, and never what the engine says.
@@ -211,19 +210,20 @@ class EngineMemory(Engines):
         result = CommandResult("", "done", duration_seconds=duration_seconds)
         return result, DriverValues(part.used_before, after)
 
-    def _denying(self, target: OutsideTarget, action: str) -> list[OutsideTarget]:
+    def _denying(self, target: SelectedProcess, action: str) -> list[SelectedProcess]:
         """Return the engine processes of the target's owner that report that their owner does not allow an action."""
-        snapshot, is_listed = self._store.snapshot(self._clock()), target.process is None
-        found = (
-            OutsideTarget.of(SelectedProcess(json_pid(name), process, ()), snapshot)
-            for name, process in snapshot.names.reporting
-            if action in process.report.denied_actions
+        snapshot, is_listed = self._store.snapshot(self._clock()), target.reporter is None
+        return [
+            each
+            for each in processes_of(snapshot).values()
+            if each.reporter is not None
+            and action in each.reporter.report.denied_actions
             # A process that only the driver lists may be in any container, of which its share does not know.
-            and (process.key.share == target.share or (is_listed and process.owner_uid == target.owner_uid))
-        )
-        return [each for each in found if self._is_engine(each)]
+            and (each.share == target.share or (is_listed and each.owner_uid == target.owner_uid))
+            and self._is_engine(each)
+        ]
 
-    def _find(self, target: OutsideTarget, denying: Sequence[OutsideTarget]) -> Vllm:
+    def _find(self, target: SelectedProcess, denying: Sequence[SelectedProcess]) -> Vllm:
         """Find the engine of a process, unless one of its processes denies the action, because it acts as a whole."""
         if self._finder is None:
             raise no_engine(target)
@@ -238,7 +238,7 @@ class EngineMemory(Engines):
                 raise EngineRefusedError(ReasonCode.DENIED_BY_OWNER, reason)
         return engine
 
-    async def _drive(self, running: RunningAction, parts: Sequence[OutsidePart], engine: Vllm) -> None:
+    async def _drive(self, running: RunningAction, parts: Sequence[Part], engine: Vllm) -> None:
         """Let an engine act once for its processes; `parts` gets more of them meanwhile."""
         request, deadline_seconds = running.request, parts[0].deadline_seconds
         idle_until = min(deadline_seconds, self._clock() + request.wait_idle_seconds)
@@ -251,7 +251,7 @@ class EngineMemory(Engines):
                     return
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
 
-    async def _is_ready(self, request: ActionRequest, target: OutsideTarget, engine: Vllm, *, last: bool) -> bool:
+    async def _is_ready(self, request: ActionRequest, target: SelectedProcess, engine: Vllm, *, last: bool) -> bool:
         """Ask the engine whether it can act now; on the `last` time, requests refuse."""
         activity = await self._call(target, engine.activity)
         if request.action == "resume_memory":
@@ -266,7 +266,7 @@ class EngineMemory(Engines):
             raise EngineRefusedError(ReasonCode.ENGINE_BUSY, _busy(engine.name, activity.requests))
         return False
 
-    async def _change(self, running: RunningAction, parts: Sequence[OutsidePart], engine: Vllm) -> None:
+    async def _change(self, running: RunningAction, parts: Sequence[Part], engine: Vllm) -> None:
         """Let the engine act, unless what was true when the action was requested is not true any more."""
         request = running.request
 
@@ -289,7 +289,7 @@ class EngineMemory(Engines):
         else:
             await self._call(parts[0].target, engine.resume, require_start)
 
-    def _require_permitted(self, running: RunningAction, part: OutsidePart) -> None:
+    def _require_permitted(self, running: RunningAction, part: Part) -> None:
         """Check a part again, right before its engine acts."""
         process = self._reporting(part.target)
         refusal = self._refusal(running, process)
@@ -299,16 +299,16 @@ class EngineMemory(Engines):
         if process is not None and running.request.action == "resume_memory":
             self._wake(part, process)
 
-    def _reporting(self, target: OutsideTarget) -> ReportingProcess | None:
+    def _reporting(self, target: SelectedProcess) -> ReportingProcess | None:
         """Return the process of a target with its newest report; None if it does not report."""
-        return target.process and self._newest(target.process)
+        return target.reporter and self._newest(target.reporter)
 
     def _newest(self, process: ReportingProcess) -> ReportingProcess:
         """Return a process with its newest report."""
         return self._store.find(process.key) or process
 
     async def _call(
-        self, target: OutsideTarget, function: Callable[[], T], require: Callable[[], Awaitable[None]] | None = None
+        self, target: SelectedProcess, function: Callable[[], T], require: Callable[[], Awaitable[None]] | None = None
     ) -> T:
         """Run a function that blocks in a thread, in the turn of the target's owner, unless `require` raises then."""
         turn = self._turns.setdefault(target.share, asyncio.Semaphore(_CALLS_OF_OWNER))
@@ -382,7 +382,7 @@ async def _in_thread(function: Callable[[], T]) -> T:
     return await asyncio.wrap_future(future)
 
 
-def _require_none_withdrawn(parts: Iterable[OutsidePart]) -> None:
+def _require_none_withdrawn(parts: Iterable[Part]) -> None:
     """Raise the withdrawal of any process of an engine, because the engine acts as a whole."""
     for part in parts:
         if part.withdrawal is not None:

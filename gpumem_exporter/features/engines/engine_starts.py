@@ -9,10 +9,10 @@ from collections.abc import Set as AbstractSet
 
 from gpumem_exporter.actions.action import EngineWait
 from gpumem_exporter.actions.action_options import ActionRequest
-from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.core.samples import ReportingProcess, Snapshot, StartingEngine
+from gpumem_exporter.core.samples import Snapshot, StartingEngine
 
 # The actions that release memory to the driver or take memory from it. A garbage collection leaves the memory in the
 # allocator's cache, and a fraction releases nothing, with or without force.
@@ -22,7 +22,7 @@ _DISTURBING = frozenset({"empty_cache", "terminate", "release_memory", "resume_m
 def engines_to_wait_for(
     request: ActionRequest,
     caller: Caller,
-    one: SelectedProcess | OutsideTarget,
+    one: SelectedProcess,
     outside: AbstractSet[int | None],
     snapshot: Snapshot,
     *,
@@ -36,10 +36,7 @@ def engines_to_wait_for(
     """
     if request.action not in _DISTURBING or not snapshot.starting:
         return ()
-    if isinstance(one, OutsideTarget):
-        uuids, addressed = {uuid for uuid, _ in one.used_bytes}, outside
-    else:
-        uuids, addressed = _devices_of(one.process, snapshot), frozenset([one.process.host_pid])
+    addressed = outside if one.host_pid in outside else {one.host_pid}
     found: dict[tuple[int | str, str], EngineWait] = {}
     # An engine may be known by its title and by its report: the entry that counts for longer is shown.
     for engine in sorted(snapshot.starting, key=lambda each: each.until_seconds):
@@ -47,7 +44,7 @@ def engines_to_wait_for(
         ends = engine.host_pid is not None and engine.host_pid in addressed and request.action != "empty_cache"
         own = _may_spoil(caller, engine)
         # With `force`, the caller accepts that the start of an engine fails.
-        if engine.uuid in uuids and not ends and not (request.force and own):
+        if engine.uuid in one.uuids and not ends and not (request.force and own):
             until_unix_seconds = unix_offset_seconds + engine.until_seconds
             wait = _wait(engine, snapshot, until_unix_seconds, hidden=hide_identities and not own)
             found[wait.pid, wait.uuid] = wait
@@ -60,17 +57,6 @@ def _wait(engine: StartingEngine, snapshot: Snapshot, until_unix_seconds: float,
     title = (facts.command if facts is not None else "") or engine.title
     pid = json_pid(reporter.name) if reporter is not None else host_pid or 0
     return EngineWait(pid, "" if hidden else title, engine.gpu, engine.uuid, until_unix_seconds)
-
-
-def _devices_of(process: ReportingProcess, snapshot: Snapshot) -> set[str]:
-    """Return the devices that a process reports, and the devices on which the driver lists it."""
-    listed = {
-        device.uuid
-        for device in (snapshot.node.devices if snapshot.node is not None else ())
-        for each in device.processes or ()
-        if each.pid == process.host_pid
-    }
-    return listed | {sample.uuid for sample in process.report.devices}
 
 
 def _may_spoil(caller: Caller, engine: StartingEngine) -> bool:

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.action_options import SELECTORS, Target
-from gpumem_exporter.actions.selection import nothing_matches, select_reporting
+from gpumem_exporter.actions.selection import matches, nothing_matches, processes_of
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.edge.connections import Exchange
@@ -238,9 +238,10 @@ def _admitted(
             f"the alert may be of another node: it has no label uuid, and its instance {instance!r} is not this node"
         )
     target = Target(**labels, all=not labels)
-    selected = select_reporting(target, snapshot)
+    reporting = [one for one in processes_of(snapshot).values() if one.reporter is not None]
+    selected = matches(target, snapshot, reporting)
     if not selected:
-        raise TargetNotFoundError(nothing_matches(target, snapshot.names.reporting))
+        raise TargetNotFoundError(nothing_matches(target, reporting))
     # A younger process is not the one of the alert, and has its pid by now. Without a start time, it may be younger.
     age_seconds = unix_seconds - alert.starts_at.timestamp()
     latest_ticks = (time.clock_gettime(time.CLOCK_BOOTTIME) - age_seconds) * _TICKS_PER_SECOND

@@ -14,7 +14,7 @@ from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
 from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.lifecycle import ActionRegistry
 from gpumem_exporter.actions.rate_limits import RateLimits
-from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
@@ -233,10 +233,10 @@ async def test_a_termination_that_is_cancelled_or_late_before_it_is_recorded_doe
     class Deadly(Terminator):
         ended: ClassVar[list[int | str]] = []
 
-        def refusal(self, target: OutsideTarget) -> None:
+        def refusal(self, target: SelectedProcess) -> None:
             return None
 
-        async def end(self, target: OutsideTarget, grace_seconds: float) -> CommandResult:
+        async def end(self, target: SelectedProcess, grace_seconds: float) -> CommandResult:
             self.ended.append(target.pid)
             return CommandResult("", "done")
 

@@ -29,7 +29,7 @@ def snapshot(orphans: dict[int, LostLauncher]) -> Snapshot:
 
 def selected(target: Target, action: str = "terminate", orphans: dict[int, LostLauncher] = ORPHANS) -> list[Any]:
     found = select(ActionRequest(action, target), Caller.policy("rule"), snapshot(orphans))
-    return [*(one.pid for one in found.commanded), *(one.pid for one in found.outside)]
+    return [one.pid for one in found]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_process_that_is_not_an_orphan_is_not_found() -> None:
 def test_a_target_without_names_may_match_nothing_and_a_name_may_not() -> None:
     idle = dataclasses.replace(snapshot({}), processes=())
     for target in (Target(all=True), Target(gpu=1)):
-        assert select(ActionRequest("empty_cache", target), Caller.policy("rule"), idle).commanded == ()
+        assert select(ActionRequest("empty_cache", target), Caller.policy("rule"), idle) == ()
     for target in (Target(gpu=9), Target(workload="chat"), Target(pid=1), Target(orphans=True, user="bob")):
         with pytest.raises(TargetNotFoundError):
             select(ActionRequest("empty_cache", target), Caller.policy("rule"), idle)
@@ -69,7 +69,7 @@ def test_a_later_process_with_the_pid_of_an_orphan_is_none() -> None:
         Caller.policy("rule"),
         dataclasses.replace(shown, node=later),
     )
-    assert (found.commanded, found.outside) == ((), ())
+    assert found == ()
 
 
 def test_a_thousand_unknown_names_lead_to_one_suggestion_and_a_bounded_number_of_comparisons(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.action_options import ActionRequest, Target
-from gpumem_exporter.actions.results import expected_result, results_of
-from gpumem_exporter.actions.selection import NodeFacts, select, select_reporting
+from gpumem_exporter.actions.results import command_results, expected_result
+from gpumem_exporter.actions.selection import NodeFacts, processes_of, select
 from gpumem_exporter.actions.timing import StepRate, Turn, plan
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
@@ -35,7 +35,7 @@ def idles(pid: int, **changes: Any) -> ReportingProcess:
 def turns(*processes: ReportingProcess, target: Target = EVERYTHING, **changes: Any) -> dict[int | str, Turn]:
     snapshot = Snapshot(0.0, node(device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1")), processes)
     request = ActionRequest(**{"action": "empty_cache", "target": target, **changes})
-    selected = select(request, OPERATOR, snapshot).commanded
+    selected = select(request, OPERATOR, snapshot)
     return {one.pid: turn for one, turn in plan(request, selected, snapshot, 0.0)}
 
 
@@ -132,9 +132,9 @@ def test_a_dry_run_expects_that_the_idle_cache_stays_free(
 ) -> None:
     of_device = dataclasses.replace(sample(UUIDS[0], 1), idle_cache_bytes=idle, reclaimable_bytes=reclaimable)
     snapshot = Snapshot(0.0, None, (reporting(1, devices=(of_device,)),))
-    (selected,) = select_reporting(EVERYTHING, snapshot)
+    (selected,) = processes_of(snapshot).values()
     request = ActionRequest("empty_cache", EVERYTHING, dry_run=True)
-    (result,) = results_of(selected, expected_result(selected, request, ""), NodeFacts(), request)
+    (result,) = command_results(selected, expected_result(selected, request, ""), NodeFacts(), request)
     assert (result.freed_bytes, result.still_free_bytes) == (reclaimable, stays_free)
 
 

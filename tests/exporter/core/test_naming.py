@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.action_options import Target
-from gpumem_exporter.actions.selection import select_reporting
+from gpumem_exporter.actions.selection import SelectedProcess, matches, processes_of
 from gpumem_exporter.core.container import Place
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.naming import json_pid
@@ -17,6 +17,11 @@ from gpumem_exporter.page.documents import processes_document
 from tests.support.builders import MIB, device, node, reporting, sample
 
 SAMPLE = (sample(allocated=MIB),)
+
+
+def of_target(target: Target, snapshot: Snapshot) -> list[SelectedProcess]:
+    """Return the reporting processes of a target."""
+    return [one for one in matches(target, snapshot, processes_of(snapshot).values()) if one.reporter is not None]
 
 
 def known(*processes: ReportingProcess, listed: dict[int, int | None] | None = None, **facts: int) -> Snapshot:
@@ -55,8 +60,8 @@ def test_no_report_of_another_owner_changes_the_name_of_a_process_or_hides_it() 
     assert shown["1@11:1001"] is mine
     for name in shown:
         assert Target(pid=name).admits(pid=(name,))
-        ((found, *_),) = select_reporting(Target(pid=name), known(mine, *others))
-        assert found == json_pid(name)
+        (found,) = of_target(Target(pid=name), known(mine, *others))
+        assert found.pid == json_pid(name)
 
 
 def test_a_process_whose_pid_was_reused_has_no_name_and_is_no_target() -> None:
@@ -65,7 +70,7 @@ def test_a_process_whose_pid_was_reused_has_no_name_and_is_no_target() -> None:
     assert names(known(old, p70=0)) == ["70"], "the host hides the start time"
     replaced = known(old, listed={70: 9 * MIB}, p70=1001)
     assert names(replaced) == []
-    assert list(select_reporting(Target(all=True), replaced)) == []
+    assert of_target(Target(all=True), replaced) == []
     (document,) = processes_document(replaced, "nvml")["processes"]
     assert (document["pid"], document["state"], document["workload"]) == (70, "unreported", None)
 
@@ -84,5 +89,5 @@ def test_the_later_of_two_reporters_with_one_host_pid_has_the_name() -> None:
     first = dataclasses.replace(in_namespace(11), host_pid=70, received_seconds=1.0)
     second = dataclasses.replace(in_namespace(12), host_pid=70, received_seconds=2.0)
     for order in ((first, second), (second, first)):
-        ((_, process, _),) = select_reporting(Target(pid=70), known(*order))
-        assert process is second
+        (found,) = of_target(Target(pid=70), known(*order))
+        assert found.reporter is second

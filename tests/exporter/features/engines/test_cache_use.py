@@ -10,7 +10,7 @@ import pytest
 
 from gpumem_client.wire.protocol import DeviceSample, EngineState
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.core.store import Store
@@ -34,10 +34,10 @@ class Engine:
         self.found: list[int | None] = []
         self.reads = 0
 
-    def is_engine(self, _target: OutsideTarget) -> bool:
+    def is_engine(self, _target: SelectedProcess) -> bool:
         return True
 
-    def find(self, target: OutsideTarget) -> Engine:
+    def find(self, target: SelectedProcess) -> Engine:
         self.found.append(target.host_pid)
         return self
 

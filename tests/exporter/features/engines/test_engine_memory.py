@@ -15,7 +15,7 @@ from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import ACTIONS, ENGINE_ANSWER_SECONDS, Target
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
-from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.container import HERE, Place
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ProcessMemory
@@ -44,10 +44,10 @@ class FakeEngine:
         self.thread: int | None = None
         self.asked = False
 
-    def is_engine(self, target: OutsideTarget) -> bool:
+    def is_engine(self, target: SelectedProcess) -> bool:
         return target.pid in (1, TITLED)
 
-    def find(self, _target: OutsideTarget) -> FakeEngine:
+    def find(self, _target: SelectedProcess) -> FakeEngine:
         self.thread = threading.get_ident()
         return self
 
@@ -244,7 +244,7 @@ async def test_the_engines_of_a_container_leave_room_for_others(
     for uid in range(1, 5):
         bench.put(10 + uid, owner_uid=uid, place=container)
 
-    def find(target: OutsideTarget) -> FakeEngine:
+    def find(target: SelectedProcess) -> FakeEngine:
         if target.pid != TITLED:
             released.wait(60)
         return bench.engine

@@ -17,7 +17,7 @@ import pytest
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import ACTIONS, Target
-from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ProcessFacts, ProcessMemory, ReportingProcess
 from gpumem_exporter.features.engines.vllm import Activity
@@ -87,10 +87,10 @@ class FakeNode:
     def free(self) -> int:
         return TOTAL - sum(self.used.values())
 
-    def is_engine(self, target: OutsideTarget) -> bool:
+    def is_engine(self, target: SelectedProcess) -> bool:
         return target.pid in self.engines
 
-    def find(self, target: OutsideTarget) -> FakeVllm:
+    def find(self, target: SelectedProcess) -> FakeVllm:
         return self.engines[target.pid]  # type: ignore[index]
 
 
@@ -200,7 +200,7 @@ async def test_a_wake_counts_what_a_process_takes_that_is_found_after_its_engine
     engine = bench.node.engines[1]
     engine.goes_on.clear()
 
-    def find(target: OutsideTarget) -> FakeVllm:
+    def find(target: SelectedProcess) -> FakeVllm:
         if target.pid == 2:
             assert engine.acts.wait(30)
         return bench.node.engines[3] if target.pid == 3 else engine

@@ -16,9 +16,9 @@ import pytest
 from gpumem_client.wire.procfs import start_time_ticks
 from gpumem_client.wire.protocol import EngineState
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.container import HERE
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
+from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess
 from gpumem_exporter.features.engines import vllm
 from gpumem_exporter.features.engines.engine_control import EngineControl
 from gpumem_exporter.features.engines.vllm import Activity, EngineRefusedError, Vllm
@@ -45,14 +45,13 @@ def serve() -> Iterator[Any]:
 def find(served: Served, title: str, *, pid: int | None = None, engine: str = "") -> Vllm:
     """Find the engine of the process on the device, as the exporter does."""
     pid = served.worker if pid is None else pid
-    reporter = None
+    reporter, ticks = None, start_time_ticks(f"/proc/{pid}")
     if engine:
         key = ProcessKey(0, pid, os.getuid(), HERE)
-        reporter = ReportingProcess(key, pid, report(pid, engine=EngineState(engine)), 0.0, 0.0)
-    target = OutsideTarget(
-        pid, "", "", pid, start_time_ticks(f"/proc/{pid}"), (), title=title, owner_uid=os.getuid(), process=reporter
-    )
-    return EngineControl().find(target)
+        sent = report(pid, engine=EngineState(engine), start_time_ticks=ticks)
+        reporter = ReportingProcess(key, pid, sent, 0.0, 0.0)
+    facts = ProcessFacts(pid, ticks, command=title, uid=os.getuid())
+    return EngineControl().find(SelectedProcess(pid, reporter, facts=facts))
 
 
 def refused(engine: Any, code: ReasonCode) -> str:
