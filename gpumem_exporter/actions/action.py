@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -148,27 +147,6 @@ class Action:
     list and no event."""
     waits_for: tuple[EngineWait, ...] = ()
     """The engines whose start it waits for now, or for a dry run would wait for."""
-
-    @classmethod
-    def of(
-        cls, request: ActionRequest, caller: Caller, created_unix_seconds: float, *, unlisted: bool = False
-    ) -> Action:
-        """Return the action of a request, which is in the state `queued`."""
-        return cls(
-            id=uuid.uuid4().hex,
-            action=request.action,
-            state="queued",
-            requested_by=str(caller),
-            created_unix_seconds=created_unix_seconds,
-            target=request.target,
-            mode=request.mode,
-            deadline_seconds=request.deadline_seconds,
-            dry_run=request.dry_run,
-            reason=request.reason,
-            caller=caller.key,
-            settle_seconds=request.settle_seconds,
-            unlisted=unlisted,
-        )
 
     @property
     def share(self) -> str:

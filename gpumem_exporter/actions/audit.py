@@ -29,6 +29,7 @@ _PAGE = 500
 # The dispatcher keeps about this number of actions and results. The audit trail may have many times more.
 _MAX_ROWS = 16384
 _COMMON = ("id", "action", "requested_by", "caller", "created_unix_seconds", "reason", "mode", "group", "at_step")
+_LOGGED = ("id", "action", "state", "requested_by", "reason", "freed_bytes", "duration_seconds")
 _RESULT = (*PLACE, "outcome", "reason", "reason_code", "freed_bytes", "step")
 
 _log = logging.getLogger(__name__)
@@ -54,16 +55,10 @@ class Audit:
         """Count, log and record the end of an action, and poll the driver."""
         self.count(action)
         fields = {
-            "id": action.id,
-            "action": action.action,
-            "state": action.state,
+            **{name: getattr(action, name) for name in _LOGGED},
             "target": action.target.describe(),
-            "requested_by": action.requested_by,
-            "reason": action.reason,
             "dry_run": str(action.dry_run).lower(),
             "outcomes": ",".join(f"{outcome}:{count}" for outcome, count in sorted(action.outcomes.items())),
-            "freed_bytes": action.freed_bytes,
-            "duration_seconds": action.duration_seconds,
         }
         _log.log(logging.DEBUG if action.unlisted else logging.INFO, "action finished", extra={"fields": fields})
         self.store_end(action)

@@ -15,6 +15,7 @@ rank does not have its command in time, the dispatcher recalls the commands of a
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,14 +28,15 @@ from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.actions.lifecycle import (
     ActionRegistry,
+    ActionState,
     Part,
     PartState,
     RunningAction,
+    Settlements,
 )
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.results import expected_refusal, expected_result, starting_refusal, unsupported
 from gpumem_exporter.actions.selection import NodeFacts, SelectedProcess, commanded, processes_of, select
-from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.actions.timing import Turn, plan, step_of_group
 from gpumem_exporter.core.caller import Caller
@@ -135,14 +137,25 @@ class Dispatcher:
         selected = select(request, caller, snapshot)
         planned = plan(request, [one for one in selected if commanded(request, one)], snapshot, now)
         steps = {turn.group: turn.at_step for _, turn in planned if turn.group is not None}
-        action = replace(
-            Action.of(request, caller, self.wall_clock(), unlisted=unlisted),
-            deadline_seconds=max((turn.deadline_seconds for _, turn in planned), default=request.deadline_seconds),
+        action = Action(
+            id=uuid.uuid4().hex,
+            action=request.action,
+            state=ActionState.QUEUED.value,
+            requested_by=str(caller),
+            created_unix_seconds=self.wall_clock(),
+            target=request.target,
+            mode=request.mode,
             group=bool(steps),
             at_step=next(iter(steps.values())) if len(steps) == 1 else None,
+            deadline_seconds=max((turn.deadline_seconds for _, turn in planned), default=request.deadline_seconds),
+            dry_run=request.dry_run,
+            reason=request.reason,
+            caller=caller.key,
+            settle_seconds=request.settle_seconds,
+            unlisted=unlisted,
         )
         outside = [one for one in selected if not commanded(request, one)]
-        facts = NodeFacts.of([*(one for one, _ in planned), *outside], request.fraction, snapshot)
+        facts = NodeFacts.of(snapshot, request.fraction)
         running, turn = RunningAction(action, now, request, caller, facts), Turn("now", request.deadline_seconds)
         parts = [Part(running=running, target=one, turn=own, commanded=True) for one, own in planned]
         parts += [Part(running=running, target=one, turn=turn, commanded=False) for one in outside]

@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
 
 from gpumem_client.wire.protocol import Command, CommandResult
-from gpumem_exporter.actions.action import Action, EngineWait, PendingPart, SubmittedAction, all_waits
+from gpumem_exporter.actions.action import Action, ActionResult, EngineWait, PendingPart, SubmittedAction, all_waits
 from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, ActionRequest
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.results import DriverValues, command_results, outside_results
 from gpumem_exporter.actions.selection import NodeFacts, SelectedProcess
 from gpumem_exporter.actions.timing import Turn
 from gpumem_exporter.core.caller import Caller
-from gpumem_exporter.core.samples import JobKey, ReportingProcess
+from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess
 from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
 
@@ -219,9 +219,9 @@ class RunningAction:
 
     def show_parts(self) -> None:
         """Show in the action which processes act, and when, and for which engines it waits, until its deadline."""
-        jobs, deadline = self.facts.jobs, self.action.created_unix_seconds + self.action.deadline_seconds
+        deadline = self.action.created_unix_seconds + self.action.deadline_seconds
         planned = (
-            PendingPart(one.pid, one.workload, one.rank, jobs.get(one.pid, ""), part.mode, part.turn.at_step)
+            PendingPart(one.pid, one.workload, one.rank, one.job, part.mode, part.turn.at_step)
             for part in self.commands
             for one in [part.target]
         )
@@ -273,6 +273,63 @@ class RunningAction:
 
     def _advance(self, to: ActionState) -> None:
         self.action = replace(self.action, state=advanced(ActionState(self.action.state), to).value)
+
+
+SETTLING_GRACE_SECONDS = 5.0
+"""A process's value may arrive this long after the settling time, and two steps later: steps delay its samples."""
+
+
+class Settlements:
+    """Completes the results of done clears with what stayed free, as the processes report it after the settling time.
+
+    `changed` is called with each action that has changed.
+    """
+
+    def __init__(self, changed: Callable[[Action], None]) -> None:
+        self._changed = changed
+        self._waiting: dict[tuple[str, Hashable], Part] = {}
+
+    def start(self, part: Part, now: float) -> None:
+        """Wait for values of a process that has done a clear, if it has released memory."""
+        late_seconds = SETTLING_GRACE_SECONDS + 2 * (part.target.process.report.step_seconds or 0.0)
+        part.gives_up_seconds = now + part.running.request.settle_seconds + late_seconds
+        if any(_lacks_value(part, result) for result in part.running.action.results):
+            self._waiting[part.running.action.id, part.key] = part
+            part.running.action = replace(part.running.action, settling=True)
+
+    def take(self, process: ReportingProcess) -> None:
+        """Take the values in a report. Unknown ids are ignored."""
+        for value in process.report.still_free:
+            part = self._waiting.get((value.id, process.key))
+            if part is None or not part.belongs_to(process):
+                continue
+            results = tuple(
+                replace(each, still_free_bytes=value.still_free_bytes)
+                if each.uuid == value.uuid and _lacks_value(part, each)
+                else each
+                for each in part.running.action.results
+            )
+            part.running.action = replace(part.running.action, results=results)
+            if not any(_lacks_value(part, result) for result in results):
+                self._end(part)
+
+    def expire(self, now: float, gone: ProcessKey | None = None) -> None:
+        """Stop waiting for values that are too late, or of a process that is gone."""
+        for part in tuple(self._waiting.values()):
+            if now >= part.gives_up_seconds or part.key == gone:
+                self._end(part)
+
+    def _end(self, part: Part) -> None:
+        running = part.running
+        del self._waiting[part.running.action.id, part.key]
+        if not any(other.running is running for other in self._waiting.values()):
+            running.action = replace(running.action, settling=False)
+        self._changed(running.action)
+
+
+def _lacks_value(part: Part, result: ActionResult) -> bool:
+    """Return whether a result is of this process, and its value has not arrived."""
+    return result.pid == part.target.pid and result.freed_bytes is not None and result.still_free_bytes is None
 
 
 class ActionRegistry:

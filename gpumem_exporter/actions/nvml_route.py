@@ -9,15 +9,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.action import Action
-from gpumem_exporter.actions.action_options import ActionRequest, Target
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.action_routes import MAX_WAIT_SECONDS, KnownFields
 from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.actions.dispatcher import Dispatcher
@@ -90,8 +90,8 @@ def nvml_router(
         if (poller.status(clock()).release is None) == (action == "nvml_release"):
             fields = {"action": action, "requested_by": str(caller), "reason": body.reason}
             _log.info("driver maintenance requested", extra={"fields": fields})
-            asked = ActionRequest(action, Target(), reason=body.reason)
-            noted = replace(Action.of(asked, caller, dispatcher.wall_clock()), state="done")
+            named = (uuid4().hex, action, "done", str(caller), dispatcher.wall_clock(), Target())
+            noted = Action(*named, reason=body.reason, caller=caller.key)
             dispatcher.actions.finish(noted)
             audit.store_end(noted)
         if action == "nvml_release":

@@ -32,23 +32,20 @@ class RateLimits:
         nothing is counted.
         """
         now = self._clock()
-        wait = self._callers.wait_seconds(caller, now)
-        if wait > 0:
-            raise TooManyActionsError(f"{caller} has requested {self._callers.size} {self._what} within a minute", wait)
-        limits = {self._what: self._processes}
-        if per_process is not None:
-            limits[f"{self._what} of this kind"] = self._kinds.setdefault(per_process, _Buckets(per_process))
-        keys = []
+        taken: list[tuple[_Buckets, Hashable, str]] = [
+            (self._callers, caller, f"{caller} has requested {self._callers.size} {self._what}")
+        ]
         for key, name in processes:
-            for what, buckets in limits.items():
-                wait = buckets.wait_seconds(key, now)
-                if wait > 0:
-                    raise TooManyActionsError(f"{name} has had {buckets.size} {what} within a minute", wait)
-            keys.append(key)
-        self._callers.take(caller, now)
-        for key in keys:
-            for buckets in limits.values():
-                buckets.take(key, now)
+            taken.append((self._processes, key, f"{name} has had {self._processes.size} {self._what}"))
+            if per_process is not None:
+                kind = self._kinds.setdefault(per_process, _Buckets(per_process))
+                taken.append((kind, key, f"{name} has had {per_process} {self._what} of this kind"))
+        for buckets, owner, reached in taken:
+            wait = buckets.wait_seconds(owner, now)
+            if wait > 0:
+                raise TooManyActionsError(f"{reached} within a minute", wait)
+        for buckets, owner, _ in taken:
+            buckets.take(owner, now)
 
 
 class _Buckets:

@@ -95,7 +95,7 @@ def _rows(
             thread_id=result.thread_id,
             # The same for all devices of the process.
             snapshot=result.snapshot if number == 0 else None,
-            job=facts.jobs.get(target.pid, ""),
+            job=target.job,
             limit_bytes=facts.limits.get(device.uuid) if is_done(result.outcome) else None,
             profile=result.profile or None,
         )

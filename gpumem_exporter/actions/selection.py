@@ -98,6 +98,11 @@ class SelectedProcess:
         return (self.facts.command if self.facts is not None else "") or reported
 
     @property
+    def job(self) -> str:
+        """The name of its job: its workload, otherwise its command, otherwise its pid."""
+        return self.workload or self.title or f"pid {self.pid}"
+
+    @property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """Its names by selector. A user has a uid and a name, as far as they are known."""
         users = (self.facts.user,) if self.facts is not None and self.facts.user else ()
@@ -135,26 +140,23 @@ def processes_of(snapshot: Snapshot) -> Mapping[Hashable, SelectedProcess]:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What results have from the snapshot of their request: names and limits."""
+    """What results have from the snapshot of their request."""
 
     gpus: Mapping[str, str] = field(default_factory=dict)
     """The NVML index of each device, by uuid."""
-    jobs: Mapping[int | str, str] = field(default_factory=dict)
-    """The name of each process's job: its workload, otherwise its command, otherwise its pid."""
     limits: Mapping[str, int] = field(default_factory=dict)
     """With `set_memory_fraction`, the bytes that a process may reserve on each device, by uuid."""
 
     @classmethod
-    def of(cls, targets: Iterable[SelectedProcess], fraction: float | None, snapshot: Snapshot) -> NodeFacts:
-        """Return the facts about these processes and the devices."""
+    def of(cls, snapshot: Snapshot, fraction: float | None) -> NodeFacts:
+        """Return the facts for a request that limits processes to this fraction of each device, if it is given."""
         limits = {}
-        for device in snapshot.node.devices if snapshot.node is not None and fraction is not None else ():
-            if device.memory is not None:
+        for device in snapshot.node.devices if snapshot.node is not None else ():
+            if device.memory is not None and fraction is not None:
                 # PyTorch's total is what the driver does not reserve for itself.
                 total_bytes = device.memory.total_bytes - (device.memory.reserved_bytes or 0)
-                limits[device.uuid] = int((fraction or 0.0) * total_bytes)
-        jobs = {one.pid: one.workload or one.title or f"pid {one.pid}" for one in targets}
-        return cls(snapshot.gpus, jobs, limits)
+                limits[device.uuid] = int(fraction * total_bytes)
+        return cls(snapshot.gpus, limits)
 
 
 def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:

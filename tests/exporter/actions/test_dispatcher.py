@@ -12,10 +12,9 @@ from gpumem_exporter.actions.action import Action, SubmittedAction
 from gpumem_exporter.actions.action_options import ANSWER_GRACE_SECONDS, Target
 from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
 from gpumem_exporter.actions.engines import Engines
-from gpumem_exporter.actions.lifecycle import ActionRegistry
+from gpumem_exporter.actions.lifecycle import SETTLING_GRACE_SECONDS, ActionRegistry
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.selection import SelectedProcess
-from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ReportingProcess
