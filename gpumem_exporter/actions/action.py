@@ -105,8 +105,7 @@ def all_waits(waits: Iterable[tuple[EngineWait, ...]]) -> tuple[EngineWait, ...]
 
 def describe_starts(waits: Sequence[EngineWait]) -> str:
     """Name the engines that start, and why the memory must stay."""
-    more = [f"and {len(waits) - _MAX_NAMED} more"] if len(waits) > _MAX_NAMED else []
-    named = ", ".join([*map(str, waits[:_MAX_NAMED]), *more])
+    named = ", ".join(map(str, waits[:_MAX_NAMED]))
     return f"{named}, and memory that is released meanwhile can end its start"
 
 

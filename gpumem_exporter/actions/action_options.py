@@ -45,6 +45,7 @@ _MAX_VALUES = 1000
 # The events of an action have its target, and an event has at most 64 KiB.
 _MAX_TARGET_BYTES = 16 << 10
 _MAX_PID = 2**31 - 1
+_PID_EXPECTED = f"an integer from 1 to {_MAX_PID}, or a string such as 1@4026532007:1001"
 # The action of each command.
 _OF_COMMAND = {command: action for action, command in COMMAND_NAMES.items()}
 _PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?")
@@ -383,24 +384,16 @@ def _invalid_target(target: Target) -> Iterator[InvalidField]:
         if len(values) > _MAX_VALUES:
             yield InvalidField(f"target.{name}", len(values), f"at most {_MAX_VALUES} values")
             continue
+        # An empty workload or rank selects processes without one. Another empty name is usually an unset variable.
+        least, expected = 0 if name in ("workload", "rank") else 1, _PID_EXPECTED
+        if name != "pid":
+            expected = f"{least} to {MAX_LABEL_LENGTH} characters"
         for value in values:
-            expected = _expected_pid(value) if name == "pid" else _expected_name(name, value)
-            if expected:
+            number = _PID.fullmatch(value) if name == "pid" else None
+            valid = int(number[1]) <= _MAX_PID if number else name != "pid" and least <= len(value) <= MAX_LABEL_LENGTH
+            if not valid:
                 yield InvalidField(f"target.{name}", value, expected)
                 break
-
-
-def _expected_name(selector: str, value: str) -> str:
-    """Return what is expected instead of a name; empty if the name is valid."""
-    # An empty workload or rank selects processes without one. Another empty name is usually an unset variable.
-    shortest = 0 if selector in ("workload", "rank") else 1
-    return "" if shortest <= len(value) <= MAX_LABEL_LENGTH else f"{shortest} to {MAX_LABEL_LENGTH} characters"
-
-
-def _expected_pid(value: str) -> str:
-    found = _PID.fullmatch(value)
-    valid = found is not None and int(found[1]) <= _MAX_PID
-    return "" if valid else f"an integer from 1 to {_MAX_PID}, or a string such as 1@4026532007:1001"
 
 
 def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH
 from gpumem_exporter.actions import sentences
@@ -183,7 +183,9 @@ class ActionBody(_body("_Options", OPTIONS, base=_Required)):  # type: ignore[mi
         return request
 
 
-class _ActionValues(TypedDict):
+class ActionDocument(TypedDict):
+    """An action. Values that were not measured are null. A list has the number of outcomes instead of the results."""
+
     id: str
     action: str
     state: Annotated[str, Field(json_schema_extra={"enum": list(_STATES)})]
@@ -204,30 +206,20 @@ class _ActionValues(TypedDict):
     waits_for: list[EngineWait]
     subject: str
     sentence: str
-
-
-_COMPUTED = ("created", "target", "waits_for", "subject", "sentence")
-_COPIED = tuple(name for name in _ActionValues.__annotations__ if name not in _COMPUTED)
-_RESULT = tuple(field.name for field in fields(ActionResult))
-
-
-class ActionDocument(_ActionValues):
-    """An action. Values that were not measured are null."""
-
-    results: list[ActionResult]
-    pending: list[PendingPart]
-
-
-class ListedActionDocument(_ActionValues):
-    """An action without its results."""
-
-    outcomes: dict[str, int]
+    results: NotRequired[list[ActionResult]]
+    pending: NotRequired[list[PendingPart]]
+    outcomes: NotRequired[dict[str, int]]
 
 
 class ActionsDocument(TypedDict):
     """The last actions, newest first. Each `GET /api/v1/actions/{id}` has the results."""
 
-    actions: list[ListedActionDocument]
+    actions: list[ActionDocument]
+
+
+_COMPUTED = ("created", "target", "waits_for", "subject", "sentence", "results", "pending", "outcomes")
+_COPIED = tuple(name for name in ActionDocument.__annotations__ if name not in _COMPUTED)
+_RESULT = tuple(field.name for field in fields(ActionResult))
 
 
 def action_document(action: Action) -> dict[str, Any]:

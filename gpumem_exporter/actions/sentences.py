@@ -55,9 +55,8 @@ def subjects(results: Iterable[Document]) -> str:
     for result in results:
         # Two users may have the same workload. Their ranks act after different steps.
         jobs.setdefault((result["workload"] or result["pid"], result.get("at_step")), []).append(result)
-    names = [subject(each) for each in jobs.values()]
-    more = len(names) - _NAMED_JOBS_MAX
-    return ", ".join([*names[:_NAMED_JOBS_MAX], *([f"and {more} more"] if more > 0 else [])])
+    more = len(jobs) - _NAMED_JOBS_MAX
+    return ", ".join(map(subject, [*jobs.values()][:_NAMED_JOBS_MAX])) + (f" and {more} more" if more > 0 else "")
 
 
 def timing(action: Document) -> str:
@@ -66,8 +65,7 @@ def timing(action: Document) -> str:
     for result in action["results"]:
         if is_done(result["outcome"]):
             modes.setdefault(result.get("mode") or "now", []).append(result)
-    seconds = action.get("deadline_seconds")
-    within = f", within {seconds:.0f} s" if seconds else ""
+    within = f", within {action['deadline_seconds']:.0f} s" if action.get("deadline_seconds") else ""
     texts = []
     if at_step := modes.get("step"):
         texts.append(f"At the end of a step{within}: {subjects(at_step)}.")
@@ -102,20 +100,18 @@ def waiting(action: Document) -> str:
     if engines := action.get("waits_for"):
         return " ".join(map(_engine_wait, engines))
     pending, seconds = action.get("pending") or (), action.get("deadline_seconds")
-    at_step, idle = ([part for part in pending if part["mode"] == mode] for mode in ("step", "idle"))
-    at_most = f", at most {seconds:.0f} s" if seconds else ""
-    texts = [
-        f"Waiting for the end of a step of {subjects(at_step)}{at_most}." if at_step else "",
-        f"Waiting for {subjects(idle)} to be idle{at_most}." if idle else "",
-    ]
-    return " ".join(filter(None, texts)) or f"Waiting for {subject(pending) if pending else 'the processes'}."
+    at_most, texts = f", at most {seconds:.0f} s" if seconds else "", []
+    if at_step := [part for part in pending if part["mode"] == "step"]:
+        texts.append(f"Waiting for the end of a step of {subjects(at_step)}{at_most}.")
+    if idle := [part for part in pending if part["mode"] == "idle"]:
+        texts.append(f"Waiting for {subjects(idle)} to be idle{at_most}.")
+    return " ".join(texts) or f"Waiting for {subject(pending) if pending else 'the processes'}."
 
 
 def _engine_wait(wait: Document) -> str:
     engine = f"pid {wait['pid']}" + (f" ({wait['title']})" if wait["title"] else "")
     until = time.strftime("%H:%M:%S UTC", time.gmtime(wait["until_unix_seconds"]))
-    gpu = wait["gpu"] or wait["uuid"]
-    return f"Waiting until the engine in {engine} has started on GPU {gpu}, at the latest until {until}."
+    return f"Waiting until the engine in {engine} has started on GPU {wait['gpu'] or wait['uuid']}, until {until}."
 
 
 def _known(results: Sequence[Document], field: str = "freed_bytes") -> tuple[list[Document], int, str]:

@@ -166,15 +166,14 @@ def trains(process: ReportingProcess, action: str) -> bool:
 
 def _turn_of_ranks(request: ActionRequest, ranks: Sequence[SelectedProcess], now_seconds: float) -> Turn:
     """Return when the ranks of a job act, each of which waits for the others in every step."""
-    processes = [rank.process for rank in ranks]
-    if request.mode == "auto" and not any(trains(process, request.action) for process in processes):
+    if request.mode == "auto" and not any(trains(rank.process, request.action) for rank in ranks):
         return Turn("now", request.deadline_seconds)
-    deadline_seconds = _deadline_seconds(request, processes)
+    deadline_seconds = _deadline_seconds(request, [rank.process for rank in ranks])
     at_step, obstacle = None, _obstacle(request, ranks)
     if not obstacle:
         at_step, obstacle = step_of_group(ranks, request, deadline_seconds, now_seconds)
     if not obstacle:
-        return Turn("step", deadline_seconds, processes[0].job, at_step)
+        return Turn("step", deadline_seconds, ranks[0].process.job, at_step)
     return Turn("idle" if request.mode == "auto" else "step", request.deadline_seconds, obstacle=obstacle)
 
 
