@@ -36,7 +36,7 @@ from gpumem_exporter.actions.lifecycle import (
 )
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.results import expected_refusal, expected_result, starting_refusal, unsupported
-from gpumem_exporter.actions.selection import NodeFacts, SelectedProcess, commanded, processes_of, select
+from gpumem_exporter.actions.selection import SelectedProcess, commanded, limits_of, processes_of, select
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.actions.timing import Turn, plan, step_of_group
 from gpumem_exporter.core.caller import Caller
@@ -155,8 +155,8 @@ class Dispatcher:
             unlisted=unlisted,
         )
         outside = [one for one in selected if not commanded(request, one)]
-        facts = NodeFacts.of(snapshot, request.fraction)
-        running, turn = RunningAction(action, now, request, caller, facts), Turn("now", request.deadline_seconds)
+        limits, turn = limits_of(request.fraction, snapshot), Turn("now", request.deadline_seconds)
+        running = RunningAction(action, now, request, caller, snapshot.gpus, limits)
         parts = [Part(running=running, target=one, turn=own, commanded=True) for one, own in planned]
         parts += [Part(running=running, target=one, turn=turn, commanded=False) for one in outside]
         running.parts = {part.key: part for part in parts}
@@ -192,15 +192,13 @@ class Dispatcher:
                 reason = f"{part.turn.obstacle}; use mode idle, or now"
                 result = CommandResult("", "refused", reason, ReasonCode.GROUP_INCOMPLETE)
             if result is None and request.dry_run:
-                result = expected_refusal(part.target, request, part.running.facts)
+                result = expected_refusal(part.target, request, part.running.limits)
             result = result or refused
         elif request.action == "terminate":
             result = self.terminator.refusal(part.target)
         if result is not None:
             return result
         part.waits = waits
-        if waits:
-            part.state = PartState.BLOCKED
         if not request.dry_run:
             return None
         if waits:
@@ -284,6 +282,7 @@ class Dispatcher:
             if running.recorded
             and (part := self._part(running.action.id, process)) is not None
             and part.withdrawal is None
+            and not part.blocked
             and part.state in (PartState.WAITING, PartState.DELIVERED)
             and now < part.deadline_seconds
         ][:MAX_COMMANDS]
@@ -408,7 +407,6 @@ class Dispatcher:
         free = [part for part in running.parts.values() if part.blocked and not waits.get(part.key)]
         for part in free:
             part.waits = ()
-            part.advance(PartState.WAITING)
         self._offer(running, free, again=True)
         for part in tuple(running.parts.values()):
             found = waits.get(part.key, ())

@@ -3,7 +3,7 @@
 An action is `QUEUED` until a process has fetched a command of it, then `RUNNING`, and ends as `DONE`, `FAILED`,
 `EXPIRED` or `CANCELLED`. Each process has a part of its own::
 
-    BLOCKED ──▶ WAITING ──▶ DELIVERED ──▶ KEPT ──▶ ENDED
+    WAITING ──▶ DELIVERED ──▶ KEPT ──▶ ENDED
 
 Each of these states may be followed by `ENDED`. If the exporter itself acts on the process, it does so while the part
 is `WAITING`. A part with a `withdrawal` must not run any more, and its process must forget the command that it has
@@ -25,7 +25,7 @@ from gpumem_exporter.actions.action import Action, ActionResult, EngineWait, Pen
 from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, ActionRequest
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.results import DriverValues, command_results, outside_results
-from gpumem_exporter.actions.selection import NodeFacts, SelectedProcess
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.actions.timing import Turn
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess
@@ -53,10 +53,8 @@ class ActionState(Enum):
 class PartState(Enum):
     """The state of one process's part in an action."""
 
-    BLOCKED = "blocked"
-    """An inference engine starts on a device of the process, so the part waits."""
     WAITING = "waiting"
-    """The process has not fetched the command; or the exporter itself acts."""
+    """An engine must start first, the process has not fetched the command, or the exporter itself acts."""
     DELIVERED = "delivered"
     """The command was sent. It is sent again with the next reply, because a reply may get lost."""
     KEPT = "kept"
@@ -69,7 +67,6 @@ _ENDS = frozenset({ActionState.DONE, ActionState.FAILED, ActionState.EXPIRED, Ac
 _TRANSITIONS: Mapping[Enum, frozenset[Enum]] = {
     ActionState.QUEUED: frozenset({ActionState.RUNNING}) | _ENDS,
     ActionState.RUNNING: _ENDS,
-    PartState.BLOCKED: frozenset({PartState.WAITING, PartState.ENDED}),
     PartState.WAITING: frozenset({PartState.DELIVERED, PartState.KEPT, PartState.ENDED}),
     PartState.DELIVERED: frozenset({PartState.KEPT, PartState.ENDED}),
     PartState.KEPT: frozenset({PartState.ENDED}),
@@ -137,7 +134,7 @@ class Part:
     @property
     def blocked(self) -> bool:
         """Whether the exporter waits until an engine has started."""
-        return self.state is PartState.BLOCKED
+        return bool(self.waits)
 
     def advance(self, to: PartState) -> None:
         """Record that the part has reached a state. A repetition has no effect."""
@@ -200,7 +197,10 @@ class RunningAction:
     """On the dispatcher's clock."""
     request: ActionRequest
     caller: Caller
-    facts: NodeFacts
+    gpus: Mapping[str, str]
+    """The NVML index of each device, by uuid."""
+    limits: Mapping[str, int]
+    """With `set_memory_fraction`, the bytes that a process may reserve on each device, by uuid."""
     parts: dict[Hashable, Part] = field(default_factory=dict)
     """The parts that have no result, by process."""
     recorded: bool = False
@@ -249,11 +249,13 @@ class RunningAction:
         if part.commanded:
             target = replace(part.target, reporter=process or part.target.reporter)
             # The process may name any profile; only what it has sent for this command is shown.
-            rows = command_results(target, replace(result, profile=part.profile), self.facts, self.request)
+            rows = command_results(target, replace(result, profile=part.profile), self.request)
         else:
-            rows = outside_results(part.target, result, self.facts, self.request)
+            rows = outside_results(part.target, result, self.request)
+        limits, mode = self.limits if is_done(result.outcome) else {}, part.mode if part.commanded else None
         for row in rows:
-            row = replace(row, mode=part.mode if part.commanded else None, at_step=part.turn.at_step)
+            gpu, limit_bytes = self.gpus.get(row.uuid, ""), limits.get(row.uuid)
+            row = replace(row, gpu=gpu, limit_bytes=limit_bytes, mode=mode, at_step=part.turn.at_step)
             row = row if driver is None else driver.of(row, self.action.action)
             self.action = replace(self.action, results=(*self.action.results, row))
 

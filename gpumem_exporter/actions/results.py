@@ -13,7 +13,7 @@ from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.action import ActionResult, EngineWait, describe_starts
 from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.kinds import KINDS, is_done
-from gpumem_exporter.actions.selection import NodeFacts, SelectedProcess
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.samples import ReportingProcess
 
 _RESERVED = ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
@@ -39,9 +39,7 @@ class DriverValues(NamedTuple):
         return replace(result, driver_before_bytes=before, driver_after_bytes=after, freed_bytes=freed)
 
 
-def command_results(
-    target: SelectedProcess, result: CommandResult, facts: NodeFacts, request: ActionRequest
-) -> Iterator[ActionResult]:
+def command_results(target: SelectedProcess, result: CommandResult, request: ActionRequest) -> Iterator[ActionResult]:
     """Yield the result for each measured device, otherwise for each target device, otherwise one for the process.
 
     A device that the process has not reported is left out, and so is memory that the exporter shows as unmapped and the
@@ -58,15 +56,13 @@ def command_results(
     measured = list(devices.values()) or [DeviceResult(sample.uuid) for sample in target.samples]
     # What the process did not need for a minute. The rest is reserved again, as in every minute before.
     idle = {sample.uuid: sample.idle_cache_bytes for sample in target.samples if request.dry_run}
-    for row in _rows(target, measured, result, facts):
+    for row in _rows(target, measured, result):
         idle_bytes = idle.get(row.uuid)
         stays_free = None if idle_bytes is None or row.freed_bytes is None else min(idle_bytes, row.freed_bytes)
         yield replace(row, still_free_bytes=stays_free)
 
 
-def outside_results(
-    target: SelectedProcess, result: CommandResult, facts: NodeFacts, request: ActionRequest
-) -> Iterator[ActionResult]:
+def outside_results(target: SelectedProcess, result: CommandResult, request: ActionRequest) -> Iterator[ActionResult]:
     """Yield the result for each device. A process that was ended has released the memory that the driver listed."""
     released = dict(target.used_bytes)
     if request.action != "terminate":
@@ -74,18 +70,16 @@ def outside_results(
         released = {sample.uuid: released_bytes(sample, request) for sample in samples}
     done = is_done(result.outcome)
     devices = [DeviceResult(uuid, freed_bytes=released.get(uuid) if done else None) for uuid in target.uuids]
-    return _rows(target, devices, result, facts)
+    return _rows(target, devices, result)
 
 
-def _rows(
-    target: SelectedProcess, devices: Sequence[DeviceResult], result: CommandResult, facts: NodeFacts
-) -> Iterator[ActionResult]:
+def _rows(target: SelectedProcess, devices: Sequence[DeviceResult], result: CommandResult) -> Iterator[ActionResult]:
     for number, device in enumerate(devices or (DeviceResult(""),)):
         yield ActionResult(
             pid=target.pid,
             workload=target.workload,
             rank=target.rank,
-            gpu=facts.gpus.get(device.uuid, ""),
+            gpu="",  # the action knows it
             outcome=result.outcome,
             reason=result.reason,
             reason_code=result.reason_code,
@@ -96,7 +90,6 @@ def _rows(
             # The same for all devices of the process.
             snapshot=result.snapshot if number == 0 else None,
             job=target.job,
-            limit_bytes=facts.limits.get(device.uuid) if is_done(result.outcome) else None,
             profile=result.profile or None,
         )
 
@@ -150,12 +143,14 @@ def unsupported(process: ReportingProcess, request: ActionRequest, mode: str) ->
     return None
 
 
-def expected_refusal(selected: SelectedProcess, request: ActionRequest, facts: NodeFacts) -> CommandResult | None:
+def expected_refusal(
+    selected: SelectedProcess, request: ActionRequest, limits: Mapping[str, int]
+) -> CommandResult | None:
     """Return the result of a fraction that the process would refuse, from its last report; None if it would not."""
     if request.force:
         return None
     for sample in selected.samples:
-        limit_bytes = facts.limits.get(sample.uuid)
+        limit_bytes = limits.get(sample.uuid)
         if limit_bytes is not None and sample.reserved_bytes is not None and sample.reserved_bytes > limit_bytes:
             reason = (
                 f"{sample.uuid}: {human_bytes(sample.reserved_bytes)} are reserved, which is more than "

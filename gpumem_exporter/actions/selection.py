@@ -138,25 +138,12 @@ def processes_of(snapshot: Snapshot) -> Mapping[Hashable, SelectedProcess]:
     return {one.key: one for one in found}
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """What results have from the snapshot of their request."""
-
-    gpus: Mapping[str, str] = field(default_factory=dict)
-    """The NVML index of each device, by uuid."""
-    limits: Mapping[str, int] = field(default_factory=dict)
-    """With `set_memory_fraction`, the bytes that a process may reserve on each device, by uuid."""
-
-    @classmethod
-    def of(cls, snapshot: Snapshot, fraction: float | None) -> NodeFacts:
-        """Return the facts for a request that limits processes to this fraction of each device, if it is given."""
-        limits = {}
-        for device in snapshot.node.devices if snapshot.node is not None else ():
-            if device.memory is not None and fraction is not None:
-                # PyTorch's total is what the driver does not reserve for itself.
-                total_bytes = device.memory.total_bytes - (device.memory.reserved_bytes or 0)
-                limits[device.uuid] = int(fraction * total_bytes)
-        return cls(snapshot.gpus, limits)
+def limits_of(fraction: float | None, snapshot: Snapshot) -> Mapping[str, int]:
+    """Return the bytes of each device that a process may reserve with a fraction, by uuid; empty without one."""
+    devices = snapshot.node.devices if snapshot.node is not None and fraction is not None else ()
+    # PyTorch's total is what the driver does not reserve for itself.
+    totals = {each.uuid: each.memory.total_bytes - (each.memory.reserved_bytes or 0) for each in devices if each.memory}
+    return {uuid: int((fraction or 0.0) * total_bytes) for uuid, total_bytes in totals.items()}
 
 
 def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:

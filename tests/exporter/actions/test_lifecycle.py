@@ -84,8 +84,6 @@ def test_a_caller_has_a_limited_number_of_processes_in_running_actions(monkeypat
         (ActionState.QUEUED, ActionState.QUEUED),
         (ActionState.RUNNING, ActionState.QUEUED),
         *((end, ActionState.RUNNING) for end in ActionState if end.value not in ("queued", "running")),
-        (PartState.BLOCKED, PartState.DELIVERED),
-        (PartState.BLOCKED, PartState.KEPT),
         (PartState.KEPT, PartState.DELIVERED),
         (PartState.DELIVERED, PartState.WAITING),
         *((PartState.ENDED, to) for to in PartState),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.results import command_results, expected_result
-from gpumem_exporter.actions.selection import NodeFacts, processes_of, select
+from gpumem_exporter.actions.selection import processes_of, select
 from gpumem_exporter.actions.timing import StepRate, Turn, plan
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
@@ -134,7 +134,7 @@ def test_a_dry_run_expects_that_the_idle_cache_stays_free(
     snapshot = Snapshot(0.0, None, (reporting(1, devices=(of_device,)),))
     (selected,) = processes_of(snapshot).values()
     request = ActionRequest("empty_cache", EVERYTHING, dry_run=True)
-    (result,) = command_results(selected, expected_result(selected, request, ""), NodeFacts(), request)
+    (result,) = command_results(selected, expected_result(selected, request, ""), request)
     assert (result.freed_bytes, result.still_free_bytes) == (reclaimable, stays_free)
 
 
