@@ -332,7 +332,8 @@ class Dispatcher:
             if part is not None:
                 withdrawn = part.withdrawal if result.reason_code == ReasonCode.CANCELLED else None
                 self._end(part, withdrawn or result)
-        self._settlements.take(process)
+        if process.report.still_free:
+            self._settlements.take(process)
 
     def running_profile(self, process: ReportingProcess, action_id: str) -> Part | None:
         """Return the part of a process that has the command to take this profile, and has not ended it."""
