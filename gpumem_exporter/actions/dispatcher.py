@@ -36,9 +36,9 @@ from gpumem_exporter.actions.lifecycle import (
 )
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.results import expected_refusal, expected_result, starting_refusal, unsupported
-from gpumem_exporter.actions.selection import SelectedProcess, commanded, limits_of, processes_of, select
+from gpumem_exporter.actions.selection import SelectedProcess, limits_of, processes_of, select
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.actions.timing import Turn, plan, step_of_group
+from gpumem_exporter.actions.timing import plan, step_of_group
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
@@ -134,8 +134,7 @@ class Dispatcher:
     def _planned(self, request: ActionRequest, caller: Caller, snapshot: Snapshot, *, unlisted: bool) -> RunningAction:
         """Return the action with a part for each process that it selects."""
         now = self.clock()
-        selected = select(request, caller, snapshot)
-        planned = plan(request, [one for one in selected if commanded(request, one)], snapshot, now)
+        planned = plan(request, select(request, caller, snapshot), snapshot, now)
         steps = {turn.group: turn.at_step for _, turn in planned if turn.group is not None}
         action = Action(
             id=uuid.uuid4().hex,
@@ -154,11 +153,9 @@ class Dispatcher:
             settle_seconds=request.settle_seconds,
             unlisted=unlisted,
         )
-        outside = [one for one in selected if not commanded(request, one)]
-        limits, turn = limits_of(request.fraction, snapshot), Turn("now", request.deadline_seconds)
+        limits = limits_of(request.fraction, snapshot)
         running = RunningAction(action, now, request, caller, snapshot.gpus, limits)
-        parts = [Part(running=running, target=one, turn=own, commanded=True) for one, own in planned]
-        parts += [Part(running=running, target=one, turn=turn, commanded=False) for one in outside]
+        parts = [Part(running=running, target=one, turn=turn) for one, turn in planned]
         running.parts = {part.key: part for part in parts}
         return running
 

@@ -35,9 +35,9 @@ class ActionKind(NamedTuple):
     summary: str = ""
     description: str = ""
     examples: str = ""
-    would_columns: tuple[Column, ...] | None = None
-    """The columns of a dry run besides the names; None for the default."""
-    done_columns: tuple[Column, ...] | None = None
+    would_columns: tuple[Column, ...] = ()
+    """The columns of a dry run besides the names."""
+    done_columns: tuple[Column, ...] = (Column("took", "duration_seconds"),)
     by_device: bool = False
     """The action applies to the target devices only. All others apply to every device of a process."""
     releases: bool = True
@@ -115,7 +115,6 @@ KINDS: Mapping[str, ActionKind] = {
   gpumem-exporter reset-peak --all
   gpumem-exporter reset-peak --workload llm-pretrain --rank 0 --reason "after the warm-up"
 """,
-        would_columns=(),
         by_device=True,
         releases=False,
     ),
@@ -134,7 +133,6 @@ KINDS: Mapping[str, ActionKind] = {
   gpumem-exporter snapshot --pid 4711
   gpumem-exporter snapshot --workload llm-pretrain --rank 0 --mode step
 """,
-        would_columns=(),
         done_columns=(Column("size", "snapshot.size_bytes"), Column("path", "snapshot.path", side="wrap")),
         releases=False,
     ),
@@ -222,7 +220,6 @@ KINDS: Mapping[str, ActionKind] = {
     ),
 }
 """The actions, in the order of the help."""
-DEFAULT_COLUMNS = (_TOOK,)
 COMMAND_NAMES: Mapping[str, str] = {action: kind.command or action for action, kind in KINDS.items()}
 """The name of each action on the terminal and in events."""
 

@@ -96,8 +96,6 @@ class Part:
     """The action."""
     target: SelectedProcess
     turn: Turn
-    commanded: bool
-    """The process itself runs the action; otherwise the exporter ends it, or speaks with its engine."""
     state: PartState = PartState.WAITING
     waits: tuple[EngineWait, ...] = ()
     """The engines that must have started before the part may start."""
@@ -148,9 +146,14 @@ class Part:
         _log.debug("%s is withdrawn", self)
 
     @property
+    def commanded(self) -> bool:
+        """Whether the process itself runs the action; otherwise the exporter ends it, or speaks with its engine."""
+        return bool(self.turn.mode)
+
+    @property
     def mode(self) -> str:
-        """When a process acts that gets a command: one of `protocol.MODES`."""
-        return "idle" if self.running.request.wait_idle_seconds else self.turn.mode
+        """When the process acts: see `Turn.mode`."""
+        return "idle" if self.commanded and self.running.request.wait_idle_seconds else self.turn.mode
 
     @property
     def ends_seconds(self) -> float:
@@ -252,7 +255,7 @@ class RunningAction:
             rows = command_results(target, replace(result, profile=part.profile), self.request)
         else:
             rows = outside_results(part.target, result, self.request)
-        limits, mode = self.limits if is_done(result.outcome) else {}, part.mode if part.commanded else None
+        limits, mode = self.limits if is_done(result.outcome) else {}, part.mode or None
         for row in rows:
             gpu, limit_bytes = self.gpus.get(row.uuid, ""), limits.get(row.uuid)
             row = replace(row, gpu=gpu, limit_bytes=limit_bytes, mode=mode, at_step=part.turn.at_step)

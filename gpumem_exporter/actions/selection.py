@@ -217,7 +217,7 @@ def _require_known(
     if all(known[selector].keys() >= set(values) for selector, values in target.given.items()):
         return
     pids = {*(str(one.pid) for one in processes_of(snapshot).values()), *(name for name, _ in snapshot.names.silent)}
-    raise TargetNotFoundError(unknown_names(target, known, pids, shown=shown))
+    raise TargetNotFoundError(unknown_names(target, known, shown, pids))
 
 
 def _known_names(selector: str, snapshot: Snapshot, processes: Sequence[SelectedProcess]) -> dict[str, None]:
@@ -231,16 +231,15 @@ def _known_names(selector: str, snapshot: Snapshot, processes: Sequence[Selected
 def unknown_names(
     target: Target,
     known: Mapping[str, Collection[str]],
+    shown: Mapping[str, Iterable[str]],
     silent: Collection[str] = (),
-    *,
-    shown: Mapping[str, Iterable[str]] | None = None,
 ) -> str:
     """Return which names of a target no device and no process has, and the nearest known ones; empty if all are known.
 
     `silent` are the pids of processes that do not report, so that the action cannot reach them. The text contains only
-    names of `shown`, in their order; by default all known ones.
+    names of `shown`, in their order.
     """
-    shown, texts, suggested = known if shown is None else shown, [], False
+    texts, suggested = [], False
     for selector, values in target.given.items():
         unreachable = [value for value in values if selector == "pid" and value in silent and value not in known["pid"]]
         if unreachable:

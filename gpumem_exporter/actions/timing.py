@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gpumem_exporter.actions.action_options import MAX_DEADLINE_SECONDS, ActionRequest
 from gpumem_exporter.actions.results import unsupported
-from gpumem_exporter.actions.selection import SelectedProcess, processes_of
+from gpumem_exporter.actions.selection import SelectedProcess, commanded, processes_of
 from gpumem_exporter.core.samples import JobKey, ReportingProcess, Snapshot
 
 GROUP_LEAD_SECONDS = 5.0
@@ -33,7 +33,7 @@ class Turn(NamedTuple):
     """When a process acts."""
 
     mode: str
-    """One of `protocol.MODES`."""
+    """One of `protocol.MODES`; empty if the exporter itself acts on the process."""
     deadline_seconds: float
     group: JobKey | None = None
     """The job with whose other ranks it acts, or none of them does; None if it acts by itself."""
@@ -72,7 +72,8 @@ def plan(
     stalls = acts_on_jobs(request)
     if request.mode != "step" and not stalls:
         mode = "now" if request.mode == "auto" else request.mode
-        return [(one, Turn(mode, request.deadline_seconds)) for one in selected]
+        turns = [(one, Turn(mode if commanded(request, one) else "", request.deadline_seconds)) for one in selected]
+        return sorted(turns, key=lambda planned: not planned[1].mode)
     jobs: dict[Hashable, list[SelectedProcess]] = {}
     for one in selected:
         jobs.setdefault(one.process.job or one.pid, []).append(one)

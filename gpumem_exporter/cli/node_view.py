@@ -79,7 +79,7 @@ def require_known(live: Document, target: Target) -> None:
         "uuid": [device["uuid"] for device in on_devices],
         **{name: sorted(value for one in identities for value in one[name]) for name in _OF_PROCESS},
     }
-    if unknown := unknown_names(target, known):
+    if unknown := unknown_names(target, known, known):
         raise TargetNotFoundError(unknown)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN, human_bytes, human_seconds
-from gpumem_exporter.actions.kinds import DEFAULT_COLUMNS, KINDS, Column, is_done
+from gpumem_exporter.actions.kinds import KINDS, Column, is_done
 from gpumem_exporter.actions.sentences import job_name, sentence, subject
 from gpumem_exporter.cli.api_client import Document
 from gpumem_exporter.cli.render.columns import natural
@@ -40,8 +40,7 @@ def result_tables(action: Document) -> Iterator[RenderableType]:
     results, name = action["results"], action["action"]
     if results:
         kind = KINDS[name]
-        declared = kind.would_columns if action["dry_run"] else kind.done_columns
-        columns = [*_NAMES, *map(_column, DEFAULT_COLUMNS if declared is None else declared)]
+        columns = [*_NAMES, *map(_column, kind.would_columns if action["dry_run"] else kind.done_columns)]
         if action["dry_run"] and any(result.get("mode") in ("step", "idle") for result in results):
             columns.insert(len(_NAMES), _WHEN)
         if any("instance" in result for result in results):

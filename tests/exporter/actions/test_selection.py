@@ -86,7 +86,7 @@ def test_a_thousand_unknown_names_lead_to_one_suggestion_and_a_bounded_number_of
         monkeypatch.setattr(SequenceMatcher, name, counting)
     known = {"workload": [f"{'train' * 20}-{number}" for number in range(500)], "user": ["ada"], "uuid": ["GPU-1"]}
     target = Target(workload=[f"{'tra1n' * 20}-{number}" for number in range(1000)], user=["adda"], uuid=["GPU-2"])
-    text = unknown_names(target, known)
+    text = unknown_names(target, known, known)
     assert text.count("did you mean") == 1
     assert len(compared) <= 110
     assert max(compared) <= 64
