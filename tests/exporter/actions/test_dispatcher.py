@@ -294,12 +294,3 @@ def test_without_the_feature_of_engines_no_engine_acts(bench: Bench, dry_run: bo
         results = bench.ask(action, dry_run=dry_run).results
         assert {(row.pid, row.reason_code) for row in results} == {(pid, ReasonCode.NO_ENGINE) for pid in (1, 2)}
     assert bench.dispatcher.commands(process) == ()
-
-
-def test_dry_runs_displace_no_action() -> None:
-    bench = Bench()
-    bench.dispatcher = bench.build(actions=ActionRegistry(4))
-    real = done(bench)
-    estimates = [bench.ask(dry_run=True).id for _ in range(9)]
-    assert bench.dispatcher.get(real.id) is not None
-    assert [bench.dispatcher.get(one) is not None for one in estimates[-2:]] == [False, True]

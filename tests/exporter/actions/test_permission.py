@@ -69,12 +69,6 @@ def test_a_caller_reaches_the_processes_of_its_place() -> None:
     assert reached(1002, A) == reached(0, UNKNOWN) == set()
 
 
-def test_the_actions_of_a_user_are_those_that_concern_only_its_processes() -> None:
-    assert ROOT.permitted_actions(ACTIONS) == ACTIONS
-    assert ADA.permitted_actions(ACTIONS) == tuple(each for each in ACTIONS if each != "terminate")
-    assert dataclasses.replace(ADA, rights=Rights.NONE).permitted_actions(ACTIONS) == ()
-
-
 @pytest.mark.parametrize(
     ("owner_uid", "listed", "code"),
     [
