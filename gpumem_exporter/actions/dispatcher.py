@@ -427,11 +427,10 @@ class Dispatcher:
             return "the process did not report in time for its group", ReasonCode.GROUP_RANK_LATE
         if part.state is PartState.WAITING and now >= part.deadline_seconds:
             return "the process did not report before the deadline", ReasonCode.NOT_FETCHED
-        process = self.store.find(part.target.process.key)
         if running.request.action in ENGINE_ACTIONS:
             # No report arrives while an engine moves its memory: the reporter's thread waits for it.
             grace_seconds = ENGINE_ANSWER_SECONDS
-        elif process is not None and process.received_seconds >= part.ends_seconds:
+        elif self._newest(part).received_seconds >= part.ends_seconds:
             grace_seconds = ANSWER_GRACE_SECONDS
         else:
             grace_seconds = SILENT_GRACE_SECONDS
