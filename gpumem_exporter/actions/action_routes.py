@@ -63,13 +63,9 @@ def _names(value: object) -> object:
     # Here, not by pydantic, whose error of a union has one entry for each of the types. An empty list is an error: an
     # action without this part of its target would act on more.
     values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(each, str) or _is_number(each) for each in values):
+    if not values or not all(isinstance(one, str) or (type(one) is int and 0 <= one <= MAX_INTEGER) for one in values):
         raise ValueError("must be a string, a number from 0, or a list of them that is not empty")
     return value
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
 
 
 # A name, a number where a name is expected, or a list of both.
@@ -84,10 +80,10 @@ class KnownFields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: object) -> object:
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = [field.alias or name for name, field in cls.model_fields.items()]
         for name in value if isinstance(value, dict) else ():
             if name not in known:
-                advice = did_you_mean(name, known) or f"the known ones are {', '.join(sorted(known))}"
+                advice = did_you_mean(name, known) or f"the known ones are {', '.join(known)}"
                 error = PydanticCustomError("name", "{why}", {"why": f"is unknown; {advice}"})
                 details = InitErrorDetails(type=error, loc=(name,), input=None)
                 raise ValidationError.from_exception_data(cls.__name__, [details])
@@ -122,13 +118,12 @@ class ListParameters(KnownFields):
 
     def admit(self, action: Action, of_job: Collection[str]) -> bool:
         """Return whether the list has an action; `of_job` are the pids of the job."""
+        jobs = [self.job is None, *(each.workload == self.job or str(each.pid) in of_job for each in action.results)]
         return (
             (not self.action or action.action in self.action)
             and (not self.state or action.state in self.state)
             and self.dry_run in (None, action.dry_run)
-            and (
-                self.job is None or any(each.workload == self.job or str(each.pid) in of_job for each in action.results)
-            )
+            and any(jobs)
         )
 
 
