@@ -7,11 +7,10 @@ request with `invalid_fields`.
 from __future__ import annotations
 
 import json
-import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_INTEGER, MAX_LABEL_LENGTH, MODES
 from gpumem_exporter.actions.kinds import COMMAND_NAMES, KINDS
@@ -102,10 +101,8 @@ class RequestOption:
             return value in self.choices
         size = len(value) if self.kind is str else value
         # Every comparison with NaN is false.
-        return all(
-            bound is None or holds(size, bound)
-            for bound, holds in ((self.over, operator.gt), (self.least, operator.ge), (self.most, operator.le))
-        )
+        enough = size > self.over if self.over is not None else self.least is None or size >= self.least
+        return enough and (self.most is None or size <= self.most)
 
 
 _Given = str | int | Sequence[str | int] | None
@@ -328,16 +325,14 @@ OPTIONS: Mapping[str, RequestOption] = {
 """The fields of a request besides its action and its target."""
 
 
-@dataclass(frozen=True, slots=True)
-class InvalidField:
+class InvalidField(NamedTuple):
     """A field of a request that is invalid."""
 
     field: str
     """The path as in the API: `target.pid`."""
     value: object
-    expected: str
-    known: Sequence[str] = ()
-    """The accepted names, if there are only some."""
+    advice: str
+    """What is accepted, after the nearest accepted name."""
 
     @property
     def message(self) -> str:
@@ -347,12 +342,10 @@ class InvalidField:
         shown = self.value[:64] if isinstance(self.value, str) else self.value
         return f"{shown!r} is invalid: {self.advice}"
 
-    @property
-    def advice(self) -> str:
-        """What is accepted, after the nearest accepted name."""
-        given = str(self.value)
-        name = _OF_COMMAND.get(given, given) if self.field == "action" else given
-        return did_you_mean(name, self.known, f"expected {self.expected}")
+
+def _invalid(field_: str, value: object, expected: str, known: Sequence[str] = ()) -> InvalidField:
+    name = _OF_COMMAND.get(str(value), str(value)) if field_ == "action" else str(value)
+    return InvalidField(field_, value, did_you_mean(name, known, f"expected {expected}"))
 
 
 def longest_seconds(request: Mapping[str, Any]) -> float:
@@ -375,14 +368,14 @@ def _invalid_target(target: Target) -> Iterator[InvalidField]:
     given = target.given
     size = len(json.dumps(target.document()))
     if size > _MAX_TARGET_BYTES:
-        yield InvalidField("target", size, f"at most {_MAX_TARGET_BYTES} bytes of JSON")
+        yield _invalid("target", size, f"at most {_MAX_TARGET_BYTES} bytes of JSON")
     if not target.all and not target.orphans and not given:
-        yield InvalidField("target", {}, f"{', '.join(SELECTORS)}, orphans: true or all: true")
+        yield _invalid("target", {}, f"{', '.join(SELECTORS)}, orphans: true or all: true")
     if target.all and given:
-        yield InvalidField("target.all", True, f"no value beside {', '.join(given)}, because it selects every process")
+        yield _invalid("target.all", True, f"no value beside {', '.join(given)}, because it selects every process")
     for name, values in given.items():
         if len(values) > _MAX_VALUES:
-            yield InvalidField(f"target.{name}", len(values), f"at most {_MAX_VALUES} values")
+            yield _invalid(f"target.{name}", len(values), f"at most {_MAX_VALUES} values")
             continue
         # An empty workload or rank selects processes without one. Another empty name is usually an unset variable.
         least, expected = 0 if name in ("workload", "rank") else 1, _PID_EXPECTED
@@ -392,28 +385,28 @@ def _invalid_target(target: Target) -> Iterator[InvalidField]:
             number = _PID.fullmatch(value) if name == "pid" else None
             valid = int(number[1]) <= _MAX_PID if number else name != "pid" and least <= len(value) <= MAX_LABEL_LENGTH
             if not valid:
-                yield InvalidField(f"target.{name}", value, expected)
+                yield _invalid(f"target.{name}", value, expected)
                 break
 
 
 def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:
     if request.action not in ACTIONS:
-        yield InvalidField("action", request.action, ", ".join(ACTIONS), ACTIONS)
+        yield _invalid("action", request.action, ", ".join(ACTIONS), ACTIONS)
     unset = {None, False, "now"}
     for name, option in OPTIONS.items():
         value = getattr(request, name)
         if not option.accepts(value):
-            yield InvalidField(name, value, option.expected, option.choices)
+            yield _invalid(name, value, option.expected, option.choices)
         elif request.action in ACTIONS and request.action not in option.help and value not in unset | {option.default}:
             accept = "accepts" if len(option.help) == 1 else "accept"
             no_value = f"no value, because only {', '.join(option.help)} {accept} it"
             only_now = f"now, because {request.action} has no other mode"
-            yield InvalidField(name, value, only_now if name == "mode" else no_value)
+            yield _invalid(name, value, only_now if name == "mode" else no_value)
     if request.group and request.mode in ("now", "idle"):
-        yield InvalidField("mode", request.mode, "step, because a group acts at the end of a step")
+        yield _invalid("mode", request.mode, "step, because a group acts at the end of a step")
     if request.at_step is not None and request.mode != "step":
-        yield InvalidField("at_step", request.at_step, "no value without mode step")
+        yield _invalid("at_step", request.at_step, "no value without mode step")
     if request.action == "terminate" and request.target.all and not (request.force or request.dry_run):
-        yield InvalidField("force", False, "true, because all: true terminates every process")
+        yield _invalid("force", False, "true, because all: true terminates every process")
     if request.action == "set_memory_fraction" and request.fraction is None:
-        yield InvalidField("fraction", None, OPTIONS["fraction"].expected)
+        yield _invalid("fraction", None, OPTIONS["fraction"].expected)
