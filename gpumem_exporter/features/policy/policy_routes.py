@@ -239,8 +239,7 @@ def _admitted(
         )
     target = Target(**labels, all=not labels)
     reporting = [one for one in processes_of(snapshot).values() if one.reporter is not None]
-    selected = matches(target, snapshot, reporting)
-    if not selected:
+    if not (selected := matches(target, snapshot, reporting)):
         raise TargetNotFoundError(nothing_matches(target, reporting))
     # A younger process is not the one of the alert, and has its pid by now. Without a start time, it may be younger.
     age_seconds = unix_seconds - alert.starts_at.timestamp()
