@@ -139,14 +139,8 @@ def _body(name: str, options: Mapping[str, RequestOption], *, base: type[BaseMod
     declared: dict[str, Any] = {}
     for key, option in options.items():
         type_ = types or (option.kind if option.default is not None else option.kind | None)
-        schema: dict[str, Any] = {
-            "enum": [*option.choices, None] if option.choices else None,
-            "exclusiveMinimum": option.over,
-            "minimum": option.least,
-            "maxLength" if option.kind is str else "maximum": option.most,
-        }
-        known: dict[str, Any] = {keyword: value for keyword, value in schema.items() if value is not None}
-        declared[key] = type_, Field(option.default, description=option.description, json_schema_extra=known or None)
+        enum: Any = {"enum": [*option.choices, None]} if option.choices else None
+        declared[key] = type_, Field(option.default, description=option.description, json_schema_extra=enum)
     return create_model(name, __base__=base, __module__=__name__, **declared)
 
 
@@ -250,7 +244,6 @@ class CallerDocument(TypedDict):
     reason: str | None
 
 
-MAX_IDEMPOTENCY_KEY_LENGTH = 255
 MAX_LISTED_TEXT = 1 << 20
 INLINE_RESULTS = 16
 """The number of results that the event loop encodes itself, in less than 1 ms. Waking the thread takes as long."""
@@ -260,7 +253,7 @@ _IdempotencyKey = Annotated[
     Header(
         alias="Idempotency-Key",
         min_length=1,
-        max_length=MAX_IDEMPOTENCY_KEY_LENGTH,
+        max_length=255,
         pattern="^[ -~]*$",
         description="a repeated request with the same key returns the action of the first one",
     ),

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action, ActionResult, SubmittedAction
@@ -19,8 +19,6 @@ from gpumem_exporter.actions.action_options import MAX_DEADLINE_SECONDS, ActionR
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.event import ACTION_REQUESTED, PLACE, Event, Query
 from gpumem_exporter.core.recorders import Journal
-
-T = TypeVar("T")
 
 _RESTARTED = "the exporter restarted before the result arrived; the action may have been done"
 _RESTORED_SECONDS = 2 * MAX_DEADLINE_SECONDS
@@ -147,17 +145,15 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
 
 def requested_event(submitted: SubmittedAction) -> Event:
     """Build the record of a requested action."""
-    action, processes = submitted.action, submitted.processes
+    action = submitted.action
     detail = {
         **_common_detail(action),
         "request": {name: value for name, value in asdict(submitted.request).items() if name != "target"},
         "idempotency_key": submitted.idempotency_key,
-        "processes": [list(process) for process in processes],
+        "processes": [list(process) for process in submitted.processes],
         "processes_left_out": 0,
     }
-    pid, workload, rank = (_one_of([process[at] for process in processes]) for at in range(3))
-    at: dict[str, Any] = {"pid": pid, "workload": workload, "rank": rank}
-    return Event(ACTION_REQUESTED, action.created_unix_seconds, **at, owner=action.share, detail=detail)
+    return Event(ACTION_REQUESTED, action.created_unix_seconds, owner=action.share, detail=detail)
 
 
 def read_requested(event: Event) -> SubmittedAction:
@@ -191,10 +187,5 @@ def _action(detail: Mapping[str, Any], state: str) -> Action:
 
 def place_of(results: Sequence[ActionResult]) -> dict[str, Any]:
     """Return an event's columns for these results; a column is None unless all results have the same value."""
-    return {name: _one_of([getattr(result, name) for result in results]) for name in PLACE}
-
-
-def _one_of(values: Iterable[T]) -> T | None:
-    """Return the value that all have in common; None if they differ."""
-    distinct = set(values)
-    return distinct.pop() if len(distinct) == 1 else None
+    values = {name: {getattr(result, name) for result in results} for name in PLACE}
+    return {name: of_all.pop() if len(of_all) == 1 else None for name, of_all in values.items()}

@@ -72,7 +72,8 @@ class ScriptedDispatcher:
     def submit(self, request: ActionRequest, *, requested_by: Caller) -> Action:
         if self.refuses:
             raise TargetNotFoundError("refused")
-        action = Action.of(request, requested_by, 0.0)
+        action_id = str(len(self.actions))
+        action = Action(action_id, request.action, "queued", str(requested_by), 0.0, request.target)
         self.actions[action.id] = action
         self.requests.append((request, requested_by))
         return action
