@@ -22,7 +22,7 @@ from gpumem_exporter.actions.action_options import ACTIONS
 from gpumem_exporter.cli.program import PROGRAM
 from gpumem_exporter.commands import COMMANDS
 from gpumem_exporter.features.engines.engine_metrics import ENGINE
-from gpumem_exporter.features.events import event_metrics
+from gpumem_exporter.features.events import event_log
 from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.orphans.orphan_metrics import ORPHANS
 from gpumem_exporter.features.policy import policy_routes
@@ -102,7 +102,7 @@ def metrics_page() -> str:
         *OOM.families,
         *ORPHANS.families,
         *ENGINE.families,
-        *event_metrics.METRICS,
+        *event_log.METRICS,
         *policy_routes.METRICS,
         *of_process,
     ]

@@ -18,7 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from gpumem_client.wire.protocol import DeviceSample, EngineState, ProcessIdentity, Report
 from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import Target
-from gpumem_exporter.core.event import Event
+from gpumem_exporter.core.event import EVENT_TYPES
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
@@ -35,7 +35,7 @@ from gpumem_exporter.core.samples import (
     Snapshot,
 )
 from gpumem_exporter.features.engines.engine_metrics import ENGINE
-from gpumem_exporter.features.events.event_metrics import EventMetrics
+from gpumem_exporter.features.events.event_log import DROPPED, EVENTS
 from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.orphans.orphan_metrics import ORPHANS
 from gpumem_exporter.features.policy.policy_routes import ALERT_OUTCOMES, ALERTS
@@ -75,7 +75,8 @@ def test_promtool_accepts_the_page() -> None:
 def golden_page(*, openmetrics: bool) -> str:
     """Render the page of RICH with a constant clock."""
     registry = Registry()
-    instruments, events = Instruments(registry), EventMetrics(registry)
+    instruments, events = Instruments(registry), Counter.of(EVENTS, registry)
+    Counter.of(DROPPED, registry)
     evaluations, alerts = Counter.of(EVALUATIONS, registry), Counter.of(ALERTS, registry)
     for outcome in ("accepted", "accepted", "invalid"):
         instruments.count_report(outcome)
@@ -84,7 +85,8 @@ def golden_page(*, openmetrics: bool) -> str:
         evaluations.labels(result, "idle-cache").inc(3 * (result == "unmet"))
     for outcome in ALERT_OUTCOMES:
         alerts.labels(outcome).inc(outcome == "acted")
-    events.count_events([Event("process_started", 1.7e9), Event("oom", 1.7e9), Event("oom", 1.7e9)])
+    for type_ in EVENT_TYPES:
+        events.labels(type_).inc({"process_started": 1, "oom": 2}.get(type_, 0))
     results = (
         ActionResult(4711, "llm-pretrain", "0", "0", GPU_0, "done", freed_bytes=2 * GIB),
         ActionResult(4711, "llm-pretrain", "0", "1", GPU_1, "done", freed_bytes=0),

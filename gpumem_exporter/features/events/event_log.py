@@ -9,28 +9,44 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from time import monotonic  # the thread waits in real time, whatever clock the other parts use
 
 from gpumem_client.wire.errors import StorageError
-from gpumem_exporter.core.event import AUDIT_TYPES, Event, Page, Query
+from gpumem_exporter.core.event import AUDIT_TYPES, EVENT_TYPES, Event, Page, Query
 from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.shares import Shares
-from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.events.event_storage import Storage
+from gpumem_exporter.metrics.collector_types import Metric
+from gpumem_exporter.metrics.instruments import Counter, Registry
 from gpumem_exporter.node.failures import FailureLog
 from gpumem_exporter.page.health import Check, check
 
+EVENTS = Metric(
+    "gpumem_events_total",
+    "counter",
+    "Events on the node since the exporter started, by type. An event counts once it is stored and available at"
+    " /api/v1/events; gpumem_events_dropped_total counts the others.",
+    ("type",),
+)
+DROPPED = Metric(
+    "gpumem_events_dropped_total",
+    "counter",
+    "Events that were not stored: the disk failed and the queue was full, which /health shows, or a process had more "
+    "than 60 out-of-memory errors in a minute.",
+)
+METRICS = (EVENTS, DROPPED)
 MAX_WAITING = 4096
 """The maximum number of events in the queue. The largest event, an action on many processes, has tens of KiB."""
 MAX_READERS = 16
+RETRY_SECONDS = 1.0
 # An event with long lists, such as an action on many processes, counts once for each of this number of items.
 _ITEMS = 16
 # The maximum number of events in one commit.
 _BATCH = 256
 _MAINTENANCE_SECONDS = 60.0
-_RETRY_SECONDS = 1.0
 # A disk operation that takes longer counts as slow, and no caller waits for it.
 _SLOW_SECONDS = 1.0
 # The longest time that a reply waits for a commit.
@@ -40,15 +56,17 @@ _READ_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class _Waiting:
     """An event that waits for its commit."""
 
-    def __init__(self, event: Event) -> None:
-        self.event = event
-        self.committed: Future[bool] = Future()
+    event: Event
+    committed: Future[bool] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
         self.committed.set_running_or_notify_cancel()  # no caller can cancel it
-        self.share = f"{event.type in AUDIT_TYPES}:{event.owner}"
-        self.size = 1 + event.items // _ITEMS
+        self.share = f"{self.event.type in AUDIT_TYPES}:{self.event.owner}"
+        self.size = 1 + self.event.items // _ITEMS
 
 
 class EventLog(Journal):
@@ -58,20 +76,12 @@ class EventLog(Journal):
     events. An owner's actions and its other events have a share each.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        metrics: EventMetrics,
-        *,
-        clock: Callable[[], float],
-        retry_seconds: float = _RETRY_SECONDS,
-        max_waiting: int = MAX_WAITING,
-    ) -> None:
+    def __init__(self, storage: Storage, registry: Registry, *, max_waiting: int = MAX_WAITING) -> None:
         self._storage = storage
-        self._clock = clock
-        self._metrics = metrics
-        self._retry_seconds = retry_seconds
-        self._failures = FailureLog(_log, clock)
+        self._stored, self._lost = Counter.of(EVENTS, registry), Counter.of(DROPPED, registry)
+        for type_ in EVENT_TYPES:  # the series start at 0
+            self._stored.labels(type_)
+        self._failures = FailureLog(_log, monotonic)
         self._changed = threading.Condition()
         # With the lock: the queue, the queries, and the number of dropped events.
         self._waiting: deque[_Waiting] = deque()
@@ -96,35 +106,29 @@ class EventLog(Journal):
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._thread.ident is None:
-            return True
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def put(self, event: Event) -> Future[bool]:
         """Queue an event. Never blocks. The future is true after the commit, and false if the event is dropped."""
-        new = _Waiting(event)
-        lost = [new]
+        new, lost = _Waiting(event), []
         with self._changed:
-            if not self._stopping:
+            if self._stopping:
+                lost.append(new)
+            else:
                 self._waiting.append(new)
                 self._shares.put(new.share, new.size)
-                lost = list(self._over())
+            while (loser := self._shares.over()) is not None:
+                lost.append(next(each for each in reversed(self._waiting) if each.share == loser))
+                self._waiting.remove(lost[-1])
+                self._shares.drop(loser, lost[-1].size)
             self._changed.notify_all()
         self._drop(lost)
         return new.committed
 
-    def _over(self) -> Iterator[_Waiting]:
-        """Remove the events for which there is no room from the queue."""
-        while (loser := self._shares.over()) is not None:
-            lost = next(each for each in reversed(self._waiting) if each.share == loser)
-            self._waiting.remove(lost)
-            self._shares.drop(loser, lost.size)
-            yield lost
-
     def count_left_out(self, count: int) -> None:
         """Count events that are not recorded as dropped ones."""
-        self._metrics.count_dropped(count)
+        self._lost.inc(count)
 
     def read(self, query: Query) -> Future[Page]:
         """Query events without blocking. The future raises StorageError on an error, or if too many queries wait."""
@@ -162,7 +166,7 @@ class EventLog(Journal):
             try:
                 page = await self.page(query)
             except StorageError:
-                await asyncio.sleep(self._retry_seconds)  # an earlier exporter may still use the file
+                await asyncio.sleep(RETRY_SECONDS)  # an earlier exporter may still use the file
                 continue
             events.extend(page.events)
             rows += sum(1 + event.items for event in page.events)
@@ -176,16 +180,14 @@ class EventLog(Journal):
         """Return whether events are stored. Never waits for the disk."""
         with self._changed:
             waiting = len(self._batch) + len(self._waiting)
+        busy_since, now = self._busy_since_seconds, monotonic()
+        problem = self._error
+        if not problem and not self._thread.is_alive():
+            problem = "the event log has stopped"
+        elif not problem and busy_since is not None and now - busy_since >= _SLOW_SECONDS:
+            problem = f"{self._storage} has not answered for {now - busy_since:.0f} s"
         lost = f"; {waiting} waiting, {self._dropped} dropped" if waiting or self._dropped else ""
-        busy_since, now = self._busy_since_seconds, self._clock()
-        busy_seconds = 0.0 if busy_since is None else now - busy_since
-        if self._error:
-            return check("degraded", self._error + lost)
-        if not self._thread.is_alive():
-            return check("degraded", f"the event log has stopped{lost}")
-        if busy_seconds >= _SLOW_SECONDS:
-            return check("degraded", f"{self._storage} has not answered for {busy_seconds:.0f} s{lost}")
-        return check("ok", f"stored in {self._storage}{lost}")
+        return check("degraded" if problem else "ok", (problem or f"stored in {self._storage}") + lost)
 
     # In the log's thread
 
@@ -195,7 +197,7 @@ class EventLog(Journal):
             self._answer()
             self._busy_since_seconds = None
             with self._changed:
-                self._changed.wait_for(self._has_work, max(0.0, self._due_seconds - self._clock()))
+                self._changed.wait_for(self._has_work, max(0.0, self._due_seconds - monotonic()))
         self._answer()
         with self._changed:
             lost = [*self._batch, *self._waiting]
@@ -211,46 +213,31 @@ class EventLog(Journal):
     def _write(self) -> None:
         """Store the next events, or maintain the storage, if that is due."""
         with self._changed:
-            if self._clock() < self._due_seconds and (self._error or not self._waiting):
+            if monotonic() < self._due_seconds and (self._error or not self._waiting):
                 return
             while self._waiting and len(self._batch) < _BATCH:
                 self._batch.append(self._waiting.popleft())
                 self._shares.drop(self._batch[-1].share, self._batch[-1].size)
-        self._store(list(self._batch))
-
-    def _store(self, batch: list[_Waiting]) -> bool:
-        """Store the first events of the batch; returns False if the storage fails."""
-        self._busy_since_seconds = self._clock()
+        self._busy_since_seconds = monotonic()
         try:
-            new_events = self._storage.append([each.event for each in batch])
-        except StorageError as error:
-            self._error = str(error)
-            self._failures.failed("events", self._error)
-            self._due_seconds = self._clock() + self._retry_seconds
-            return False
-        except Exception as error:  # noqa: BLE001 - logged below
-            if not batch:
-                self._error = repr(error)
-                self._failures.failed("events", self._error, exc_info=True)
-                self._due_seconds = self._clock() + self._retry_seconds
-                return False
-            # The disk works, but an event cannot be stored. It must not block the others.
-            if len(batch) > 1:
-                return all(self._store([each]) for each in batch)
-            _log.exception("an event cannot be stored", extra={"fields": {"type": batch[0].event.type}})
-            self._batch.remove(batch[0])
-            self._drop(batch)
-            return True
+            outcomes = self._storage.append([each.event for each in self._batch])
+        except Exception as error:  # noqa: BLE001 - the thread tries again
+            self._error = str(error) or repr(error)
+            self._failures.failed("events", self._error, exc_info=not isinstance(error, StorageError))
+            self._due_seconds = monotonic() + RETRY_SECONDS
+            return
         self._error = ""
-        self._due_seconds = self._clock() + _MAINTENANCE_SECONDS
+        self._due_seconds = monotonic() + _MAINTENANCE_SECONDS
         with self._changed:
             self._failures.recovered("events")
             self._failures.recovered("event queue")
-        del self._batch[: len(batch)]
-        self._metrics.count_events(new_events)
-        for each in batch:
-            each.committed.set_result(True)
-        return True
+        batch, self._batch = self._batch, []
+        for each, is_new in zip(batch, outcomes, strict=True):
+            if is_new and each.event.type in EVENT_TYPES:
+                self._stored.labels(each.event.type).inc()
+            if is_new is not None:
+                each.committed.set_result(True)
+        self._drop([each for each, is_new in zip(batch, outcomes, strict=True) if is_new is None])
 
     def _answer(self) -> None:
         """Answer the queries that wait now."""
@@ -259,7 +246,7 @@ class EventLog(Journal):
             readers, self._readers = self._readers, []
         for query, page in readers:
             if page.set_running_or_notify_cancel():
-                self._busy_since_seconds = self._clock()
+                self._busy_since_seconds = monotonic()
                 try:
                     page.set_result(self._storage.read(query))
                 except Exception as error:  # noqa: BLE001 - the caller gets the error
@@ -272,6 +259,6 @@ class EventLog(Journal):
         with self._changed:
             self._dropped += len(lost)
             self._failures.failed("event queue", "events are dropped; gpumem_events_dropped_total counts them")
-        self._metrics.count_dropped(len(lost))
+        self._lost.inc(len(lost))
         for each in lost:
             each.committed.set_result(False)

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_client.wire.errors import StorageError
-from gpumem_exporter.core.event import AUDIT_TYPES, MAX_DETAIL_BYTES, Event, Page, Query, detail_json
+from gpumem_exporter.core.event import AUDIT_TYPES, MAX_DETAIL_BYTES, PLACE, Event, Page, Query, detail_json
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.core.shares import Shares
 
 FILE_NAME = "events.db"
 MEMORY_BYTES = 8 << 20
@@ -63,31 +62,39 @@ _SCHEMA = (
     # The second column is for version 0.3.
     "CREATE TABLE IF NOT EXISTS running_time (seconds REAL NOT NULL, monotonic_seconds REAL NOT NULL)",
     "INSERT INTO running_time SELECT 0.0, 0.0 WHERE NOT EXISTS (SELECT 1 FROM running_time)",
+    # Instead of `about`, version 0.3 has these, which it makes again. It knows no empty texts.
+    "DROP TRIGGER IF EXISTS event_stored",
+    "DROP TRIGGER IF EXISTS event_deleted",
+    "DROP TABLE IF EXISTS places",
+    *(f"DROP INDEX IF EXISTS events_{name}" for name in ("job", "slurm_job", "ray_job")),
+    """UPDATE events SET subject = coalesce(subject, ''), owner = coalesce(owner, ''), job = coalesce(job, ''),
+        stored = coalesce(stored, 0.0) WHERE subject IS NULL OR owner IS NULL OR job IS NULL OR stored IS NULL""",
+    "DELETE FROM about WHERE event NOT IN (SELECT id FROM events)",
     "CREATE INDEX IF NOT EXISTS about_name ON about (name)",
     "CREATE INDEX IF NOT EXISTS events_time ON events (time)",
     "CREATE INDEX IF NOT EXISTS events_subject ON events (subject, id)",
     "CREATE INDEX IF NOT EXISTS events_owner ON events (owner)",
     "CREATE INDEX IF NOT EXISTS events_stored ON events (stored)",
+    f"PRAGMA user_version = {_VERSION}",
 )
-# Version 0.3 uses the same events. Instead of `about` it has indexes, triggers and a table, which it makes again.
-_OF_0_3 = """SELECT type, name FROM sqlite_master WHERE sql NOT NULL
-    AND tbl_name != 'about' AND name NOT IN
-    ('events', 'running_time', 'events_time', 'events_subject', 'events_owner', 'events_stored')"""
-_LATER_THAN_0_2 = {"owner": "TEXT", "stored": "REAL", "job": "TEXT"}
 _TEXTS = ("gpu", "uuid", "workload", "rank", "owner", "job", "subject")
 _COLUMNS = ("id", "type", "time", "pid", "detail", "stored", *_TEXTS)
 _INSERT = f"INSERT INTO events ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"  # noqa: S608
 _BY_ID = "SELECT * FROM events WHERE id = ?"
 _WITHOUT_NAMES = "SELECT id FROM events WHERE id NOT IN (SELECT event FROM about) ORDER BY id"
 _IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
-# The bytes of each owner's events, of the audit trail and of the others. 256 bytes are the other columns.
-_SIZES = f"SELECT {_IS_AUDIT}, owner, sum(length(detail) + 256) FROM events GROUP BY 1, 2"  # noqa: S608 - constant names
-_OLDEST_OF_OWNER = f"""SELECT id, length(detail) + 256 FROM events
-    WHERE owner = ? AND ({_IS_AUDIT}) = ? ORDER BY id"""  # noqa: S608 - constant names
+# `of_owner` has the bytes that an owner keeps if this event is its oldest one, and `of_half` the bytes that the audit
+# trail or the other events keep then. The largest of them lose first. 256 bytes are the other columns.
+_FIRST_TO_LOSE = f"""SELECT id, size FROM (
+    SELECT id, size, sum(size) OVER (PARTITION BY audit ORDER BY of_owner, id DESC) AS of_half FROM (
+        SELECT id, audit, size, sum(size) OVER (PARTITION BY audit, owner ORDER BY id DESC) AS of_owner FROM (
+            SELECT id, owner, {_IS_AUDIT} AS audit, length(detail) + 256 AS size FROM events)))
+    ORDER BY of_half DESC"""  # noqa: S608 - constant names
 # More is deleted than is needed, because each time the size of every event is read.
 _SPARE_PART = 32
-_JOB_OF_PROCESS = """SELECT job FROM events WHERE id IN (SELECT event FROM about WHERE name = 'pid:' || ?) AND job != ''
-    ORDER BY id DESC LIMIT 1"""
+_STORE_NAME = "INSERT OR IGNORE INTO about VALUES (?, ?)"
+_STORE_LAST_JOB = """INSERT OR IGNORE INTO about SELECT ?, 'job:' || job FROM events
+    WHERE id IN (SELECT event FROM about WHERE name = ?) AND job != '' ORDER BY id DESC LIMIT 1"""
 # The number of events of an earlier version whose names are stored in one commit.
 _NAMED_AT_ONCE = 256
 _ABOUT = ("pid", "device", "job", "job_id", "uid")
@@ -102,6 +109,9 @@ _CONDITIONS = {
 # First all events of one owner, then one event of each other owner in turn.
 _IN_TURN = """owner IS NOT :first_owner,
     (owner IS NOT :first_owner) * row_number() OVER (PARTITION BY owner ORDER BY id), id"""
+
+# The errors of a detail that is not valid.
+_INVALID = (ValueError, TypeError, AttributeError, RecursionError)
 
 _log = logging.getLogger(__name__)
 
@@ -136,29 +146,36 @@ class Storage:
     def __str__(self) -> str:
         return "memory" if self._path is None else str(self._path)
 
-    def append(self, events: Sequence[Event]) -> list[Event]:
-        """Delete expired events, and store the events that are not duplicates; return these. Raises StorageError.
+    def append(self, events: Sequence[Event]) -> list[bool | None]:
+        """Delete expired events, and store new ones, in one commit, which also opens the file if necessary.
 
-        All of that is one commit, which also opens the file if necessary. Without events, it is maintenance.
+        Return whether each event is new, or None if it cannot be stored. Without events, it is maintenance. Raises
+        StorageError.
         """
-        rows = [(event, _row(event)) for event in events]
-        stored: list[Event] = []
         with self._opened() as connection, connection:  # commits, or rolls back
             connection.execute("BEGIN IMMEDIATE")
             now = self._clock() - self._running_since_seconds
             connection.execute("UPDATE running_time SET seconds = ?, monotonic_seconds = ?", (now, self._clock()))
             connection.execute("DELETE FROM events WHERE stored < ?", (now - self._retention_seconds,))
-            (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
-            for event, row in rows:
-                if _is_new(connection, event):
-                    # For each event: room for all of them, of which few are large, would delete the events of others.
-                    self._make_room(connection, _PAGE_BYTES + 4 * len(row["detail"]))
-                    # Ids are based on the clock, so that they increase after a restart also without a folder.
-                    last = max(last + 1, int(self._wall_clock() * 1000))
-                    connection.execute(_INSERT, {**row, "id": last, "stored": now})
-                    _store_names(connection, _event({**row, "id": last}))
-                    stored.append(event)
-        return stored
+            return [self._store(connection, event, now) for event in events]
+
+    def _store(self, connection: sqlite3.Connection, event: Event, running_seconds: float) -> bool | None:
+        try:
+            row = _row(event)
+            names = _names(_event(row))
+        except _INVALID:
+            _log.exception("an event cannot be stored", extra={"fields": {"type": event.type}})
+            return None
+        if not _is_new(connection, event):
+            return False
+        # For each event: room for all of them, of which few are large, would delete the events of others.
+        self._make_room(connection, _PAGE_BYTES + 4 * len(row["detail"]))
+        # Ids are based on the clock, so that they increase after a restart also without a folder.
+        (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
+        row.update(id=max(last + 1, int(self._wall_clock() * 1000)), stored=running_seconds)
+        connection.execute(_INSERT, row)
+        _store_names(connection, row, names)
+        return True
 
     def read(self, query: Query) -> Page:
         """Return the events that match a query. Raises StorageError."""
@@ -209,7 +226,7 @@ class Storage:
         # No timeout: another exporter keeps its lock for as long as it runs.
         connection = sqlite3.connect(":memory:" if self._path is None else self._path, timeout=0, isolation_level=None)
         connection.row_factory = sqlite3.Row
-        # SQLite does not check texts. One that is damaged must not make its page unreadable.
+        # SQLite does not check texts. A damaged one is read as far as possible.
         connection.text_factory = partial(str, encoding="utf-8", errors="replace")
         try:
             for setting in _SETTINGS:
@@ -229,44 +246,27 @@ class Storage:
             raise sqlite3.DatabaseError(found)
         with connection:
             connection.execute("BEGIN IMMEDIATE")
-            for kind, name in connection.execute(_OF_0_3).fetchall():
-                connection.execute(f"DROP {kind} IF EXISTS {name}")
-            known = {row["name"] for row in connection.execute("PRAGMA table_info(events)")}
-            for name in _LATER_THAN_0_2.keys() - known if known else ():
-                connection.execute(f"ALTER TABLE events ADD COLUMN {name} {_LATER_THAN_0_2[name]}")
             for statement in _SCHEMA:
                 connection.execute(statement)
-            for name, unknown in {"subject": "''", "owner": "''", "job": "''", "stored": "0"}.items():
-                connection.execute(f"UPDATE events SET {name} = {unknown} WHERE {name} IS NULL")  # noqa: S608 - constants
-            connection.execute("DELETE FROM about WHERE event NOT IN (SELECT id FROM events)")
-            connection.execute(f"PRAGMA user_version = {_VERSION}")
         self._complete_names(connection)
         (running_seconds,) = connection.execute("SELECT seconds FROM running_time").fetchone()
         self._running_since_seconds = self._clock() - running_seconds
 
     def _complete_names(self, connection: sqlite3.Connection) -> None:
-        """Store what the events of an earlier version are about, and delete the events that cannot be read.
+        """Store what the events of an earlier version are about.
 
         The names need room, which a full file of an earlier version does not have. Each commit has a part of the
         events, so that the write-ahead log stays small.
         """
         ids = connection.execute(_WITHOUT_NAMES).fetchall()
-        damaged = 0
         for start in range(0, len(ids), _NAMED_AT_ONCE):
             with connection:
                 connection.execute("BEGIN IMMEDIATE")
-                for (id_,) in ids[start : start + _NAMED_AT_ONCE]:
+                for id_ in ids[start : start + _NAMED_AT_ONCE]:
                     self._make_room(connection, _PAGE_BYTES + 4 * MAX_DETAIL_BYTES)
-                    row = connection.execute(_BY_ID, (id_,)).fetchone()
-                    if row is None:
-                        continue  # deleted to make room
-                    try:
-                        _store_names(connection, _event(row))
-                    except (ValueError, TypeError, AttributeError, RecursionError):
-                        connection.execute("DELETE FROM events WHERE id = ?", (id_,))
-                        damaged += 1
-        if damaged:
-            _log.warning("deleted %d damaged events of an earlier version", damaged)
+                    for row in connection.execute(_BY_ID, id_).fetchall():  # none if it was deleted to make room
+                        with contextlib.suppress(*_INVALID):
+                            _store_names(connection, row, _names(_event(row)))
 
     def _make_room(self, connection: sqlite3.Connection, needed_bytes: int) -> None:
         """Delete old events of the audit trail or of the others, whichever use more space.
@@ -274,23 +274,17 @@ class Storage:
         The owner with the most loses first, so that no user can push out the events of others. SQLite reuses the
         space; the file never shrinks.
         """
-        if self._free_bytes(connection) >= needed_bytes:
-            return
-        halves = Shares(0), Shares(0)
-        for is_audit, owner, size in connection.execute(_SIZES):
-            halves[is_audit].put(owner, size)
-        while self._free_bytes(connection) < needed_bytes + self._bytes // _SPARE_PART:
-            audit = halves[True].total > halves[False].total
-            loser = halves[audit].over()
-            if loser is None:
-                return
-            ids, goal = [], halves[audit][loser] * (_SPARE_PART - 1) // _SPARE_PART
-            for id_, size in connection.execute(_OLDEST_OF_OWNER, (loser, audit)):
-                ids.append((id_,))
-                halves[audit].drop(loser, size)
-                if halves[audit][loser] <= goal:
+        while (missing_bytes := needed_bytes - self._free_bytes(connection)) > 0:
+            missing_bytes += self._bytes // _SPARE_PART
+            lost: list[tuple[int]] = []
+            for id_, size in connection.execute(_FIRST_TO_LOSE):
+                if missing_bytes <= 0:
                     break
-            connection.executemany("DELETE FROM events WHERE id = ?", ids)
+                lost.append((id_,))
+                missing_bytes -= size
+            if not lost:
+                return
+            connection.executemany("DELETE FROM events WHERE id = ?", lost)
 
     def _free_bytes(self, connection: sqlite3.Connection) -> int:
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
@@ -320,45 +314,50 @@ def _is_new(connection: sqlite3.Connection, event: Event) -> bool:
 
 def _row(event: Event) -> dict[str, Any]:
     return {
+        "id": event.id,
         "type": event.type,
         "time": event.time_unix_seconds,
         "pid": None if event.pid is None else str(event.pid),
         "detail": detail_json(event.detail),
-        **{name: _text(getattr(event, name)) for name in _TEXTS},
+        **{name: value and _text(value) for name in _TEXTS for value in (getattr(event, name),)},
     }
 
 
 def _event(row: Mapping[str, Any] | sqlite3.Row) -> Event:
     columns: dict[str, Any] = {name: row[name] for name in ("id", "type", *_TEXTS)}
     pid = None if row["pid"] is None else json_pid(row["pid"])
-    return Event(time_unix_seconds=row["time"], pid=pid, detail=json.loads(row["detail"]), **columns)
+    try:
+        detail = json.loads(row["detail"])
+    except (ValueError, RecursionError):  # it is damaged; its page must not be unreadable
+        detail = {}
+    return Event(time_unix_seconds=row["time"], pid=pid, detail=detail, **columns)
 
 
-def _text(value: str | None) -> str | None:
+def _text(value: str) -> str:
     """Return a string that SQLite accepts: a name from the system may not be valid UTF-8."""
-    return None if value is None else value.encode("utf-8", "replace").decode()
+    return value.encode("utf-8", "replace").decode()
 
 
-def _store_names(connection: sqlite3.Connection, event: Event) -> None:
-    """Store what an event is about."""
+def _names(event: Event) -> list[str]:
+    """Return what an event is about."""
     detail = event.detail
-    parts = [*detail.get("results", ()), *detail.get("devices", ())]
-    pids = {str(pid) for pid in (event.pid, *(part.get("pid") for part in parts)) if pid is not None}
-    jobs: set[Any] = {event.job}
-    if not event.job:  # as of an action: the last jobs of its processes
-        jobs |= {job for pid in pids for (job,) in connection.execute(_JOB_OF_PROCESS, (pid,))}
-    about = {
-        "pid": pids,
-        "device": {event.uuid, *(part.get("uuid") for part in parts)},
-        "job": {*jobs, event.workload, *(part.get("workload") for part in parts)},
-    }
+    own = {name: getattr(event, name) for name in PLACE}
+    parts = [own, *detail.get("results", ()), *detail.get("devices", ())]
+    about: list[tuple[str, Any]] = [("job", event.job)]
+    for of, column in {"pid": "pid", "device": "uuid", "job": "workload"}.items():
+        about += [(of, part.get(column)) for part in parts]
     if event.type == "process_ended":
         # A number is an id of Slurm or Ray: users choose the names of workloads.
-        chosen = {name for name in (event.job, event.workload) if name and not name.isdecimal()}
-        about["job_id"] = {detail.get("slurm_job_id"), detail.get("ray_job_id"), *chosen}
-        about["uid"] = {detail.get("uid")}
-    names = [f"{of}:{name}" for of, found in about.items() for name in found if name not in (None, "")]
-    connection.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", [(event.id, _text(name)) for name in names])
+        chosen = [name for name in (event.job, event.workload) if name and not name.isdecimal()]
+        about += [("job_id", name) for name in (detail.get("slurm_job_id"), detail.get("ray_job_id"), *chosen)]
+        about += [("uid", detail.get("uid"))]
+    return [_text(f"{of}:{name}") for of, name in about if name not in (None, "")]
+
+
+def _store_names(connection: sqlite3.Connection, row: Mapping[str, Any] | sqlite3.Row, names: Sequence[str]) -> None:
+    connection.executemany(_STORE_NAME, [(row["id"], name) for name in names])
+    if not row["job"]:  # as of an action: the last jobs of its processes
+        connection.executemany(_STORE_LAST_JOB, [(row["id"], name) for name in names if name.startswith("pid:")])
 
 
 def _where(query: Query) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 from gpumem_exporter.cli.program import LOOK, Listed
@@ -14,7 +13,6 @@ STOP_SECONDS = 1.0
 
 def _build(node: Node) -> Parts:
     from gpumem_exporter.features.events.event_log import EventLog
-    from gpumem_exporter.features.events.event_metrics import EventMetrics
     from gpumem_exporter.features.events.event_recorder import Recorder
     from gpumem_exporter.features.events.event_routes import events_router
     from gpumem_exporter.features.events.event_storage import Storage
@@ -31,11 +29,7 @@ def _build(node: Node) -> Parts:
         max_bytes=settings.storage_max_bytes - settings.storage_max_bytes // PROFILES_SHARE,
         wall_clock=node.wall_clock,
     )
-    log = EventLog(
-        storage,
-        EventMetrics(node.registry),
-        clock=time.monotonic,  # its thread waits in real time, whatever clock the other parts use
-    )
+    log = EventLog(storage, node.registry)
     recorder = Recorder(
         log,
         report_expiry_seconds=settings.report_expiry,

@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
-from gpumem_exporter.features.events.event_metrics import EventMetrics
+from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.features.policy import policy_routes
 from gpumem_exporter.features.policy.policy_runner import EVALUATIONS
 from gpumem_exporter.metrics.instruments import Counter as CounterMetric
@@ -45,8 +46,10 @@ def known(*processes: ReportingProcess, on: NodeReading | None = None) -> Snapsh
     return Snapshot(10.0, on, processes)
 
 
-def own(registry: Registry) -> tuple[Instruments, EventMetrics, CounterMetric]:
-    return Instruments(registry), EventMetrics(registry), CounterMetric.of(EVALUATIONS, registry)
+def own(registry: Registry) -> tuple[Instruments, CounterMetric]:
+    no_storage: Any = None
+    EventLog(no_storage, registry)
+    return Instruments(registry), CounterMetric.of(EVALUATIONS, registry)
 
 
 def test_a_collector_of_the_registry_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,7 +70,7 @@ def test_a_collector_of_the_registry_fails_alone(caplog: pytest.LogCaptureFixtur
 
 def test_a_value_is_shown_until_its_check_or_its_rule_is_gone() -> None:
     registry = Registry()
-    instruments, _, policy = own(registry)
+    instruments, policy = own(registry)
     writer = exposition(registry)
     policy.labels("acted", "a")
     for checks in ({"poller": True, "tokens": False}, {"poller": False}):

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
 from gpumem_client.wire.errors import StorageError
-from gpumem_exporter.core.event import Event, Page, Query
+from gpumem_exporter.core.event import EVENT_TYPES, Event, Page, Query
+from gpumem_exporter.features.events import event_log
 from gpumem_exporter.features.events.event_log import EventLog
-from gpumem_exporter.features.events.event_metrics import EventMetrics
 from gpumem_exporter.features.events.event_storage import Storage
+from gpumem_exporter.metrics.instruments import Registry
 from tests.support.waiting import patient, wait_for
 
 WAIT = patient(30.0)
@@ -23,7 +25,6 @@ class ScriptedDisk(Storage):
     def __init__(self) -> None:
         super().__init__(None, retention_seconds=1e10, max_bytes=64 << 20, wall_clock=time.time)
         self.error = ""
-        self.poison = ""
         self.hanging = False
         self.stuck = threading.Event()
         self.released = threading.Event()
@@ -39,10 +40,8 @@ class ScriptedDisk(Storage):
         if self.error:
             raise self.kind(self.error)
 
-    def append(self, events: Sequence[Event]) -> list[Event]:
+    def append(self, events: Sequence[Event]) -> list[bool | None]:
         self._trouble()
-        if any(event.workload == self.poison for event in events if self.poison):
-            raise ValueError("cannot be written")
         return super().append(events)
 
     def read(self, query: Query) -> Page:
@@ -54,32 +53,24 @@ class ScriptedDisk(Storage):
         super().close()
 
 
-class CountedEvents(EventMetrics):
-    def __init__(self) -> None:
-        self.dropped = 0
-        self.stored: list[str | None] = []
-
-    def count_events(self, events: Iterable[Event]) -> None:
-        self.stored += [event.workload for event in events]
-
-    def count_dropped(self, count: int) -> None:
-        self.dropped += count
-
-
 class Bench:
     def __init__(self, max_waiting: int = 100) -> None:
         self.disk = ScriptedDisk()
-        self.counted = CountedEvents()
-        self.log = EventLog(
-            self.disk,
-            self.counted,
-            clock=time.monotonic,
-            retry_seconds=0.01,
-            max_waiting=max_waiting,
-        )
+        self.registry = Registry()
+        self.log = EventLog(self.disk, self.registry, max_waiting=max_waiting)
 
-    def put(self, name: str) -> Future[bool]:
-        return self.log.put(Event("oom", 1.0, workload=name))
+    def put(self, name: str, **changes: Any) -> Future[bool]:
+        return self.log.put(Event("oom", 1.0, workload=name, **changes))
+
+    @property
+    def counted(self) -> dict[str, float]:
+        """The number of events by type, without types that have none."""
+        value = self.registry.get_sample_value
+        return {type_: count for type_ in EVENT_TYPES if (count := value("gpumem_events_total", {"type": type_}))}
+
+    @property
+    def dropped(self) -> float | None:
+        return self.registry.get_sample_value("gpumem_events_dropped_total")
 
     def stored(self) -> list[str | None]:
         return [event.workload for event in self.log.read(Query(after=0, limit=1000)).result(WAIT).events]
@@ -90,6 +81,11 @@ class Bench:
     def state(self) -> str:
         check = self.log.check()
         return f"{check['status']} {check['detail']}"
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "RETRY_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -104,15 +100,16 @@ def test_each_new_event_is_counted_once_after_the_commit(bench: Bench) -> None:
     bench.disk.error = "disk full"
     bench.log.start()
     bench.until(lambda: bench.state() == "degraded disk full")
-    bench.log.put(Event("oom", 1.0, workload="a", subject="s"))
+    bench.put("a", subject="s")
     committed = bench.put("b")
     assert bench.state() == "degraded disk full; 2 waiting, 0 dropped"
-    assert bench.counted.stored == []
+    assert bench.counted == {}
     bench.disk.error = ""
     assert committed.result(WAIT)
-    assert bench.log.put(Event("oom", 2.0, workload="again", subject="s")).result(WAIT)
+    assert bench.put("again", subject="s").result(WAIT)
     assert bench.log.put(Event("device_lost", 2.0, workload="other", subject="s")).result(WAIT)
-    assert bench.counted.stored == ["a", "b", "other"] == bench.stored()
+    assert bench.counted == {"oom": 2, "device_lost": 1}
+    assert bench.stored() == ["a", "b", "other"]
 
 
 def test_a_hung_disk_blocks_no_caller_and_the_check_shows_the_duration(bench: Bench) -> None:
@@ -157,7 +154,7 @@ def test_the_owner_that_fills_the_queue_loses_its_latest_events(caplog: pytest.L
     assert not any(future.done() for future in (first, large, *others))
     assert [future.done() for future in flood] == [False] * 18 + [True] * 42
     assert bench.state() == "degraded the event log has stopped; 30 waiting, 42 dropped"
-    assert (bench.counted.dropped, len(caplog.records)) == (42, 1)
+    assert (bench.dropped, len(caplog.records)) == (42, 1)
     bench.log.start()
     assert all(future.result(WAIT) for future in (first, large, *others, *flood[:18]))
     assert bench.log.stop(WAIT)
@@ -166,14 +163,14 @@ def test_the_owner_that_fills_the_queue_loses_its_latest_events(caplog: pytest.L
 def test_an_event_that_cannot_be_stored_does_not_block_the_others(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench.disk.poison = "poison"
-    one_batch = [bench.put(name) for name in ("a", "poison", "b", "c")]
+    invalid: dict[str, Any] = {"poison": {"x": {1, 2}}, "large": {"x": "y" * 100_000}, "odd": {"results": 7}}
+    one_batch = [bench.put(name, detail=invalid.get(name, {})) for name in ("a", "poison", "b", "large", "odd", "c")]
     bench.log.start()
-    assert [future.result(WAIT) for future in one_batch] == [True, False, True, True]
+    assert [future.result(WAIT) for future in one_batch] == [True, False, True, False, False, True]
     assert bench.put("d").result(WAIT)
-    assert bench.counted.stored == bench.stored() == ["a", "b", "c", "d"]
-    assert bench.counted.dropped == 1
-    assert "cannot be written" in caplog.text
+    assert bench.stored() == ["a", "b", "c", "d"]
+    assert (bench.counted, bench.dropped) == ({"oom": 4}, 3)
+    assert "not JSON serializable" in caplog.text
 
 
 def test_an_unexpected_error_at_the_start_does_not_end_the_thread(bench: Bench) -> None:
@@ -196,7 +193,7 @@ def test_queued_events_are_stored_and_the_storage_is_closed_on_stop() -> None:
     assert bench.put("late").result(0) is False
     with pytest.raises(StorageError):
         bench.log.read(Query()).result(0)
-    assert bench.counted.dropped == 1
+    assert bench.dropped == 1
 
 
 def test_events_that_could_not_be_stored_before_stop_count_as_dropped() -> None:
@@ -205,7 +202,7 @@ def test_events_that_could_not_be_stored_before_stop_count_as_dropped() -> None:
     committed = bench.put("a")
     bench.log.start()
     assert bench.log.stop(WAIT)
-    assert (committed.result(0), bench.counted.dropped) == (False, 1)
+    assert (committed.result(0), bench.dropped) == (False, 1)
 
 
 def test_queries_beyond_the_limit_are_rejected_and_may_be_cancelled(bench: Bench) -> None:

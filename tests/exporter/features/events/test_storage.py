@@ -164,9 +164,9 @@ def test_the_retention_time_is_the_running_time_whatever_the_wall_clock_shows(tm
 def test_a_file_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
         connection.executescript((REPOSITORY / "tests" / "data" / "events_0_3.sql").read_text())
-        before = connection.execute("SELECT id, type, detail, owner, job FROM events ORDER BY id").fetchall()
         connection.execute("UPDATE events SET detail = '{' WHERE id = 1700000040001")
         connection.commit()
+        before = connection.execute("SELECT id, type, detail, owner, job FROM events ORDER BY id").fetchall()
     bench = Bench(tmp_path)
 
     def found(types: tuple[str, ...] = EVENT_TYPES, **about: Any) -> list[int]:
@@ -175,10 +175,10 @@ def test_a_file_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
     for _ in range(2):
         events = bench.page(after=0, types=(*EVENT_TYPES, "action_asked")).events
         kept = [(each.id, each.type, json.dumps(each.detail), each.owner, each.job) for each in events]
-        assert kept == [row for row in before if row[0] != 1700000040001], "all but the damaged one"
+        assert kept == [(*row[:2], row[2] if row[2] != "{" else "{}", *row[3:]) for row in before]
         assert found(pid="7") == [0, 30000, 30001, 35001, 35003, 45000]
         assert found(pid="5@77:1003") == [3, 35002, 45003]
-        assert found(device=UUIDS[1]) == [1, 2, 35001, 40000, 45001, 45002]
+        assert found(device=UUIDS[1]) == [1, 2, 35001, 40000, 40001, 45001, 45002]
         assert found(job="llm") == found(job="llm~1") == [0, 1, 30000, 30001, 35001, 35003, 45000, 45001]
         assert found(job="4712~1") == [2, 35004, 45002]
         assert found(job_id="4711") == found(job_id="llm") == found(uid=1001) == [45000, 45001]
@@ -190,7 +190,7 @@ def test_a_file_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
     bench.storage.append(())
     bench.now += 7 * DAY - 8
     bench.storage.append(())
-    assert found() == [40000, 45000, 45001, 45002, 45003], "they expire as before"
+    assert found() == [40000, 40001, 45000, 45001, 45002, 45003], "they expire as before"
     bench.now += DAY
     bench.storage.append(())
     bench.storage.close()
@@ -282,8 +282,7 @@ def test_an_event_has_at_most_64_kib_and_names_the_number_of_items_that_are_left
     assert 32 << 10 < len(str(kept)) < 64 << 10
     assert event.detail["results_left_out"] == 7 + len(rows) - len(kept)
     assert event.detail["few"] == [1]
-    with pytest.raises(ValueError, match="bytes"):
-        bench.storage.append([Event("action", bench.now, detail={"x": "y" * (64 << 10)})])
+    assert bench.storage.append([Event("action", bench.now, detail={"x": "y" * (64 << 10)})]) == [None]
 
 
 def test_an_invalid_name_is_stored_as_far_as_possible(bench: Bench) -> None:
@@ -292,7 +291,7 @@ def test_an_invalid_name_is_stored_as_far_as_possible(bench: Bench) -> None:
     assert event.workload == "caf?"
 
 
-def test_an_event_of_an_earlier_version_that_is_nested_too_deep_is_deleted(tmp_path: Path) -> None:
+def test_an_event_of_an_earlier_version_that_is_nested_too_deep_has_no_detail(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.put(1, 2)
     bench.storage.close()
@@ -301,7 +300,7 @@ def test_an_event_of_an_earlier_version_that_is_nested_too_deep_is_deleted(tmp_p
         connection.execute("DELETE FROM about")
         connection.commit()
     bench.again()
-    assert bench.numbers() == [1]
+    assert sorted(event.detail.get("number", 0) for event in bench.page().events) == [0, 1]
     bench.storage.close()
 
 
