@@ -38,7 +38,7 @@ from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.usage import note, quiet_option
 from gpumem_exporter.core.spelling import did_you_mean
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -239,7 +239,7 @@ yes_to_terminate = click.option("--yes", is_flag=True, help="Do not ask. Needed 
 
 
 def duration(text: object) -> float:
-    """Return the seconds of `30`, `30s`, `5m` or `1h`. Raises ValueError if the text is not a duration."""
+    """Return the seconds of `30`, `30s`, `5m`, `1h` or `2d`. Raises ValueError if the text is not a duration."""
     number, unit = str(text)[:-1], str(text)[-1:]
     try:
         return float(number) * _SECONDS[unit] if unit in _SECONDS else float(str(text))

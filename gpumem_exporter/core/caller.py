@@ -184,3 +184,9 @@ class Caller:
         if self.kind is CallerKind.UNIX:
             text += f":pid={self.pid}"
         return text if self.place.here else f"{text}:container={self.place}"
+
+
+def caller_text(requested_by: str) -> str:
+    """Return a caller's spelling without the socket and the pid of the request: `uid 1001`, `policy:hoard`."""
+    local = re.match(r"(?:unix|loopback):uid=(\d+)", requested_by)
+    return f"uid {local[1]}" if local else requested_by

@@ -1,115 +1,135 @@
-"""Events as people read them: a title, one line of text, a severity, and short jobs as one entry. Pure.
+"""Events as JSON, with the words that people read: the page, `top` and `events` show them. Pure.
 
-The page, `top` and `events` show these words: `GET /api/v1/events` has them beside the values.
+Short jobs, and errors that repeat, are one entry: a list of the events that it stands for.
 """
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from gpumem_client.wire.units import counted, human_bytes
 from gpumem_exporter.actions.kinds import COMMAND_NAMES
-from gpumem_exporter.core.event import PLACE, Event
+from gpumem_exporter.core.caller import caller_text
+from gpumem_exporter.core.event import EVENT_TYPES, PLACE, Event
+from gpumem_exporter.edge.replies import iso_time
 
 FOLD_SECONDS = 600.0
 """Starts and ends of a job, and its errors on a device, that are further apart are separate entries."""
 
-_LOCAL_CALLER = re.compile(r"(?:unix|loopback):uid=(\d+)")
-_COUNTED = {"process_started": "starts", "process_ended": "ends", "oom": "errors"}
+_FOLDED = {"starts": "process_started", "ends": "process_ended", "errors": "oom"}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An event, or several starts and ends of processes of one job, or several of its errors on one device."""
+class FoldedDocument(TypedDict):
+    """Of several starts and ends, or of several errors: how many, and the time of the first."""
 
-    event: Event
-    """The event, or the last one; its columns are None where the processes differ."""
-    starts: int = 0
-    ends: int = 0
-    errors: int = 0
-    first_unix_seconds: float = 0.0
-    """When the first of several events happened."""
-
-    @property
-    def folded(self) -> bool:
-        """Whether the entry stands for several events."""
-        return self.starts + self.ends + self.errors > 1
-
-    @property
-    def title(self) -> str:
-        """One or two words: what happened."""
-        if self.folded and self.starts and self.ends:
-            return "ran"
-        if self.event.type == "action":
-            action = str(self.event.detail.get("action"))
-            return COMMAND_NAMES.get(action, action)
-        return _WORDS[self.event.type][0] if self.event.type in _WORDS else self.event.type
-
-    @property
-    def severity(self) -> str:
-        """`critical`, `warning` or `info`, as for findings and alerts."""
-        return _WORDS[self.event.type][1] if self.event.type in _WORDS else "info"
-
-    @property
-    def text(self) -> str:
-        """One line: whose event it is, and its values. Empty if another version wrote the event with other values."""
-        event = self.event
-        if self.starts + self.ends > 1:
-            name = event.workload or event.detail.get("command") or "processes without a workload"
-            started = f"{name}: {counted(max(self.starts, self.ends), 'process', 'processes')}"
-            if self.starts == self.ends == 1:
-                return _process(event)
-            return f"{started} started, {self.ends} ended" if 0 < self.ends < self.starts else started
-        try:
-            return _WORDS[event.type][2](event) + (f"; {self.errors} times" if self.errors > 1 else "")
-        except (AttributeError, KeyError, TypeError):
-            return ""
+    starts: int
+    ends: int
+    errors: int
+    first_unix_seconds: float
 
 
-def fold(events: Iterable[Event]) -> list[Entry]:
+class EventDocument(TypedDict):
+    """An event. Values that are unknown or that do not apply are null."""
+
+    id: Annotated[int, Field(description="increases from event to event, also after a restart")]
+    type: Annotated[str, Field(json_schema_extra={"enum": list(EVENT_TYPES)})]
+    time: Annotated[str, Field(description="when it happened, in RFC 3339")]
+    unix_seconds: float
+    gpu: str | None
+    uuid: str | None
+    pid: Annotated[int | str | None, Field(description="the `pid` label of the process' series")]
+    workload: str | None
+    rank: str | None
+    job: Annotated[str | None, Field(description="the id of the process' job in `/api/v1/live`")]
+    detail: Annotated[dict[str, Any], Field(description="values that depend on the type")]
+    title: Annotated[str, Field(description="what happened, in one or two words")]
+    text: Annotated[str, Field(description="whose event it is, and its values, in one line")]
+    severity: Annotated[str, Field(json_schema_extra={"enum": ["critical", "warning", "info"]})]
+    folded: Annotated[
+        FoldedDocument | None,
+        Field(description="with `fold`: the event stands for several, of which it is the last; otherwise null"),
+    ]
+
+
+def fold(events: Iterable[Event]) -> list[list[Event]]:
     """Return the entries of events, in their order; an entry of several events takes the place of the last one.
 
     Starts and ends of processes of one job are one entry, as long as each happens within `FOLD_SECONDS` of the one
     before and no new out-of-memory error of the job lies between. So are the errors of one job on one device. A job is
     a user's workload; without one, it is the command for starts and ends, and the process for errors.
     """
-    entries: dict[int, Entry] = {}
+    entries: dict[int, list[Event]] = {}
     last: dict[tuple[object, ...], int] = {}
     """The key of the entry that the next start or end of a job joins, or its next error on a device."""
     commands: dict[str, Any] = {}
     """The commands of processes without a workload, by subject: an end may have another spelling of it."""
     for number, event in enumerate(events):
-        if event.type not in _COUNTED:
-            entries[number] = Entry(event)
-            continue
-        is_error, name = event.type == "oom", event.workload or f"pid {event.pid}"
-        if not event.workload and not is_error:
-            name = commands.setdefault(event.subject or name, event.detail.get("command") or name)
-        job = (event.owner, name)
-        key = (*job, event.uuid) if is_error else job
-        earlier = entries.get(last.get(key, -1))
-        if earlier and abs(event.time_unix_seconds - earlier.event.time_unix_seconds) <= FOLD_SECONDS:
-            del entries[last[key]]
-        else:
-            earlier = None
-            if is_error:
+        entry: list[Event] = []
+        if event.type in _FOLDED.values():
+            is_error, name = event.type == "oom", event.workload or f"pid {event.pid}"
+            if not event.workload and not is_error:
+                name = commands.setdefault(event.subject or name, event.detail.get("command") or name)
+            job = (event.owner, name)
+            key = (*job, event.uuid) if is_error else job
+            if (earlier := entries.get(last.get(key, -1))) and _is_near(earlier[-1], event):
+                entry = entries.pop(last[key])
+            elif is_error:
                 last.pop(job, None)
-        entries[number] = _joined(earlier, event)
-        last[key] = number
+            last[key] = number
+        entry.append(event)
+        entries[number] = entry
     return list(entries.values())
 
 
-def _joined(earlier: Entry | None, event: Event) -> Entry:
-    time, counted_as = event.time_unix_seconds, _COUNTED[event.type]
-    if earlier is None:
-        return Entry(event, **{counted_as: 1}, first_unix_seconds=time)
-    differing: dict[str, Any] = {name: None for name in PLACE if getattr(earlier.event, name) != getattr(event, name)}
-    counts = {counted_as: getattr(earlier, counted_as) + 1}
-    first_unix_seconds = min(earlier.first_unix_seconds, time)
-    return replace(earlier, event=replace(event, **differing), first_unix_seconds=first_unix_seconds, **counts)
+def _is_near(one: Event, other: Event) -> bool:
+    return abs(one.time_unix_seconds - other.time_unix_seconds) <= FOLD_SECONDS
+
+
+def event_document(entry: Sequence[Event]) -> EventDocument:
+    """Return an entry: its last event. A column is null where the events differ."""
+    differing: dict[str, Any] = {name: None for name in PLACE if len({getattr(each, name) for each in entry}) > 1}
+    event = replace(entry[-1], **differing)
+    types = Counter(each.type for each in entry)
+    starts, ends, errors = (types[type_] for type_ in _FOLDED.values())
+    title, severity, text_of = _WORDS.get(event.type, (event.type, "info", lambda _: ""))
+    try:
+        text = text_of(event) + (f"; {errors} times" if errors > 1 else "")
+    except (AttributeError, KeyError, TypeError):  # another version wrote the event with other values
+        text = ""
+    if event.type == "action":
+        title = COMMAND_NAMES.get(event.detail.get("action", ""), event.detail.get("action", title))
+    elif starts + ends > 1:
+        title = "ran" if starts and ends else title
+        text = _process(event) if starts == ends == 1 else _several(event, starts, ends)
+    first = min(each.time_unix_seconds for each in entry)
+    document: Any = {
+        "id": event.id,
+        "type": event.type,
+        "time": iso_time(event.time_unix_seconds),
+        "unix_seconds": event.time_unix_seconds,
+        **{name: getattr(event, name) for name in PLACE},
+        "job": event.job or None,
+        "detail": dict(event.detail),
+        "title": title,
+        "text": text,
+        "severity": severity,
+        "folded": {**{name: types[type_] for name, type_ in _FOLDED.items()}, "first_unix_seconds": first}
+        if len(entry) > 1
+        else None,
+    }
+    return document  # type: ignore[no-any-return]
+
+
+def _several(event: Event, starts: int, ends: int) -> str:
+    name = event.workload or event.detail.get("command") or "processes without a workload"
+    processes = f"{name}: {counted(max(starts, ends), 'process', 'processes')}"
+    return f"{processes} started, {ends} ended" if 0 < ends < starts else processes
 
 
 def _device(event: Event) -> str:
@@ -161,12 +181,6 @@ def _policy_stopped(event: Event) -> str:
     # An earlier version did not record the end of a stop.
     until = f"; until {event.detail['until'][:16].replace('T', ' ')} UTC" if event.detail.get("until") else ""
     return f"{event.detail['rule']}: {event.detail['reason']}{until}"
-
-
-def caller_text(requested_by: str) -> str:
-    """Return who requested an action, without the socket and the pid of the request: `uid 1001`, `policy:hoard`."""
-    local = _LOCAL_CALLER.match(requested_by)
-    return f"uid {local[1]}" if local else requested_by
 
 
 def _job(event: Event) -> str:

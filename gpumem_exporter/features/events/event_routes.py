@@ -17,15 +17,15 @@ from gpumem_client.wire.errors import StorageError
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.actions.action_routes import KnownFields, words
 from gpumem_exporter.core.caller import Caller, Rights
-from gpumem_exporter.core.event import AUDIT_TYPES, EVENT_TYPES, PLACE, Event, Page, Query
+from gpumem_exporter.core.event import AUDIT_TYPES, EVENT_TYPES, Event, Page, Query
 from gpumem_exporter.core.recorders import Journal
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
 from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.problems import ProblemCode, ProblemError, problems
-from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
+from gpumem_exporter.edge.replies import Renderer, encoded, json_reply, json_response
 from gpumem_exporter.edge.request_guard import EVENTS_PATH, JOBS_PATH
-from gpumem_exporter.features.events.event_entries import Entry, fold
+from gpumem_exporter.features.events.event_entries import EventDocument, event_document, fold
 from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.page.oom import explanation
 
@@ -83,38 +83,6 @@ class EventParameters(KnownFields):
         limit = MAX_LISTED if self.fold and self.after is None and since is None else self.limit
         about = self.model_dump(include={"after", "pid", "job", "device"})
         return Query(since_unix_seconds=since, types=self.type or EVENT_TYPES, limit=limit, **about)
-
-
-class FoldedDocument(TypedDict):
-    """Of several starts and ends, or of several errors: how many, and the time of the first."""
-
-    starts: int
-    ends: int
-    errors: int
-    first_unix_seconds: float
-
-
-class EventDocument(TypedDict):
-    """An event. Values that are unknown or that do not apply are null."""
-
-    id: Annotated[int, Field(description="increases from event to event, also after a restart")]
-    type: Annotated[str, Field(json_schema_extra={"enum": list(EVENT_TYPES)})]
-    time: Annotated[str, Field(description="when it happened, in RFC 3339")]
-    unix_seconds: float
-    gpu: str | None
-    uuid: str | None
-    pid: Annotated[int | str | None, Field(description="the `pid` label of the process' series")]
-    workload: str | None
-    rank: str | None
-    job: Annotated[str | None, Field(description="the id of the process' job in `/api/v1/live`")]
-    detail: Annotated[dict[str, Any], Field(description="values that depend on the type")]
-    title: Annotated[str, Field(description="what happened, in one or two words")]
-    text: Annotated[str, Field(description="whose event it is, and its values, in one line")]
-    severity: Annotated[str, Field(json_schema_extra={"enum": ["critical", "warning", "info"]})]
-    folded: Annotated[
-        FoldedDocument | None,
-        Field(description="with `fold`: the event stands for several, of which it is the last; otherwise null"),
-    ]
 
 
 class EventsDocument(TypedDict):
@@ -258,8 +226,8 @@ def events_router(
         """
         page = await read(parameters.query())
         page = replace(page, events=visible(request, page.events))
-        build = partial(events_document, page, folded=parameters.fold, most=parameters.limit)
-        return json_response(await renderer.render(lambda: encoded(build())))
+        document = partial(events_document, page, folded=parameters.fold, most=parameters.limit)
+        return json_response(await renderer.render(lambda: encoded(document())))
 
     @router.get(
         EVENTS_PATH + "/{number}", responses={200: json_reply(OneEventDocument), **problems(401, 403, 404, 422, 503)}
@@ -267,15 +235,13 @@ def events_router(
     async def event(request: Request, number: Annotated[int, Path(ge=1, le=2**63 - 1)]) -> Response:
         """One event, with what came before. An out-of-memory error has its cause and the memory at that moment."""
         page = await read(Query(after=number - 1, limit=1))
-        found = [each for each in visible(request, page.events) if each.id == number]
-        if not found:
+        found = visible(request, page.events)
+        if not found or found[0].id != number:
             why = f"it expired, or it is about another user's action; GET {EVENTS_PATH} lists the events"
             raise ProblemError(ProblemCode.UNKNOWN_EVENT, f"there is no event {number}: {why}")
         (about,) = found
         earlier = Query(before=number, limit=_BEFORE_PAGE)
-        queries = [replace(earlier, device=about.uuid)] if about.uuid else []
-        if job := about.job or about.workload:
-            queries.append(replace(earlier, job=job))
+        queries = (replace(earlier, device=about.uuid or ""), replace(earlier, job=about.job or about.workload or ""))
         before = {each.id: each for query in queries for each in visible(request, (await read(query)).events)}
         return json_response(await renderer.render(lambda: encoded(one_event_document(about, before.values()))))
 
@@ -335,11 +301,8 @@ def one_event_document(event: Event, earlier: Iterable[Event]) -> OneEventDocume
     near = [each for each in earlier if time - _BEFORE_SECONDS <= each.time_unix_seconds < time]
     entries = fold(sorted(near, key=lambda each: each.time_unix_seconds))
     explained: Any = explanation(event.detail) if event.type == "oom" else None
-    return {
-        "event": _event(Entry(event)),
-        "explanation": explained,
-        "before": [_event(entry) for entry in reversed(entries[-_MAX_BEFORE:])],
-    }
+    before = [event_document(entry) for entry in reversed(entries[-_MAX_BEFORE:])]
+    return {"event": event_document([event]), "explanation": explained, "before": before}
 
 
 def events_for_caller(events: Sequence[Event], caller: Caller, *, hide_identities: bool) -> Sequence[Event]:
@@ -364,23 +327,9 @@ def _without_identities(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def events_document(page: Page, *, folded: bool = False, most: int = MAX_LISTED) -> EventsDocument:
     """Return a page of events as JSON: its last `most` entries."""
-    entries = fold(page.events) if folded else [Entry(event) for event in page.events]
-    return {"events": [_event(entry) for entry in entries[-most:]], "next_after": page.next_after, "more": page.more}
-
-
-def _event(entry: Entry) -> Any:
-    event, counts = entry.event, FoldedDocument.__annotations__
-    return {
-        "id": event.id,
-        "type": event.type,
-        "time": iso_time(event.time_unix_seconds),
-        "unix_seconds": event.time_unix_seconds,
-        **{name: getattr(event, name) for name in PLACE},
-        "job": event.job or None,
-        "detail": dict(event.detail),
-        **{name: getattr(entry, name) for name in ("title", "text", "severity")},
-        "folded": {name: getattr(entry, name) for name in counts} if entry.folded else None,
-    }
+    entries = fold(page.events) if folded else [[event] for event in page.events]
+    events = [event_document(entry) for entry in entries[-most:]]
+    return {"events": events, "next_after": page.next_after, "more": page.more}
 
 
 def _job_process(event: Event) -> dict[str, Any]:

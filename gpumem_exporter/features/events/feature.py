@@ -60,7 +60,7 @@ FEATURE = Feature(
     build=_build,
     settings="EventsSettings",
     commands={
-        "events": Listed(LOOK, "Show what happened on the node, oldest first.", "events_command"),
-        "actions": Listed(LOOK, "Show the actions that were requested, and cancel them.", "action_log_command"),
+        "events": Listed(LOOK, "Show what happened on the node, oldest first.", "log_commands"),
+        "actions": Listed(LOOK, "Show the actions that were requested, and cancel them.", "log_commands"),
     },
 )

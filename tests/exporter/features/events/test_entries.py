@@ -10,7 +10,7 @@ import pytest
 
 from gpumem_exporter.cli.render.columns import event_line
 from gpumem_exporter.core.event import EVENT_TYPES, Event, Page
-from gpumem_exporter.features.events.event_entries import FOLD_SECONDS, Entry, fold
+from gpumem_exporter.features.events.event_entries import FOLD_SECONDS, EventDocument, event_document, fold
 from gpumem_exporter.features.events.event_routes import events_document
 from tests.support.golden import assert_golden
 from tests.support.live_documents import GIB
@@ -57,6 +57,10 @@ def runs(count: int, every_seconds: float = 60.0, **changes: Any) -> list[Event]
     ]
 
 
+def shown(*events: Event) -> list[EventDocument]:
+    return [event_document(entry) for entry in fold(events)]
+
+
 @pytest.mark.parametrize(
     ("detail", "parts"),
     [
@@ -71,10 +75,10 @@ def runs(count: int, every_seconds: float = 60.0, **changes: Any) -> list[Event]
 def test_an_error_names_what_was_free_and_fragments_that_would_have_been_enough(
     detail: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
-    entry = Entry(event("oom", detail={**OOM, **detail}, rank="2"))
-    assert (entry.title, entry.severity) == ("out of memory", "warning")
-    assert [part for part in ("llm rank 2", *parts) if part not in entry.text] == []
-    assert ("fragmented" in entry.text) == any("fragmented" in part for part in parts)
+    (entry,) = shown(event("oom", detail={**OOM, **detail}, rank="2"))
+    assert (entry["title"], entry["severity"]) == ("out of memory", "warning")
+    assert [part for part in ("llm rank 2", *parts) if part not in entry["text"]] == []
+    assert ("fragmented" in entry["text"]) == any("fragmented" in part for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -91,35 +95,37 @@ def test_an_error_names_what_was_free_and_fragments_that_would_have_been_enough(
     ],
 )
 def test_an_event_has_a_severity_and_a_text(of: Event, severity: str, text: str) -> None:
-    assert (Entry(of).severity, Entry(of).text.partition(" (")[0]) == (severity, text)
+    (entry,) = shown(of)
+    assert (entry["severity"], entry["text"].partition(" (")[0]) == (severity, text)
 
 
 def test_a_clear_of_several_processes_names_their_workload_once() -> None:
     results = [{"pid": pid, "workload": "llm"} for pid in (7, 7, 8)]
-    assert Entry(event("action", pid=None, detail={**ACTION, "results": results})).text.startswith("llm (2 processes):")
+    (one,) = shown(event("action", pid=None, detail={**ACTION, "results": results}))
+    assert one["text"].startswith("llm (2 processes):")
     results[0] = {"pid": 9, "workload": "other"}
     several = event("action", pid=None, workload=None, detail={**ACTION, "results": results})
-    assert Entry(several).text.startswith("3 processes:")
+    assert shown(several)[0]["text"].startswith("3 processes:")
 
 
 @pytest.mark.parametrize("type_", [*EVENT_TYPES, "of_tomorrow"])
 @pytest.mark.parametrize("detail", [{}, {"results": None, "allocator": 7, "requested_bytes": "x"}])
 def test_an_event_of_another_version_has_a_title(type_: str, detail: dict[str, Any]) -> None:
-    entry = Entry(event(type_, detail=detail))
-    assert entry.title
-    assert isinstance(entry.text, str)
+    (entry,) = shown(event(type_, detail=detail))
+    assert entry["title"]
+    assert isinstance(entry["text"], str)
 
 
 def test_short_jobs_are_one_entry_at_their_last_end() -> None:
     lost = event("device_lost", 100.0, detail={"error": ""})
-    (first, ran) = fold(sorted([*runs(14), lost], key=lambda each: each.time_unix_seconds))
-    assert first.event is lost
-    assert (ran.title, ran.starts, ran.ends) == ("ran", 14, 14)
-    assert (ran.first_unix_seconds, ran.event.time_unix_seconds) == (1e9, 1e9 + 13 * 60 + 5)
-    assert (ran.event.workload, ran.event.gpu, ran.event.pid) == ("llm", "3", None)
-    assert re.search(r"llm\b.*\b14\b", ran.text)
-    assert fold(runs(1))[0].text == "llm (pid 0)"
-    assert re.findall(r"\d+", fold(runs(3)[:-1])[0].text) == ["3", "2"], "one still runs"
+    (first, ran) = shown(*sorted([*runs(14), lost], key=lambda each: each.time_unix_seconds))
+    assert (first["type"], first["folded"]) == ("device_lost", None)
+    assert (ran["title"], ran["unix_seconds"]) == ("ran", 1e9 + 13 * 60 + 5)
+    assert ran["folded"] == {"starts": 14, "ends": 14, "errors": 0, "first_unix_seconds": 1e9}
+    assert (ran["workload"], ran["gpu"], ran["pid"]) == ("llm", "3", None)
+    assert re.search(r"llm\b.*\b14\b", ran["text"])
+    assert shown(*runs(1))[0]["text"] == "llm (pid 0)"
+    assert re.findall(r"\d+", shown(*runs(3)[:-1])[0]["text"]) == ["3", "2"], "one still runs"
 
 
 @pytest.mark.parametrize(
@@ -138,9 +144,9 @@ def test_other_jobs_and_later_runs_are_entries_of_their_own(second: dict[str, An
 
 def test_an_out_of_memory_error_of_the_job_ends_its_entry() -> None:
     error = event("oom", 30.0, owner="uid:1001", detail=OOM)
-    assert [each.title for each in fold([*runs(1), error, *runs(2)[2:]])] == ["ran", "out of memory", "ran"]
+    assert [each["title"] for each in shown(*runs(1), error, *runs(2)[2:])] == ["ran", "out of memory", "ran"]
     other = event("oom", 30.0, owner="uid:1002", detail=OOM)
-    assert [each.title for each in fold([*runs(1), other, *runs(2)[2:]])] == ["out of memory", "ran"]
+    assert [each["title"] for each in shown(*runs(1), other, *runs(2)[2:])] == ["out of memory", "ran"]
 
 
 def test_processes_without_a_workload_are_one_entry_if_they_have_one_command() -> None:
@@ -153,9 +159,9 @@ def test_processes_without_a_workload_are_one_entry_if_they_have_one_command() -
         ]
 
     evals = [each for pid in range(3) for each in run(pid, "eval.py")]
-    assert [(each.starts, each.ends) for each in fold([*evals, *run(9, "train.py")])] == [(3, 3), (1, 1)]
+    assert [len(each) for each in fold([*evals, *run(9, "train.py")])] == [6, 2]
     hidden = [each for pid in range(3) for each in run(pid, None)]
-    assert [(each.starts, each.ends) for each in fold(hidden)] == [(1, 1)] * 3
+    assert [len(each) for each in fold(hidden)] == [2, 2, 2]
 
 
 def test_errors_of_a_job_on_a_device_are_one_entry_whatever_restarts_between() -> None:
@@ -170,18 +176,16 @@ def test_errors_of_a_job_on_a_device_are_one_entry_whatever_restarts_between() -
     ]
     other_device = event("oom", 790.0, owner="uid:1001", uuid="GPU-4", detail=OOM)
     entries = fold([*loop, other_device])
-    assert [(each.title, each.errors) for each in entries] == [
-        ("started", 0),
-        ("out of memory", 20),
-        ("ran", 0),
-        ("out of memory", 1),
-    ]
-    errors = entries[1]
-    assert (errors.first_unix_seconds, errors.event.time_unix_seconds) == (1e9 + 20, 1e9 + 780)
-    assert errors.event.pid is None
-    assert re.search(r"\b20 times", errors.text)
+    titles = ["started", "out of memory", "ran", "out of memory"]
+    assert [(event_document(each)["title"], len(each)) for each in entries] == list(
+        zip(titles, (1, 20, 39, 1), strict=True)
+    )
+    errors = event_document(entries[1])
+    assert errors["folded"] == {"starts": 0, "ends": 0, "errors": 20, "first_unix_seconds": 1e9 + 20}
+    assert (errors["pid"], errors["unix_seconds"]) == (None, 1e9 + 780)
+    assert re.search(r"\b20 times", errors["text"])
     alone = [event("oom", seconds, workload="", detail=OOM) for seconds in (0.0, 5.0, 5.0 + FOLD_SECONDS + 1)]
-    assert [each.errors for each in fold(alone)] == [2, 1]
+    assert [len(each) for each in fold(alone)] == [2, 1]
 
 
 def test_an_event_of_another_day_has_its_date_and_one_without_words_its_time_and_type() -> None:
