@@ -40,15 +40,10 @@ class _TrackedProcess:
     """The process with its last report, and the samples of the last report that had samples."""
     usage: defaultdict[str, DeviceUsage]
     """By uuid."""
-    first_report_unix_seconds: float
     left_out: bool
     """It has no events, because its user started too many processes."""
+    first_report_unix_seconds: float
     facts: ProcessFacts | None = None
-
-    @property
-    def session(self) -> str:
-        """The session of its reporter."""
-        return self.process.report.process.session
 
     def job_ids(self) -> dict[str, str | None]:
         """Return the ids of the process' jobs, as it reports them, otherwise as the host does."""
@@ -81,7 +76,7 @@ class Recorder(ProcessRecorder):
         job_of: Callable[[ReportingProcess], str],
     ) -> None:
         self._log = log
-        self._silent_reason = f"no report for {report_expiry_seconds:g} s"
+        self._report_expiry_seconds = report_expiry_seconds
         self._reading_expiry_seconds = reading_expiry_seconds
         self._wall_clock = wall_clock
         self._job_of = job_of
@@ -90,9 +85,8 @@ class Recorder(ProcessRecorder):
         # The number of readings in a row in which a device failed, by uuid, of the devices in the last reading.
         self._failures: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._minute = 0
         # The number of starts in the minute, by `ProcessKey.share`.
-        self._starts: Counter[str] = Counter()
+        self._minute, self._starts = 0, Counter[str]()
         self._tracked: dict[ProcessKey, _TrackedProcess] = {}
         self._ended: deque[ReportingProcess] = deque(maxlen=_MAX_ENDED)
         # The NVML index of each device by uuid, from the last reading.
@@ -104,30 +98,27 @@ class Recorder(ProcessRecorder):
     def take_report(self, process: ReportingProcess) -> None:
         """Record an accepted report."""
         process = process.without_messages()
-        report = process.report
         with self._lock:
             tracked = self._tracked.get(process.key)
-            if tracked is not None and tracked.session == report.process.session:
-                if report.sequence >= tracked.process.report.sequence:
-                    tracked.take_report(process)
-                return
-            if tracked is not None:
+            before, report = tracked.process.report if tracked is not None else None, process.report
+            if tracked is None or before is None or before.process.session != report.process.session:
                 # An exec, or a second start of the reporter, keeps the start time.
-                reason = "another process has its pid"
-                if tracked.process.report.process.start_time_ticks == report.process.start_time_ticks:
-                    reason = "another reporter represents the process"
+                same = before is not None and before.process.start_time_ticks == report.process.start_time_ticks
+                reason = "another reporter represents the process" if same else "another process has its pid"
                 self._end(process.key, reason, process.received_unix_seconds)
-            self._start(process)
+                self._start(process)
+            elif report.sequence >= before.sequence:
+                tracked.take_report(process)
 
     def take_reading(self, reading: NodeReading) -> None:
         """Record a reading of the driver."""
         if not reading.up:
             return
-        used: dict[int, dict[str, int]] = {}
+        used: defaultdict[int, dict[str, int]] = defaultdict(dict)
         for device in reading.devices:
             for listed in device.processes or ():
                 if listed.used_bytes is not None:
-                    used.setdefault(listed.pid, {})[device.uuid] = listed.used_bytes
+                    used[listed.pid][device.uuid] = listed.used_bytes
         with self._lock:
             self._gpus = {device.uuid: device.gpu for device in reading.devices}
             self._reading, self._used = reading, used
@@ -158,11 +149,8 @@ class Recorder(ProcessRecorder):
         """Return an event for each reporting process of a job, as if the process ended now: see `Query.job_id`."""
         now_unix_seconds = self._wall_clock()
         with self._lock:
-            return [
-                self._ended_event(tracked, "", now_unix_seconds)
-                for tracked in self._tracked.values()
-                if self._is_of_job(tracked, job_id)
-            ]
+            of_job = [tracked for tracked in self._tracked.values() if self._is_of_job(tracked, job_id)]
+            return [self._ended_event(tracked, "", now_unix_seconds) for tracked in of_job]
 
     def workloads(self) -> set[str]:
         """Return the workloads of the reporting processes."""
@@ -177,7 +165,7 @@ class Recorder(ProcessRecorder):
         kept = {process.key for process in snapshot.processes} | {reporter.key for reporter in snapshot.silent}
         with self._lock:
             dropped = [key for key in self._tracked if key not in kept]
-        self.processes_ended((key, self._silent_reason) for key in dropped)
+        self.processes_ended((key, f"no report for {self._report_expiry_seconds:g} s") for key in dropped)
 
     async def restore_ends(
         self, store: Store, host: Host, *, clock: Callable[[], float], silent_seconds: float
@@ -187,27 +175,20 @@ class Recorder(ProcessRecorder):
         A process that the exporter cannot see has ended if it does not report for `silent_seconds`.
         """
         silent_at_seconds = clock() + silent_seconds
-
-        def has_ended(event: Event) -> bool:
-            host_pid = event.detail["host_pid"]
-            if host_pid is None:
-                return clock() >= silent_at_seconds
-            return not host.alive(host_pid, event.detail["start_time_ticks"])
-
-        started = await self._log.pages(_STARTS_WITHOUT_END)
-        # An earlier version did not record the start time, without which a pid is no process.
-        started = [event for event in started if "start_time_ticks" in event.detail]
-        while started:
+        waiting = [each for each in await self._log.pages(_STARTS_WITHOUT_END) if "start_time_ticks" in each.detail]
+        while waiting:
             await asyncio.sleep(store.report_expiry_seconds)  # by then each process that runs has reported again
             with self._lock:
-                reported = {process_subject(tracked.session) for tracked in self._tracked.values()}
-            waiting, started = started, []
-            for event in waiting:
-                if event.subject not in reported:
-                    if has_ended(event):
-                        self._log.put(_ended_unseen(event, self._wall_clock()))
-                    else:
-                        started.append(event)
+                sessions = {tracked.process.report.process.session for tracked in self._tracked.values()}
+            reported = set(map(process_subject, sessions))
+            silent, waiting = [event for event in waiting if event.subject not in reported], []
+            for event in silent:
+                pid = event.detail["host_pid"]
+                seen = pid is not None and host.alive(pid, event.detail["start_time_ticks"])
+                if seen or (pid is None and clock() < silent_at_seconds):
+                    waiting.append(event)
+                else:
+                    self._log.put(_ended_unseen(event, self._wall_clock()))
 
     def _device_events(self, reading: NodeReading) -> Iterator[Event]:
         """Compare a reading with the one before. Only the poller's thread calls it.
@@ -243,13 +224,12 @@ class Recorder(ProcessRecorder):
     # With the lock
 
     def _start(self, process: ReportingProcess) -> None:
-        minute = int(process.received_seconds // 60)
+        minute, share = int(process.received_seconds // 60), process.key.share
         if minute != self._minute:
             self._minute, self._starts = minute, Counter()
-        share = process.key.share
         self._starts[share] += 1
         left_out = self._starts[share] > MAX_STARTS_PER_MINUTE
-        tracked = _TrackedProcess(process, defaultdict(self._new_usage), process.received_unix_seconds, left_out)
+        tracked = _TrackedProcess(process, defaultdict(self._new_usage), left_out, process.received_unix_seconds)
         self._tracked[process.key] = tracked
         tracked.take_report(process)
         self._apply_reading(tracked)  # the process may exit before the next poll
@@ -277,10 +257,8 @@ class Recorder(ProcessRecorder):
 
     def _is_of_job(self, tracked: _TrackedProcess, job_id: str) -> bool:
         """Return whether a process is of a job with a Slurm or Ray id, or another name: see `Query.job_id`."""
-        if job_id.isdecimal():
-            return job_id in tracked.job_ids().values()
-        workload = tracked.process.report.process.workload
-        return job_id in (*tracked.job_ids().values(), workload, self._job_of(tracked.process))
+        ids, workload = tracked.job_ids().values(), tracked.process.report.process.workload
+        return job_id in ids or (not job_id.isdecimal() and job_id in (workload, self._job_of(tracked.process)))
 
     def _started_event(self, process: ReportingProcess) -> Event:
         identity = process.report.process
@@ -288,77 +266,65 @@ class Recorder(ProcessRecorder):
         # After an exec, or after a silence that counted as the end, the start of the process lies before that end.
         if any((each.key, each.start_time_ticks) == (process.key, process.start_time_ticks) for each in self._ended):
             started = None
-        return Event(
-            "process_started",
-            process.received_unix_seconds if started is None else started,
-            **self._columns(process),
-            detail={
-                "first_report_unix_seconds": process.received_unix_seconds,
-                "own_pid": identity.pid,
-                "host_pid": process.host_pid,
-                **{name: getattr(identity, name) for name in _STARTED},
-                "devices": [{"gpu": self._gpus.get(each.uuid), "uuid": each.uuid} for each in process.report.devices],
-            },
-        )
+        detail = {
+            "first_report_unix_seconds": process.received_unix_seconds,
+            "own_pid": identity.pid,
+            "host_pid": process.host_pid,
+            **{name: getattr(identity, name) for name in _STARTED},
+            "devices": [{"gpu": self._gpus.get(each.uuid), "uuid": each.uuid} for each in process.report.devices],
+        }
+        time_unix_seconds = process.received_unix_seconds if started is None else started
+        return self._event("process_started", time_unix_seconds, process, detail)
 
     def _ended_event(self, tracked: _TrackedProcess, reason: str, now_unix_seconds: float) -> Event:
-        process = tracked.process
-        expired_seconds = process.received_seconds - self._reading_expiry_seconds
+        process, facts = tracked.process, tracked.facts
         samples = {sample.uuid: sample for sample in process.report.devices}
         # A process that exits leaves its devices one by one, so the times of the driver's values may differ.
-        used = {uuid: usage.used_bytes(expired_seconds) for uuid, usage in tracked.usage.items()}
-        return Event(
-            "process_ended",
-            now_unix_seconds,
-            **self._columns(process),
-            detail={
-                "reason": reason,
-                "command": command_of(tracked.facts.command if tracked.facts else "", process.report.process.command),
-                **{name: getattr(tracked.facts, name, None) for name in _FACTS},
-                **tracked.job_ids(),
-                **({} if process.owner_uid is None else {"uid": process.owner_uid}),
-                "first_report_unix_seconds": tracked.first_report_unix_seconds,
-                "step": process.report.step,
-                "last_report_unix_seconds": process.received_unix_seconds,
-                "pinned_host_bytes": process.report.pinned_host_bytes,
-                "devices": [
-                    {"gpu": self._gpus.get(uuid), "uuid": uuid, **usage.row(samples.get(uuid), used[uuid])}
-                    for uuid, usage in tracked.usage.items()
-                    if uuid in samples or used[uuid] is not None
-                ],
-            },
-        )
+        since_seconds = process.received_seconds - self._reading_expiry_seconds
+        rows = {uuid: usage.row(samples.get(uuid), since_seconds) for uuid, usage in tracked.usage.items()}
+        detail = {
+            "reason": reason,
+            "command": command_of(facts.command if facts else "", process.report.process.command),
+            **{name: getattr(facts, name, None) for name in _FACTS},
+            **tracked.job_ids(),
+            **({} if process.owner_uid is None else {"uid": process.owner_uid}),
+            "first_report_unix_seconds": tracked.first_report_unix_seconds,
+            "step": process.report.step,
+            "last_report_unix_seconds": process.received_unix_seconds,
+            "pinned_host_bytes": process.report.pinned_host_bytes,
+            "devices": [
+                {"gpu": self._gpus.get(uuid), "uuid": uuid, **row}
+                for uuid, row in rows.items()
+                if uuid in samples or row["used_bytes"] is not None
+            ],
+        }
+        return self._event("process_ended", now_unix_seconds, process, detail)
 
-    def _columns(self, process: ReportingProcess) -> dict[str, Any]:
+    def _event(self, type_: str, time_unix_seconds: float, process: ReportingProcess, detail: dict[str, Any]) -> Event:
         identity = process.report.process
         uuids = [sample.uuid for sample in process.report.devices]
-        return {
-            "gpu": self._gpus.get(uuids[0]) if len(uuids) == 1 else None,
-            "uuid": uuids[0] if len(uuids) == 1 else None,
-            "pid": json_pid(process.name),
-            "workload": identity.workload,
-            "rank": identity.rank,
-            "subject": process_subject(identity.session),
-            "owner": process.key.share,
-            "job": self._job_of(process),
-        }
+        return Event(
+            type_,
+            time_unix_seconds,
+            gpu=self._gpus.get(uuids[0]) if len(uuids) == 1 else None,
+            uuid=uuids[0] if len(uuids) == 1 else None,
+            pid=json_pid(process.name),
+            workload=identity.workload,
+            rank=identity.rank,
+            detail=detail,
+            subject=process_subject(identity.session),
+            owner=process.key.share,
+            job=self._job_of(process),
+        )
 
 
 def _ended_unseen(started: Event, now_unix_seconds: float) -> Event:
     """Return the end of a process that ended while no exporter ran, from its start; all that it used is unknown."""
-    detail = started.detail
-    return replace(
-        started,
-        id=0,
-        type="process_ended",
-        time_unix_seconds=now_unix_seconds,
-        detail={
-            "reason": "the process exited while no exporter ran",
-            "command": detail["command"],
-            **dict.fromkeys((*_FACTS, *_JOBS, "step", "last_report_unix_seconds", "pinned_host_bytes")),
-            "first_report_unix_seconds": detail.get("first_report_unix_seconds", started.time_unix_seconds),
-            "devices": [
-                {"gpu": each["gpu"], "uuid": each["uuid"], **DeviceUsage().row()} for each in detail["devices"]
-            ],
-        },
-    )
+    detail = {
+        "reason": "the process exited while no exporter ran",
+        "command": started.detail["command"],
+        **dict.fromkeys((*_FACTS, *_JOBS, "step", "last_report_unix_seconds", "pinned_host_bytes")),
+        "first_report_unix_seconds": started.detail["first_report_unix_seconds"],
+        "devices": [{**device, **DeviceUsage().row()} for device in started.detail["devices"]],
+    }
+    return replace(started, type="process_ended", time_unix_seconds=now_unix_seconds, detail=detail)
