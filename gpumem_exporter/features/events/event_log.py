@@ -6,7 +6,9 @@ An event is acknowledged only when it is committed: `EventLog.page` returns comm
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -82,11 +84,12 @@ class EventLog(Journal):
         for type_ in EVENT_TYPES:  # the series start at 0
             self._stored.labels(type_)
         self._failures = FailureLog(_log, monotonic)
-        self._changed = threading.Condition()
-        # With the lock: the queue, the queries, and the number of dropped events.
+        # A query and its page. None wakes the thread.
+        self._queries: queue.SimpleQueue[tuple[Query, Future[Page]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        # With the lock: the queue, and the number of dropped events.
         self._waiting: deque[_Waiting] = deque()
         self._shares = Shares(max_waiting)
-        self._readers: list[tuple[Query, Future[Page]]] = []
         self._dropped = 0
         self._stopping = False
         # The rest belongs to the log's thread. These events are taken out of the queue, and are stored next.
@@ -103,16 +106,16 @@ class EventLog(Journal):
 
     def stop(self, timeout_seconds: float) -> bool:
         """Store the queued events and stop; returns whether that finished within the timeout."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
-            self._changed.notify_all()
+        self._queries.put(None)
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def put(self, event: Event) -> Future[bool]:
         """Queue an event. Never blocks. The future is true after the commit, and false if the event is dropped."""
         new, lost = _Waiting(event), []
-        with self._changed:
+        with self._lock:
             if self._stopping:
                 lost.append(new)
             else:
@@ -122,7 +125,8 @@ class EventLog(Journal):
                 lost.append(next(each for each in reversed(self._waiting) if each.share == loser))
                 self._waiting.remove(lost[-1])
                 self._shares.drop(loser, lost[-1].size)
-            self._changed.notify_all()
+        if self._queries.empty():
+            self._queries.put(None)
         self._drop(lost)
         return new.committed
 
@@ -133,12 +137,10 @@ class EventLog(Journal):
     def read(self, query: Query) -> Future[Page]:
         """Query events without blocking. The future raises StorageError on an error, or if too many queries wait."""
         page: Future[Page] = Future()
-        with self._changed:
-            if self._stopping or len(self._readers) >= MAX_READERS:
-                page.set_exception(StorageError("the exporter is stopping" if self._stopping else "too many queries"))
-            else:
-                self._readers.append((query, page))
-                self._changed.notify_all()
+        if self._stopping or self._queries.qsize() >= MAX_READERS:
+            page.set_exception(StorageError("the exporter is stopping" if self._stopping else "too many queries"))
+        else:
+            self._queries.put((query, page))
         return page
 
     # On the event loop
@@ -178,8 +180,7 @@ class EventLog(Journal):
 
     def check(self) -> Check:
         """Return whether events are stored. Never waits for the disk."""
-        with self._changed:
-            waiting = len(self._batch) + len(self._waiting)
+        waiting = len(self._batch) + len(self._waiting)
         busy_since, now = self._busy_since_seconds, monotonic()
         problem = self._error
         if not problem and not self._thread.is_alive():
@@ -194,25 +195,24 @@ class EventLog(Journal):
     def _run(self) -> None:
         while not self._stopping or (not self._error and (self._batch or self._waiting)):
             self._write()
-            self._answer()
             self._busy_since_seconds = None
-            with self._changed:
-                self._changed.wait_for(self._has_work, max(0.0, self._due_seconds - monotonic()))
-        self._answer()
-        with self._changed:
+            # If the disk has failed, queued events do not shorten the retry interval. One query is answered before the
+            # next commit: clients that ask without end must not delay the events.
+            ready = self._waiting and not self._error
+            wait_seconds = 0.0 if ready else max(0.0, self._due_seconds - monotonic())
+            with contextlib.suppress(queue.Empty):
+                if (asked := self._queries.get(timeout=wait_seconds)) is not None:
+                    self._answer(*asked)
+        with self._lock:
             lost = [*self._batch, *self._waiting]
             self._batch.clear()
             self._waiting.clear()
         self._drop(lost)
         self._storage.close()
 
-    def _has_work(self) -> bool:
-        # If the disk has failed, queued events do not shorten the retry interval.
-        return self._stopping or bool(self._readers) or (bool(self._waiting) and not self._error)
-
     def _write(self) -> None:
         """Store the next events, or maintain the storage, if that is due."""
-        with self._changed:
+        with self._lock:
             if monotonic() < self._due_seconds and (self._error or not self._waiting):
                 return
             while self._waiting and len(self._batch) < _BATCH:
@@ -228,9 +228,7 @@ class EventLog(Journal):
             return
         self._error = ""
         self._due_seconds = monotonic() + _MAINTENANCE_SECONDS
-        with self._changed:
-            self._failures.recovered("events")
-            self._failures.recovered("event queue")
+        self._failures.recovered("events")
         batch, self._batch = self._batch, []
         for each, is_new in zip(batch, outcomes, strict=True):
             if is_new and each.event.type in EVENT_TYPES:
@@ -239,26 +237,19 @@ class EventLog(Journal):
                 each.committed.set_result(True)
         self._drop([each for each, is_new in zip(batch, outcomes, strict=True) if is_new is None])
 
-    def _answer(self) -> None:
-        """Answer the queries that wait now."""
-        # Later ones wait for the next commit: clients that ask without end must not delay the events.
-        with self._changed:
-            readers, self._readers = self._readers, []
-        for query, page in readers:
-            if page.set_running_or_notify_cancel():
-                self._busy_since_seconds = monotonic()
-                try:
-                    page.set_result(self._storage.read(query))
-                except Exception as error:  # noqa: BLE001 - the caller gets the error
-                    page.set_exception(error)
+    def _answer(self, query: Query, page: Future[Page]) -> None:
+        if page.set_running_or_notify_cancel():
+            self._busy_since_seconds = monotonic()
+            try:
+                page.set_result(self._storage.read(query))
+            except Exception as error:  # noqa: BLE001 - the caller gets the error
+                page.set_exception(error)
 
     def _drop(self, lost: Sequence[_Waiting]) -> None:
         """Count and complete events that are not stored; in any thread."""
-        if not lost:
-            return
-        with self._changed:
-            self._dropped += len(lost)
-            self._failures.failed("event queue", "events are dropped; gpumem_events_dropped_total counts them")
-        self._lost.inc(len(lost))
+        if lost:
+            with self._lock:
+                self._dropped += len(lost)
+            self._lost.inc(len(lost))
         for each in lost:
             each.committed.set_result(False)

@@ -145,7 +145,7 @@ def test_queries_do_not_delay_the_retries_of_a_failing_disk(bench: Bench) -> Non
     bench.until(tried_again)
 
 
-def test_the_owner_that_fills_the_queue_loses_its_latest_events(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_owner_that_fills_the_queue_loses_its_latest_events() -> None:
     bench = Bench(max_waiting=40)
     first = bench.log.put(Event("oom", 0.0, owner="uid:2"))
     flood = [bench.log.put(Event("oom", 0.0, owner="uid:1")) for _ in range(60)]
@@ -154,7 +154,7 @@ def test_the_owner_that_fills_the_queue_loses_its_latest_events(caplog: pytest.L
     assert not any(future.done() for future in (first, large, *others))
     assert [future.done() for future in flood] == [False] * 18 + [True] * 42
     assert bench.state() == "degraded the event log has stopped; 30 waiting, 42 dropped"
-    assert (bench.dropped, len(caplog.records)) == (42, 1)
+    assert bench.dropped == 42
     bench.log.start()
     assert all(future.result(WAIT) for future in (first, large, *others, *flood[:18]))
     assert bench.log.stop(WAIT)
