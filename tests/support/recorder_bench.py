@@ -53,7 +53,6 @@ class RecorderBench:
             report_expiry_seconds=15,
             reading_expiry_seconds=5,
             wall_clock=lambda: self.unix,
-            job_of=lambda process: f"{process.report.process.workload}~1",
         )
         self.ooms = OomRecorder(
             self.log,

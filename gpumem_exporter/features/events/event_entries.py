@@ -6,7 +6,7 @@ Short jobs, and errors that repeat, are one entry: a list of the events that it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.units import counted, human_bytes
 from gpumem_exporter.actions.kinds import COMMAND_NAMES
+from gpumem_exporter.actions.sentences import subject
 from gpumem_exporter.core.caller import caller_text
 from gpumem_exporter.core.event import EVENT_TYPES, PLACE, Event
 from gpumem_exporter.edge.replies import iso_time
@@ -107,7 +108,8 @@ def event_document(entry: Sequence[Event]) -> EventDocument:
     elif starts + ends > 1:
         title = "ran" if starts and ends else title
         text = _process(event) if starts == ends == 1 else _several(event, starts, ends)
-    first = min(each.time_unix_seconds for each in entry)
+    counts = {name: types[type_] for name, type_ in _FOLDED.items()}
+    folded = {**counts, "first_unix_seconds": min(each.time_unix_seconds for each in entry)}
     document: Any = {
         "id": event.id,
         "type": event.type,
@@ -119,9 +121,7 @@ def event_document(entry: Sequence[Event]) -> EventDocument:
         "title": title,
         "text": text,
         "severity": severity,
-        "folded": {**{name: types[type_] for name, type_ in _FOLDED.items()}, "first_unix_seconds": first}
-        if len(entry) > 1
-        else None,
+        "folded": folded if len(entry) > 1 else None,
     }
     return document  # type: ignore[no-any-return]
 
@@ -137,19 +137,13 @@ def _device(event: Event) -> str:
 
 
 def _oom(event: Event) -> str:
-    detail = event.detail
-    allocator = detail.get("allocator") or {}
-    requested: Any = detail.get("requested_bytes")
-    free: Any = detail.get("device_free_bytes")
-    limit: Any = detail.get("limit_bytes")
-    reserved: Any = allocator.get("reserved_bytes")
-    fragmented: Any = allocator.get("fragmented_bytes")
-    room = free
+    detail: Any = event.detail
+    allocator: Any = detail.get("allocator") or {}
+    requested, free, limit = (detail.get(name) for name in ("requested_bytes", "device_free_bytes", "limit_bytes"))
+    reserved, fragmented = (allocator.get(name) for name in ("reserved_bytes", "fragmented_bytes"))
+    room, state = free, "" if free is None else f"; {human_bytes(free)} was free"
     if None not in (requested, free, limit, reserved) and limit - reserved < requested <= free:
-        room = limit - reserved
-        state = f"; {human_bytes(reserved)} of its limit of {human_bytes(limit)} was reserved"
-    else:
-        state = "" if free is None else f"; {human_bytes(free)} was free"
+        room, state = limit - reserved, f"; {human_bytes(reserved)} of its limit of {human_bytes(limit)} was reserved"
     # See docs/events.md: fragmentation is the cause only if the memory would have been enough.
     if None not in (requested, room, fragmented) and fragmented and room + fragmented >= requested:
         state += f", {human_bytes(fragmented)} fragmented"
@@ -164,17 +158,11 @@ def _device_lost(event: Event) -> str:
 
 def _action(event: Event) -> str:
     detail = event.detail
-    results: Sequence[Mapping[str, Any]] = detail["results"]
-    pids = {result["pid"] for result in results}
-    jobs = {result["workload"] for result in results}
-    name = _job(event) if len(pids) == 1 else event.workload if len(jobs) == 1 and event.workload else ""
-    count = counted(len(pids), "process", "processes")
-    target = name if len(pids) == 1 else f"{name} ({count})" if name else count
     known = detail["freed_bytes"] is not None and detail["action"] == "empty_cache"
     freed = f"freed {human_bytes(detail['freed_bytes'])}" if known else ""
     state = "" if freed and detail["state"] == "done" else detail["state"]
-    reason = f" ({detail['reason']})" if detail.get("reason") else ""
-    return f"{target}: {', '.join(filter(None, (state, freed)))}, by {caller_text(detail['requested_by'])}{reason}"
+    what = ", ".join(filter(None, (state, freed, f"by {caller_text(detail['requested_by'])}")))
+    return f"{subject(detail['results'])}: {what}{f' ({reason})' if (reason := detail.get('reason')) else ''}"
 
 
 def _policy_stopped(event: Event) -> str:

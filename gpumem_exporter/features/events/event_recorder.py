@@ -19,6 +19,7 @@ from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, 
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.events.process_usage import GAP_SECONDS, DeviceUsage
 from gpumem_exporter.node.host import Host
+from gpumem_exporter.node.job_ids import job_of_process
 
 MAX_STARTS_PER_MINUTE = 1024
 """The maximum number of processes of a user whose start in a minute, and whose end, is an event."""
@@ -63,7 +64,6 @@ class Recorder(ProcessRecorder):
     """Converts reports and readings to events and queues them. Thread-safe; no method waits for the disk.
 
     The driver's values that are older than the last report by more than `reading_expiry_seconds` are left out.
-    `job_of` returns the id of a process' job.
     """
 
     def __init__(
@@ -73,13 +73,11 @@ class Recorder(ProcessRecorder):
         report_expiry_seconds: float,
         reading_expiry_seconds: float,
         wall_clock: Callable[[], float],
-        job_of: Callable[[ReportingProcess], str],
     ) -> None:
         self._log = log
         self._report_expiry_seconds = report_expiry_seconds
         self._reading_expiry_seconds = reading_expiry_seconds
         self._wall_clock = wall_clock
-        self._job_of = job_of
         gap_seconds = max(GAP_SECONDS, report_expiry_seconds, reading_expiry_seconds)
         self._new_usage = partial(DeviceUsage, gap_seconds)
         # The number of readings in a row in which a device failed, by uuid, of the devices in the last reading.
@@ -258,7 +256,7 @@ class Recorder(ProcessRecorder):
     def _is_of_job(self, tracked: _TrackedProcess, job_id: str) -> bool:
         """Return whether a process is of a job with a Slurm or Ray id, or another name: see `Query.job_id`."""
         ids, workload = tracked.job_ids().values(), tracked.process.report.process.workload
-        return job_id in ids or (not job_id.isdecimal() and job_id in (workload, self._job_of(tracked.process)))
+        return job_id in ids or (not job_id.isdecimal() and job_id in (workload, job_of_process(tracked.process)))
 
     def _started_event(self, process: ReportingProcess) -> Event:
         identity = process.report.process
@@ -314,7 +312,7 @@ class Recorder(ProcessRecorder):
             detail=detail,
             subject=process_subject(identity.session),
             owner=process.key.share,
-            job=self._job_of(process),
+            job=job_of_process(process),
         )
 
 

@@ -40,6 +40,7 @@ _MAX_PAGES = 8
 # The values that `--web.hide-identities` hides. The end of a process also has its user as a number, and its
 # Slurm job, whose user Slurm names.
 _IDENTITIES = (*IDENTITY_FIELDS, "uid", "slurm_job_id")
+_Name = Annotated[str | None, Field(min_length=1, max_length=2 * MAX_LABEL_LENGTH)]
 
 
 class EventParameters(KnownFields):
@@ -54,16 +55,12 @@ class EventParameters(KnownFields):
     type: Annotated[tuple[Literal[EVENT_TYPES], ...], BeforeValidator(words)] = Field(  # type: ignore[valid-type]
         (), description="only events of these types, separated by commas"
     )
-    job: str | None = Field(
+    job: _Name = Field(
         None,
-        min_length=1,
-        max_length=2 * MAX_LABEL_LENGTH,
         description="only events about this job: its workload, or its id in `/api/v1/live`; an action is about each "
         "target",
     )
-    device: str | None = Field(
-        None, min_length=1, max_length=MAX_LABEL_LENGTH, description="only events about the device of this uuid"
-    )
+    device: _Name = Field(None, description="only events about the device of this uuid")
     pid: str | None = Field(
         None,
         pattern=r"^[0-9]{1,10}(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?$",
@@ -203,13 +200,10 @@ def events_router(
 
     def visible(request: Request, events: Sequence[Event]) -> tuple[Event, ...]:
         caller: Caller = Exchange.of(request).caller
-        seen = events_for_caller(events, caller, hide_identities=hide_identities)
         # A profile arrives after the event, and may make room for others before the event.
         return tuple(
-            replace(event, detail={**event.detail, "profile": profile_of(caller, event)})
-            if event.type == "oom"
-            else event
-            for event in seen
+            replace(each, detail={**each.detail, "profile": profile_of(caller, each)}) if each.type == "oom" else each
+            for each in events_for_caller(events, caller, hide_identities=hide_identities)
         )
 
     @router.get(EVENTS_PATH, responses={200: json_reply(EventsDocument), **problems(401, 403, 422, 503)})
@@ -279,7 +273,7 @@ def events_router(
             processes += [
                 (event.owner, {**_job_process(event), "end_unix_seconds": None})
                 for event in recorder.running(job_id)
-                if owner in (None, event.owner) and parameters.uid in (None, event.detail["uid"])
+                if owner in (None, event.owner) and parameters.uid in (None, event.detail.get("uid"))
             ]
             if not processes:
                 known = recorder.workloads() if owner is None else ()

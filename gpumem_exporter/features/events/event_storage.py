@@ -90,6 +90,7 @@ _FIRST_TO_LOSE = f"""SELECT id, size FROM (
         SELECT id, audit, size, sum(size) OVER (PARTITION BY audit, owner ORDER BY id DESC) AS of_owner FROM (
             SELECT id, owner, {_IS_AUDIT} AS audit, length(detail) + 256 AS size FROM events)))
     ORDER BY of_half DESC"""  # noqa: S608 - constant names
+_USED_PAGES = "SELECT page_count - freelist_count FROM pragma_page_count, pragma_freelist_count"
 # More is deleted than is needed, because each time the size of every event is read.
 _SPARE_PART = 32
 _STORE_NAME = "INSERT OR IGNORE INTO about VALUES (?, ?)"
@@ -287,9 +288,8 @@ class Storage:
             connection.executemany("DELETE FROM events WHERE id = ?", lost)
 
     def _free_bytes(self, connection: sqlite3.Connection) -> int:
-        (pages,) = connection.execute("PRAGMA page_count").fetchone()
-        (unused,) = connection.execute("PRAGMA freelist_count").fetchone()
-        return self._bytes - (int(pages) - int(unused)) * _PAGE_BYTES
+        (used_pages,) = connection.execute(_USED_PAGES).fetchone()
+        return self._bytes - int(used_pages) * _PAGE_BYTES
 
     def _error_text(self, error: Exception) -> str:
         if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):

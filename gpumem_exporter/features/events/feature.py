@@ -17,7 +17,6 @@ def _build(node: Node) -> Parts:
     from gpumem_exporter.features.events.event_routes import events_router
     from gpumem_exporter.features.events.event_storage import Storage
     from gpumem_exporter.features.events.events_settings import EventsSettings
-    from gpumem_exporter.node.job_ids import job_of_process
     from gpumem_exporter.reports.process_liveness import SILENT_SECONDS
     from gpumem_exporter.settings import PROFILES_SHARE
 
@@ -35,7 +34,6 @@ def _build(node: Node) -> Parts:
         report_expiry_seconds=settings.report_expiry,
         reading_expiry_seconds=node.store.reading_expiry_seconds,
         wall_clock=node.wall_clock,
-        job_of=job_of_process,
     )
     node.journal, node.processes = log, recorder
     router = events_router(
