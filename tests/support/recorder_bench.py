@@ -48,12 +48,7 @@ class RecorderBench:
         self.unix = 1.7e9
         self.log = RecordedLog()
         self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=2000)
-        self.recorder = Recorder(
-            self.log,
-            report_expiry_seconds=15,
-            reading_expiry_seconds=5,
-            wall_clock=lambda: self.unix,
-        )
+        self.recorder = Recorder(self.log, self.store, wall_clock=lambda: self.unix)
         self.ooms = OomRecorder(
             self.log,
             self.store,

@@ -63,22 +63,14 @@ class _TrackedProcess:
 class Recorder(ProcessRecorder):
     """Converts reports and readings to events and queues them. Thread-safe; no method waits for the disk.
 
-    The driver's values that are older than the last report by more than `reading_expiry_seconds` are left out.
+    The driver's values that are older than the last report by more than the expiry of a reading are left out.
     """
 
-    def __init__(
-        self,
-        log: Journal,
-        *,
-        report_expiry_seconds: float,
-        reading_expiry_seconds: float,
-        wall_clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, log: Journal, store: Store, *, wall_clock: Callable[[], float]) -> None:
         self._log = log
-        self._report_expiry_seconds = report_expiry_seconds
-        self._reading_expiry_seconds = reading_expiry_seconds
+        self._store = store
         self._wall_clock = wall_clock
-        gap_seconds = max(GAP_SECONDS, report_expiry_seconds, reading_expiry_seconds)
+        gap_seconds = max(GAP_SECONDS, store.report_expiry_seconds, store.reading_expiry_seconds)
         self._new_usage = partial(DeviceUsage, gap_seconds)
         # The number of readings in a row in which a device failed, by uuid, of the devices in the last reading.
         self._failures: dict[str, int] = {}
@@ -163,11 +155,9 @@ class Recorder(ProcessRecorder):
         kept = {process.key for process in snapshot.processes} | {reporter.key for reporter in snapshot.silent}
         with self._lock:
             dropped = [key for key in self._tracked if key not in kept]
-        self.processes_ended((key, f"no report for {self._report_expiry_seconds:g} s") for key in dropped)
+        self.processes_ended((key, f"no report for {self._store.report_expiry_seconds:g} s") for key in dropped)
 
-    async def restore_ends(
-        self, store: Store, host: Host, *, clock: Callable[[], float], silent_seconds: float
-    ) -> None:
+    async def restore_ends(self, host: Host, *, clock: Callable[[], float], silent_seconds: float) -> None:
         """Record the ends of the processes that reported to an earlier run and ended while no exporter ran.
 
         A process that the exporter cannot see has ended if it does not report for `silent_seconds`.
@@ -175,7 +165,7 @@ class Recorder(ProcessRecorder):
         silent_at_seconds = clock() + silent_seconds
         waiting = [each for each in await self._log.pages(_STARTS_WITHOUT_END) if "start_time_ticks" in each.detail]
         while waiting:
-            await asyncio.sleep(store.report_expiry_seconds)  # by then each process that runs has reported again
+            await asyncio.sleep(self._store.report_expiry_seconds)  # by then each process that runs has reported again
             with self._lock:
                 sessions = {tracked.process.report.process.session for tracked in self._tracked.values()}
             reported = set(map(process_subject, sessions))
@@ -278,7 +268,7 @@ class Recorder(ProcessRecorder):
         process, facts = tracked.process, tracked.facts
         samples = {sample.uuid: sample for sample in process.report.devices}
         # A process that exits leaves its devices one by one, so the times of the driver's values may differ.
-        since_seconds = process.received_seconds - self._reading_expiry_seconds
+        since_seconds = process.received_seconds - self._store.reading_expiry_seconds
         rows = {uuid: usage.row(samples.get(uuid), since_seconds) for uuid, usage in tracked.usage.items()}
         detail = {
             "reason": reason,

@@ -29,12 +29,7 @@ def _build(node: Node) -> Parts:
         wall_clock=node.wall_clock,
     )
     log = EventLog(storage, node.registry)
-    recorder = Recorder(
-        log,
-        report_expiry_seconds=settings.report_expiry,
-        reading_expiry_seconds=node.store.reading_expiry_seconds,
-        wall_clock=node.wall_clock,
-    )
+    recorder = Recorder(log, node.store, wall_clock=node.wall_clock)
     node.journal, node.processes = log, recorder
     router = events_router(
         log,
@@ -48,7 +43,7 @@ def _build(node: Node) -> Parts:
         routers=[router],
         checks={"events": log.check},
         chores={"record_expired_reports": lambda: recorder.sweep(node.snapshot())},
-        tasks=[partial(recorder.restore_ends, node.store, node.host, clock=node.clock, silent_seconds=SILENT_SECONDS)],
+        tasks=[partial(recorder.restore_ends, node.host, clock=node.clock, silent_seconds=SILENT_SECONDS)],
         start=log.start,
         stop=partial(log.stop, STOP_SECONDS),
     )
