@@ -81,6 +81,7 @@ _TEXTS = ("gpu", "uuid", "workload", "rank", "owner", "job", "subject")
 _COLUMNS = ("id", "type", "time", "pid", "detail", "stored", *_TEXTS)
 _INSERT = f"INSERT INTO events ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"  # noqa: S608
 _BY_ID = "SELECT * FROM events WHERE id = ?"
+_LAST_TYPE = "SELECT type FROM events WHERE subject = ? ORDER BY id DESC LIMIT 1"
 _WITHOUT_NAMES = "SELECT id FROM events WHERE id NOT IN (SELECT event FROM about) ORDER BY id"
 _IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
 # `of_owner` has the bytes that an owner keeps if this event is its oldest one, and `of_half` the bytes that the audit
@@ -98,14 +99,19 @@ _STORE_LAST_JOB = """INSERT OR IGNORE INTO about SELECT ?, 'job:' || job FROM ev
     WHERE id IN (SELECT event FROM about WHERE name = ?) AND job != '' ORDER BY id DESC LIMIT 1"""
 # The number of events of an earlier version whose names are stored in one commit.
 _NAMED_AT_ONCE = 256
+_OF_TYPES = "type IN (SELECT value FROM json_each(:types))"
 _ABOUT = ("pid", "device", "job", "job_id", "uid")
-# The condition of each field of `Query`.
+# The condition of each field of `Query`, which it has if the field is not None or False.
 _CONDITIONS = {
+    "types": _OF_TYPES,
     "since_unix_seconds": "time >= :since_unix_seconds",
-    "types": "type IN (SELECT value FROM json_each(:types))",
+    "after": "id > :after",
+    "before": "id < :before",
     "subject": "subject = :subject",
     "owner": "owner = :owner",
-    **dict.fromkeys(_ABOUT, "id IN (SELECT event FROM about WHERE name = '{0}:' || :{0})"),
+    **{name: f"id IN (SELECT event FROM about WHERE name = '{name}:' || :{name})" for name in _ABOUT},  # noqa: S608
+    "newest_of_each": f"id IN (SELECT max(id) FROM events WHERE {_OF_TYPES} GROUP BY uuid, pid)",  # noqa: S608
+    "last_of_subject": "id IN (SELECT max(id) FROM events WHERE subject != '' GROUP BY subject)",
 }
 # First all events of one owner, then one event of each other owner in turn.
 _IN_TURN = """owner IS NOT :first_owner,
@@ -167,8 +173,10 @@ class Storage:
         except _INVALID:
             _log.exception("an event cannot be stored", extra={"fields": {"type": event.type}})
             return None
-        if not _is_new(connection, event):
-            return False
+        if event.subject:
+            (before,) = connection.execute(_LAST_TYPE, (row["subject"],)).fetchone() or ("",)
+            if before == event.type or event.only_after not in ("", before):
+                return False
         # For each event: room for all of them, of which few are large, would delete the events of others.
         self._make_room(connection, _PAGE_BYTES + 4 * len(row["detail"]))
         # Ids are based on the clock, so that they increase after a restart also without a folder.
@@ -182,8 +190,11 @@ class Storage:
         """Return the events that match a query. Raises StorageError."""
         latest = query.after is None and query.since_unix_seconds is None
         order = "id DESC" if latest else "id" if query.first_owner is None else _IN_TURN
-        select = f"SELECT id FROM events WHERE {_where(query)} ORDER BY {order} LIMIT :limit OFFSET :skip"  # noqa: S608
-        values = {**asdict(query), "types": json.dumps(query.types), "limit": query.limit + 1}
+        given = asdict(query)
+        has = {name for name, value in given.items() if value is not None and value is not False}  # 0 is a value
+        where = " AND ".join(text for name, text in _CONDITIONS.items() if name in has)
+        select = f"SELECT id FROM events WHERE {where} ORDER BY {order} LIMIT :limit OFFSET :skip"  # noqa: S608
+        values = {**given, "types": json.dumps(query.types), "limit": query.limit + 1}
         found: list[Event] = []
         size, more = 0, False
         with self._opened() as connection:
@@ -216,7 +227,13 @@ class Storage:
         except (sqlite3.Error, OSError) as error:
             if self._path is not None:
                 self.close()
-            raise StorageError(self._error_text(error)) from error
+            reason = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+                reason = "another exporter uses it"
+            # Python raises the base class only for SQLITE_CORRUPT and SQLITE_NOTADB, a subclass for other errors.
+            elif type(error) is sqlite3.DatabaseError:
+                reason = "the file is damaged; move it away, and a new one is created"
+            raise StorageError(f"{self}: {reason}") from error
 
     def _open(self) -> sqlite3.Connection:
         if self._path is not None:
@@ -291,26 +308,6 @@ class Storage:
         (used_pages,) = connection.execute(_USED_PAGES).fetchone()
         return self._bytes - int(used_pages) * _PAGE_BYTES
 
-    def _error_text(self, error: Exception) -> str:
-        if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-            return f"{self}: another exporter uses it"
-        # Python raises the base class only for SQLITE_CORRUPT and SQLITE_NOTADB, a subclass for other errors.
-        if type(error) is sqlite3.DatabaseError:
-            return f"{self}: the file is damaged; move it away, and a new one is created"
-        reason = error.strerror if isinstance(error, OSError) else ""
-        return f"{self}: {reason or error}"
-
-
-def _is_new(connection: sqlite3.Connection, event: Event) -> bool:
-    """Return whether an event is not a duplicate, by its `subject` and `only_after`."""
-    if not event.subject:
-        return True
-    row = connection.execute(
-        "SELECT type FROM events WHERE subject = ? ORDER BY id DESC LIMIT 1", (_text(event.subject),)
-    ).fetchone()
-    before = row[0] if row is not None else ""
-    return before != event.type and event.only_after in ("", before)
-
 
 def _row(event: Event) -> dict[str, Any]:
     return {
@@ -358,19 +355,3 @@ def _store_names(connection: sqlite3.Connection, row: Mapping[str, Any] | sqlite
     connection.executemany(_STORE_NAME, [(row["id"], name) for name in names])
     if not row["job"]:  # as of an action: the last jobs of its processes
         connection.executemany(_STORE_LAST_JOB, [(row["id"], name) for name in names if name.startswith("pid:")])
-
-
-def _where(query: Query) -> str:
-    """Return the condition of a query in SQL; the names in it are fields of the query."""
-    given = [text.format(name) for name, text in _CONDITIONS.items() if getattr(query, name) is not None]
-    where = " AND ".join(given)
-    if query.newest_of_each:
-        where += f" AND id IN (SELECT max(id) FROM events WHERE {where} GROUP BY uuid, pid)"  # noqa: S608 - constant names
-    if query.last_of_subject:
-        where += " AND id IN (SELECT max(id) FROM events WHERE subject != '' GROUP BY subject)"
-    # Which event is the newest one does not depend on the page.
-    if query.after is not None:
-        where += " AND id > :after"
-    if query.before is not None:
-        where += " AND id < :before"
-    return where
