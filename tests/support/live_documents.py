@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from gpumem_exporter.actions.sentences import stays_free
-from gpumem_exporter.core.event import Event, Page
+from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.ledger import sum_of_known
-from gpumem_exporter.features.events.event_routes import events_document
+from gpumem_exporter.features.events.event_entries import event_document
 from gpumem_exporter.page.words import WORDS
 
 GIB = 1 << 30
@@ -274,5 +274,4 @@ def event(number: int, type_: str, unix_seconds: float, **changes: Any) -> dict[
     """Return an event as in `/api/v1/events`."""
     known = {"gpu": "0", "uuid": "GPU-0", "pid": 7, "workload": "llm", "rank": "3"}
     values: dict[str, Any] = {**known, "detail": {}, **changes}
-    page = Page((Event(type_, unix_seconds, id=number, **values),), number, more=False)
-    return dict(events_document(page)["events"][0])
+    return dict(event_document([Event(type_, unix_seconds, id=number, **values)]))

@@ -231,11 +231,12 @@ class EventLog(Journal):
         self._failures.recovered("events")
         batch, self._batch = self._batch, []
         for each, is_new in zip(batch, outcomes, strict=True):
+            if is_new is None:
+                self._drop([each])
+                continue
             if is_new and each.event.type in EVENT_TYPES:
                 self._stored.labels(each.event.type).inc()
-            if is_new is not None:
-                each.committed.set_result(True)
-        self._drop([each for each, is_new in zip(batch, outcomes, strict=True) if is_new is None])
+            each.committed.set_result(True)
 
     def _answer(self, query: Query, page: Future[Page]) -> None:
         if page.set_running_or_notify_cancel():

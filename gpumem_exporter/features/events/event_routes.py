@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request, Response
@@ -218,10 +217,15 @@ def events_router(
         error waits up to one second until the event is on disk. If the disk fails, the event stays in memory and
         `/health` reports the error.
         """
+
+        def document() -> bytes:
+            entries = fold(seen) if parameters.fold else [[each] for each in seen]
+            shown = [event_document(entry) for entry in entries[-parameters.limit :]]
+            return encoded({"events": shown, "next_after": page.next_after, "more": page.more})
+
         page = await read(parameters.query())
-        page = replace(page, events=visible(request, page.events))
-        document = partial(events_document, page, folded=parameters.fold, most=parameters.limit)
-        return json_response(await renderer.render(lambda: encoded(document())))
+        seen = visible(request, page.events)
+        return json_response(await renderer.render(document))
 
     @router.get(
         EVENTS_PATH + "/{number}", responses={200: json_reply(OneEventDocument), **problems(401, 403, 404, 422, 503)}
@@ -317,13 +321,6 @@ def _without_identities(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(device, dict) and device.get("jobs") is not None:
         shown["device"] = {**device, "jobs": [_without_identities(job) for job in device["jobs"]]}
     return shown
-
-
-def events_document(page: Page, *, folded: bool = False, most: int = MAX_LISTED) -> EventsDocument:
-    """Return a page of events as JSON: its last `most` entries."""
-    entries = fold(page.events) if folded else [[event] for event in page.events]
-    events = [event_document(entry) for entry in entries[-most:]]
-    return {"events": events, "next_after": page.next_after, "more": page.more}
 
 
 def _job_process(event: Event) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.cli.render.columns import event_line
-from gpumem_exporter.core.event import EVENT_TYPES, Event, Page
+from gpumem_exporter.core.event import EVENT_TYPES, Event
 from gpumem_exporter.features.events.event_entries import FOLD_SECONDS, EventDocument, event_document, fold
-from gpumem_exporter.features.events.event_routes import events_document
 from tests.support.golden import assert_golden
 from tests.support.live_documents import GIB
 from tests.support.live_documents import event as listed_event
@@ -232,7 +231,6 @@ def _day() -> list[Event]:
 
 
 def test_the_lines_of_a_day() -> None:
-    page = Page(tuple(_day()), 0, more=False)
-    lines = [event_line(dict(each), _NOON, 80).plain for each in events_document(page, folded=True)["events"]]
+    lines = [event_line(dict(each), _NOON, 80).plain for each in shown(*_day())]
     assert max(map(len, lines)) <= 80
     assert_golden("events.txt", "\n".join(lines) + "\n")
