@@ -174,19 +174,15 @@ class Caller:
             return self.key
         if self.kind is CallerKind.ALERT:
             return f"{self.key} by {self.sender}"
-        place = self._place()
-        return f"token:{self.token}@{place}" if self.token else place
-
-    def _place(self) -> str:
+        text = self.kind.value
         if self.uid is None:
-            return f"{self.kind.value}:{self.host}" if self.host else self.kind.value
-        text = f"{self.kind.value}:uid={self.uid}"
-        if self.kind is CallerKind.UNIX:
-            text += f":pid={self.pid}"
-        return text if self.place.here else f"{text}:container={self.place}"
+            text += f":{self.host}" if self.host else ""
+        else:
+            text += f":uid={self.uid}" + (f":pid={self.pid}" if self.kind is CallerKind.UNIX else "")
+            text += "" if self.place.here else f":container={self.place}"
+        return f"token:{self.token}@{text}" if self.token else text
 
 
 def caller_text(requested_by: str) -> str:
     """Return a caller's spelling without the socket and the pid of the request: `uid 1001`, `policy:hoard`."""
-    local = re.match(r"(?:unix|loopback):uid=(\d+)", requested_by)
-    return f"uid {local[1]}" if local else requested_by
+    return re.sub(r"^(?:unix|loopback):uid=(\d+).*", r"uid \1", requested_by)

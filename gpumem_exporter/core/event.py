@@ -122,14 +122,11 @@ def detail_json(detail: Mapping[str, Any]) -> str:
     A detail that is longer loses the ends of its lists; `…_left_out` has the number of items that are missing. Raises
     ValueError if it is too long without its lists, or is not valid JSON.
     """
-    text = json.dumps(detail, allow_nan=False)
-    while len(text) > MAX_DETAIL_BYTES:
+    while len(text := json.dumps(detail, allow_nan=False)) > MAX_DETAIL_BYTES:
         lists = {name: value for name, value in detail.items() if isinstance(value, list) and value}
         if not lists:
             raise ValueError(f"the detail of an event has {len(text)} bytes; at most {MAX_DETAIL_BYTES} are stored")
-        name = max(lists, key=lambda each: len(lists[each]))
-        kept = lists[name][: len(lists[name]) // 2]
-        left_out = detail.get(f"{name}_left_out", 0) + len(lists[name]) - len(kept)
-        detail = {**detail, name: kept, f"{name}_left_out": left_out}
-        text = json.dumps(detail, allow_nan=False)
+        name, items = max(lists.items(), key=lambda each: len(each[1]))
+        left_out = detail.get(f"{name}_left_out", 0) + len(items) - len(items) // 2
+        detail = {**detail, name: items[: len(items) // 2], f"{name}_left_out": left_out}
     return text
