@@ -60,10 +60,8 @@ class EventParameters(KnownFields):
         "target",
     )
     device: _Name = Field(None, description="only events about the device of this uuid")
-    pid: str | None = Field(
-        None,
-        pattern=r"^[0-9]{1,10}(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?$",
-        description="only events about this process, as its `pid` label names it; an action is about each target",
+    pid: _Name = Field(
+        None, description="only events about this process, as its `pid` label names it; an action is about each target"
     )
     limit: int = Field(100, ge=1, le=MAX_LISTED, description="the maximum number of events; a page may have fewer")
     fold: bool = Field(
