@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 from collections import ChainMap
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -22,10 +23,9 @@ from gpumem_exporter.edge.tokens import FileRefresher
 from gpumem_exporter.housekeeping import keep_house, release_free_memory, reloading_on_hangup
 from gpumem_exporter.metrics.metrics_route import MetricsRoute
 from gpumem_exporter.page.health import health_router
-from gpumem_exporter.page.live_route import live_router
 from gpumem_exporter.page.page_routes import Page, page_router
 from gpumem_exporter.page.runbooks import runbook_router
-from gpumem_exporter.page.state_routes import state_router
+from gpumem_exporter.page.state_routes import StateRoutes
 from gpumem_exporter.runtime import Runtime
 
 POLLER_STOP_SECONDS = 0.5
@@ -91,10 +91,26 @@ def create_app(runtime: Runtime) -> FastAPI:
 
 def _routers(runtime: Runtime) -> list[APIRouter]:
     settings, snapshot, dispatcher, audit = runtime.settings, runtime.snapshot, runtime.dispatcher, runtime.audit
-    held_requests, renderer, hidden_from = runtime.held_requests, runtime.renderer, runtime.node.hide_identities_from
+    held_requests, renderer = runtime.held_requests, runtime.renderer
     page = Page(__version__, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
+    state = StateRoutes(
+        runtime.view,
+        renderer,
+        snapshot=snapshot,
+        health=runtime.health.document,
+        source=runtime.source,
+        facts={
+            "host": socket.gethostname(),
+            "allowed_actions": settings.action_allow,
+            "client_directory": settings.client_directory,
+        },
+        page_digest=lambda: page.digest,
+        hide_identities_from=runtime.node.hide_identities_from,
+        clock=runtime.clock,
+        wall_clock=runtime.wall_clock,
+    )
     return [
-        state_router(snapshot=snapshot, source=runtime.source, renderer=renderer, hide_identities_from=hidden_from),
+        state.router(),
         ActionRoutes(dispatcher, audit, held_requests, renderer, snapshot, runtime.callers).router(),
         nvml_router(
             poller=runtime.poller,
@@ -105,7 +121,6 @@ def _routers(runtime: Runtime) -> list[APIRouter]:
         ),
         health_router(health=runtime.health, snapshot=snapshot),
         *(router for parts in runtime.features.values() for router in parts.routers),
-        live_router(runtime.live, page_digest=lambda: page.digest, hide_identities_from=hidden_from),
         page_router(page),
         runbook_router(),
     ]

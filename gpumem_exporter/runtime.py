@@ -33,9 +33,8 @@ from gpumem_exporter.node.pid_namespaces import DriverPids
 from gpumem_exporter.node.pod_resources import PodResources
 from gpumem_exporter.node.poller import Poller
 from gpumem_exporter.node.provider import Provider
-from gpumem_exporter.page.health import Check, Health, error_check
+from gpumem_exporter.page.health import Check, Health, error_check, failed_checks
 from gpumem_exporter.page.live import NodeView
-from gpumem_exporter.page.live_route import LiveNode, failed_checks
 from gpumem_exporter.reports.process_liveness import Presence
 from gpumem_exporter.reports.report_route import ReportsRoute
 from gpumem_exporter.reports.report_sender import ReportSenders
@@ -71,7 +70,7 @@ class Runtime:
         # A long function, where each part has its line, in the order in which they depend on each other.
         self.settings = settings
         self.source = provider.source
-        self.clock = clock
+        self.clock, self.wall_clock = clock, wall_clock
         self.pods = pods
         self._driver_pids = driver_pids
         self.socket_file = socket_file
@@ -184,19 +183,6 @@ class Runtime:
             version=__version__,
             driver_pids=driver_pids,
             checks=self._checks(),
-        )
-        self.live = LiveNode(
-            self.view,
-            self.renderer,
-            snapshot=self.snapshot,
-            health=self.health.document,
-            facts={
-                "host": socket.gethostname(),
-                "allowed_actions": settings.action_allow,
-                "client_directory": settings.client_directory,
-            },
-            clock=clock,
-            wall_clock=wall_clock,
         )
         self.each_second = EachSecond(
             self.snapshot,

@@ -90,6 +90,11 @@ class SeenProcess:
     """What it has lost, if it is an orphan."""
 
     @property
+    def known(self) -> ReportingProcess | SilentReporter | None:
+        """What its reporter has shown of it; None if it never reported."""
+        return self.reporter or self.silent
+
+    @property
     def state(self) -> str:
         """`reporting`, `silent` or `unreported`."""
         return "reporting" if self.reporter else "silent" if self.silent else "unreported"
@@ -176,7 +181,7 @@ def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[See
             process.shares[uuid] = share
     for process in seen:
         if node is not None:
-            known = process.reporter or process.silent
+            known = process.known
             process.facts = node.facts_of(known) if known is not None else node.facts.get(process.host_pid or 0)
         process.hidden = viewer is not None and not _knows(viewer, process)
         process.orphan = snapshot.orphans.get(process.facts.pid) if process.facts is not None else None

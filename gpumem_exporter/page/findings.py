@@ -187,7 +187,7 @@ def _rank(finding: Finding) -> tuple[int, int, float, str]:
 
 def called(job: Job) -> str:
     """Return the name of a job with its user or namespace, as sentences have it: `notebook (carol)`."""
-    owner = job.owner()
+    owner = job.owner
     who = owner["user"] or owner["k8s_namespace"]
     return f"{job.name} ({who})" if who else job.name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
@@ -126,6 +126,11 @@ def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRou
         return PlainTextResponse("gpumem-exporter is ready.\n")
 
     return router
+
+
+def failed_checks(health: HealthDocument) -> list[dict[str, Any]]:
+    """Return the checks that are not ok, for findings."""
+    return [{"part": name, **check} for name, check in health["checks"].items() if check["status"] != "ok"]
 
 
 def _poller_check(poller: PollerStatus) -> Check:

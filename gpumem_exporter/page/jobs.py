@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import methodcaller
 from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.ledger import fragmented_bytes, sum_of_known
-from gpumem_exporter.core.samples import (
-    IDLE_SECONDS,
-    NodeReading,
-    ReportingProcess,
-    Snapshot,
-    once_per_snapshot,
-)
+from gpumem_exporter.core.samples import IDLE_SECONDS, NodeReading, ReportingProcess, Snapshot, once_per_snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.node.job_ids import job_id
 from gpumem_exporter.page.documents import JOB_NUMBERS, Part, SeenProcess, parts_of, seen_processes
@@ -82,10 +75,10 @@ class Job:
         """The workload, otherwise the command, otherwise the pid."""
         return self.workload or self.command or f"pid {self.processes[0].pid}"
 
-    @property
+    @cached_property
     def command(self) -> str | None:
         """The command, if all processes have the same one."""
-        return self._common(lambda process: process.command)
+        return common(process.command for process in self.processes)
 
     @cached_property
     def sums(self) -> Mapping[str, int | None]:
@@ -133,11 +126,15 @@ class Job:
             return None
         return max(known)
 
-    def owner(self) -> dict[str, Any]:
-        """Return who runs the job: what all processes have in common."""
-        known = {name: self._identity(name) for name in ("user", "k8s_namespace", "k8s_pod")}
+    @cached_property
+    def owner(self) -> Mapping[str, Any]:
+        """Who runs the job: what all processes have in common."""
+        known = {
+            name: common(process.identity(name) for process in self.processes)
+            for name in ("user", "k8s_namespace", "k8s_pod")
+        }
         uids = {process.reporter.owner_uid for process in self.processes if process.reporter and not process.hidden}
-        jobs = {name: self._common(methodcaller("job_number", name)) for name in JOB_NUMBERS}
+        jobs = {name: common(process.job_number(name) for process in self.processes) for name in JOB_NUMBERS}
         words = [
             known["user"] or "",
             f"pod {known['k8s_namespace']}/{known['k8s_pod']}" if known["k8s_pod"] else "",
@@ -165,12 +162,11 @@ class Job:
             "last_step_unix_seconds": round(now_unix_seconds - ago_seconds, 1),
         }
 
-    def _identity(self, name: str) -> str | None:
-        return self._common(lambda process: process.identity(name))
 
-    def _common(self, value: Callable[[SeenProcess], str | None]) -> str | None:
-        values = {value(process) or None for process in self.processes}
-        return values.pop() if len(values) == 1 else None
+def common(texts: Iterable[str | None]) -> str | None:
+    """Return the text that all have in common; None if they differ, or if it is empty or unknown."""
+    known = set(texts)
+    return (known.pop() or None) if len(known) == 1 else None
 
 
 def jobs_of(snapshot: Snapshot, viewer: Caller | None = None) -> Sequence[Job]:
@@ -186,8 +182,7 @@ def _all_jobs(snapshot: Snapshot) -> Sequence[Job]:
 def _jobs(snapshot: Snapshot, viewer: Caller | None) -> Sequence[Job]:
     jobs: dict[str, Job] = {}
     for process in seen_processes(snapshot, viewer):
-        known = process.reporter or process.silent
-        of = known.job if known is not None else None
+        of = process.known.job if process.known is not None else None
         id_ = job_id(of) if of is not None else f"pid~{process.pid}"
         jobs.setdefault(id_, Job(id_, of.workload if of is not None else None)).processes.append(process)
     return sorted(jobs.values(), key=lambda job: (-(job.sums["used_bytes"] or job.sums["reserved_bytes"] or 0), job.id))

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gpumem_client.wire.protocol import ENGINE_ACTIONS
-from gpumem_exporter.actions.action_options import ActionRequest, Target
-from gpumem_exporter.actions.selection import SelectedProcess
-from gpumem_exporter.actions.sentences import stays_free
-from gpumem_exporter.actions.timing import turns_of_job
 from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.ledger import DeviceLedger, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import PartKey, Snapshot
-from gpumem_exporter.page.documents import Part, device_document, process_document
-from gpumem_exporter.page.engine_words import component_sums, engine_document
+from gpumem_exporter.page.documents import Part, device_document
 from gpumem_exporter.page.findings import Finding, FindingsOf, Since, find
 from gpumem_exporter.page.growth import GrowingPart, Growth, growing_parts, growth
 from gpumem_exporter.page.hues import Hues
-from gpumem_exporter.page.jobs import Job, job_uuids, jobs_by_device, jobs_of, sums_of
-from gpumem_exporter.page.oom import NEAR_SECONDS, OF_DEVICE, DeviceUse, uses_of
+from gpumem_exporter.page.job_document import clear_document, job_document
+from gpumem_exporter.page.jobs import Job, jobs_by_device, jobs_of, sums_of
+from gpumem_exporter.page.oom import OF_DEVICE, jobs_beside
 from gpumem_exporter.page.words import WORDS
 
 ALL_DETAILS = "all"
-_CLEAR = ActionRequest("empty_cache", Target(all=True))
+# A device's state of this age is the state at an error: other jobs seldom change within it.
+_NEAR_SECONDS = 5.0
 # The minima of minutes change no more often.
 _GROWTH_SECONDS = 30.0
 
@@ -53,8 +49,8 @@ class NodeView:
         """Of features."""
         # The growth of each process on each device, and when it was computed. Replaced, never changed.
         self._growths: Mapping[PartKey, tuple[float, Growth | None]] = {}
-        # The use of each device, and when it was noticed. Replaced, never changed.
-        self._uses: tuple[float, Mapping[str, DeviceUse]] = (-NEAR_SECONDS, {})
+        # The last snapshot that was noticed. Replaced, never changed.
+        self._noticed: Snapshot | None = None
 
     def notice(self, snapshot: Snapshot, failed_checks: Iterable[Mapping[str, str]]) -> None:
         """Note since when each finding lasts, and who uses each device.
@@ -63,15 +59,25 @@ class NodeView:
         """
         jobs = jobs_of(snapshot)
         self._findings(snapshot, jobs, self._growing(snapshot, jobs), failed_checks)
-        self._uses = self._clock(), uses_of(snapshot, jobs)
+        self._noticed = snapshot
 
     def device_at_error(self, uuid: str, pid: str) -> Document | None:
         """Return who else uses a device now, for the event of an error in the process `pid`; None if not known."""
-        noticed, uses = self._uses
-        if uuid not in uses or self._clock() - noticed >= NEAR_SECONDS:
+        snapshot = self._noticed
+        if snapshot is None or snapshot.node is None or self._clock() - snapshot.taken_seconds >= _NEAR_SECONDS:
             return None
-        growths = self._growths
-        return uses[uuid].document(pid, lambda part: growths.get(part, (0.0, None))[1])
+        device = next((device for device in snapshot.node.devices if device.uuid == uuid), None)
+        if device is None:
+            return None
+        there = jobs_by_device(jobs_of(snapshot)).get(uuid, ())
+        failed = next((part for _, parts in there for part in parts if str(part.process.pid) == pid), None)
+        reporter = failed.process.reporter if failed is not None else None
+        _, grows = self._growths.get(reporter.part(uuid), (0.0, None)) if reporter is not None else (0.0, None)
+        return {
+            "total_bytes": device.memory.total_bytes if device.memory is not None else None,
+            "growth_bytes_per_hour": grows.bytes_per_hour if grows is not None else None,
+            **jobs_beside(there, pid),
+        }
 
     def document(
         self,
@@ -113,7 +119,7 @@ class NodeView:
             },
             "devices": devices,
             "jobs": [
-                _job(
+                job_document(
                     job,
                     snapshot,
                     now_unix_seconds,
@@ -211,114 +217,12 @@ def _totals(devices: Sequence[Document], jobs: Sequence[Job], *, listed: bool) -
     }
 
 
-def _job(
-    job: Job,
-    snapshot: Snapshot,
-    now_unix_seconds: float,
-    growing: Sequence[GrowingPart],
-    *,
-    hue: int,
-    whole: bool,
-) -> Document:
-    uuids = job_uuids(job, snapshot.gpus)
-    full = min((each.full_in_seconds for each in growing if each.full_in_seconds is not None), default=None)
-    last_reports = [process.last_report_unix_seconds for process in job.processes]
-    ranks = [process.rank for process in job.processes]
-    sizes = {each.report.process.world_size for each in job.reporters} - {None}
-    return {
-        "id": job.id,
-        "name": job.name,
-        "hue": hue,
-        "workload": job.workload,
-        "command": job.command,
-        **job.owner(),
-        "gpus": [snapshot.gpus[uuid] for uuid in uuids if uuid in snapshot.gpus],
-        "uuids": uuids,
-        "process_count": len(job.processes),
-        "reporting_count": len(job.reporters),
-        "orphan_count": sum(process.orphan is not None for process in job.processes),
-        "ranks": [rank for rank in ranks if rank],
-        "world_size": sizes.pop() if len(sizes) == 1 else None,
-        **job.sums,
-        "incomplete": job.incomplete,
-        "growth_bytes_per_hour": growing[0].growth.bytes_per_hour if growing else None,
-        "full_in_seconds": None if full is None else round(full),
-        "state": job.state(snapshot.taken_seconds, [engine.host_pid for engine in snapshot.starting]),
-        "inactive_since_unix_seconds": None
-        if (idle := job.idle_since_seconds(snapshot)) is None
-        else round(snapshot.unix_seconds(idle, next(iter(job.reporters), None))),
-        "engine": engine_document(job.processes, snapshot),
-        **component_sums(job),
-        "since_unix_seconds": job.started_unix_seconds(snapshot.node),
-        **job.steps(snapshot, now_unix_seconds),
-        "last_report_unix_seconds": min((last for last in last_reports if last is not None), default=None),
-        "clear": _clear(job, snapshot.taken_seconds),
-        "engine_memory": _engine_memory(job),
-        "processes": [
-            {
-                **process_document(process, snapshot, whole=whole),
-                "engine": engine_document([process], snapshot),
-            }
-            for process in job.processes
-        ],
-    }
-
-
-def _clear(job: Job, now_seconds: float) -> Document | None:
-    """Return the target of a clear of the job, and when it would act; None where nothing stays free."""
-    able = [
-        SelectedProcess(process.pid, process.reporter, process.reporter.report.devices)
-        for process in job.processes
-        if process.reporter is not None and process.reporter.clears
-    ]
-    samples = [sample for one in able for sample in one.samples]
-    idle = sum(sample.idle_cache_bytes or 0 for sample in samples)
-    if not idle:
-        return None
-    again = sum(
-        sample.reclaimable_bytes - sample.idle_cache_bytes
-        for sample in samples
-        if sample.reclaimable_bytes is not None and sample.idle_cache_bytes is not None
-    )
-    modes = {turn.mode for _, turn in turns_of_job(_CLEAR, able, able, now_seconds)}
-    mode = next(mode for mode in ("step", "idle", "now") if mode in modes)
-    again = max(0, again)
-    at_least = any(sample.idle_cache_bytes is None and sample.reserved_bytes != 0 for sample in samples)
-    return {
-        "stays_free_bytes": idle,
-        "again_bytes": again,
-        "at_least": at_least,
-        "sentence": f"{stays_free(idle, again, at_least=at_least, at_step=mode == 'step')}.",
-        "target": _target([one.pid for one in able]),
-        "mode": mode,
-    }
-
-
-def _engine_memory(job: Job) -> Document | None:
-    """Return the action that lets the engines of a job sleep, or wakes them; None without an engine that reports."""
-    engines = [
-        (process.pid, process.reporter.report)
-        for process in job.processes
-        if process.reporter is not None
-        and ENGINE_ACTIONS[0] not in process.reporter.report.denied_actions
-        and (process.reporter.report.engine is not None or ENGINE_ACTIONS[0] in process.reporter.report.actions)
-    ]
-    if not engines:
-        return None
-    asleep = any(sample.unmapped_bytes for _, report in engines for sample in report.devices)
-    release, resume = ENGINE_ACTIONS
-    return {"action": resume if asleep else release, "target": _target([pid for pid, _ in engines])}
-
-
-def _target(pids: Sequence[int | str]) -> Document:
-    return {"pid": pids[0] if len(pids) == 1 else pids}
-
-
 def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> Document:
     job, since = finding.job, finding.since_seconds
     clear = None
-    if job is not None and finding.idle_cache_bytes is not None and (of_job := _clear(job, snapshot.taken_seconds)):
-        clear = {**of_job, "job": job.id, "name": job.name}
+    if job is not None and finding.idle_cache_bytes is not None:
+        of_job = clear_document(job, snapshot.taken_seconds)
+        clear = of_job and {**of_job, "job": job.id, "name": job.name}
     return {
         "id": finding.id,
         "kind": finding.kind,
@@ -326,7 +230,7 @@ def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> D
         "title": finding.title,
         "sentence": finding.sentence,
         "job": job.id if job is not None else None,
-        "owner": job.owner()["owner"] if job is not None else "",
+        "owner": job.owner["owner"] if job is not None else "",
         "gpu": finding.gpu,
         "uuid": finding.uuid,
         "since_unix_seconds": None if since is None else round(now_unix_seconds - (snapshot.taken_seconds - since), 1),

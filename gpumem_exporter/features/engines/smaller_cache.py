@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gpumem_client.wire.protocol import DeviceSample, EngineState
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import human_bytes, human_seconds
 from gpumem_exporter.core.ledger import DeviceLedger
 from gpumem_exporter.core.samples import DeviceMemory, KvCachePeak, Snapshot, kv_cache_size_bytes
 from gpumem_exporter.page.documents import SeenProcess
-from gpumem_exporter.page.engine_words import caches_of, title_of
 from gpumem_exporter.page.findings import Finding, finding, gpus_in_words
+from gpumem_exporter.page.job_document import caches_of, engine_title
 from gpumem_exporter.page.jobs import Job, job_uuids
 
 ENOUGH_SECONDS = 72000.0
@@ -89,7 +89,7 @@ def _smaller_cache(
     peak = human_bytes(sum(each.peak.used_bytes for each in known))
     seconds = human_seconds(min(each.peak.observed_seconds for each in known))
     ordered = [uuid for uuid in job_uuids(job, snapshot.gpus) if uuid in uuids]
-    who = [job.owner()["user"], title_of(EngineState(name)), gpus_in_words([snapshot.gpus[uuid] for uuid in ordered])]
+    who = [job.owner["user"], engine_title(name), gpus_in_words([snapshot.gpus[uuid] for uuid in ordered])]
     sentence = (
         f"{job.name} ({', '.join(filter(None, who))}): KV cache {size}, at most {peak} used in {seconds}; "
         f"{option} would leave {human_bytes(freed)} to others."

@@ -17,7 +17,7 @@ from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.replies import Renderer, accepts_gzip, encoded
 from gpumem_exporter.metrics.metrics_route import Page, SharedPages, chooses_openmetrics
-from gpumem_exporter.page.live_route import LiveNode, Rendering
+from gpumem_exporter.page.state_routes import Rendering, StateRoutes
 
 PROMETHEUS_2 = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
@@ -174,19 +174,22 @@ class Bench:
         view, health = self.view, HEALTH
         any_view: Any = view
         any_health: Any = health
-        self.node = LiveNode(
+        self.routes = StateRoutes(
             any_view,
             self.renderer,
             snapshot=lambda: Snapshot(self.now, None),
             health=lambda _: any_health,
+            source="nvml",
             facts={"host": "node-7", "allowed_actions": (), "client_directory": ""},
+            page_digest=lambda: "",
+            hide_identities_from=None,
             clock=lambda: self.now,
             wall_clock=lambda: self.now + 5.0,
         )
 
     def read(self, *viewers: Caller | None, details: str = "") -> list[Rendering]:
         async def run() -> list[Rendering]:
-            return [await self.node.of(viewer, details) for viewer in viewers]
+            return [await self.routes.rendering(viewer, details) for viewer in viewers]
 
         return asyncio.run(run())
 
@@ -212,7 +215,7 @@ def test_viewers_with_other_rights_never_share_a_rendering() -> None:
         viewers = (ROOT, STRANGER, ADA, EVE, ADA, STRANGER, ROOT)
 
         async def read_at_once() -> list[Rendering]:
-            return await asyncio.gather(*(bench.node.of(viewer, "") for viewer in viewers))
+            return await asyncio.gather(*(bench.routes.rendering(viewer, "") for viewer in viewers))
 
         for seen in (bench.read(*viewers), asyncio.run(read_at_once())):
             assert [json.loads(each.document)["viewer"] for each in seen] == [0, None, 1000, 1001, 1000, None, 0]

@@ -138,8 +138,8 @@ def test_identities_of_others_are_hidden_from_a_viewer() -> None:
     viewer = Caller(CallerKind.LOOPBACK, uid=BOB)
     (job,) = jobs_of(snapshot(of(1)), viewer)
     assert job.name == "train"
-    assert {job.owner()[name] for name in ("user", "uid", "k8s_pod")} == {None}
-    assert job.owner()["owner"] == ""
+    assert {job.owner[name] for name in ("user", "uid", "k8s_pod")} == {None}
+    assert job.owner["owner"] == ""
 
 
 def test_a_lost_device_does_not_hide_its_jobs() -> None:
