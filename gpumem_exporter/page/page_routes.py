@@ -2,6 +2,7 @@
 
 The live page is one document and its modules, styles and chart library, which have the page's digest in their paths: a
 browser keeps them, and never mixes two versions. All of its addresses are relative, so it works behind a path prefix.
+`.ci/fetch-libraries` fetches the library again.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -18,16 +20,6 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 
 from gpumem_exporter.edge.replies import accepts_gzip
-
-STYLES = ("uplot/uPlot.min.css", "theme.css", "node.css", "jobs.css", "detail.css")
-LIBRARY = "uplot/uPlot.iife.min.js"
-"""The chart library as it is published; `.ci/fetch-libraries` fetches it again."""
-SCRIPTS = (
-    *("main.js", "route.js", "connection.js", "api.js", "dom.js", "format.js", "hues.js", "findings.js", "devices.js"),
-    *("jobs.js", "dialog.js", "actions.js", "events.js", "detail.js", "processes.js", "profiles.js", "oom.js"),
-    "timeline.js",
-)
-"""The modules; the first one starts the page."""
 
 _DEMO = '<p class="demo">Demo<span>: simulated devices and jobs</span></p>'
 _TYPES = {"css": "text/css", "js": "text/javascript"}
@@ -56,19 +48,20 @@ class Page:
     """The path of the metrics."""
 
     @cached_property
-    def body(self) -> bytes:
-        """The page as HTML."""
-        return self._without_digest.replace("<!--page-->", self.digest).encode()
+    def files(self) -> dict[str, bytes]:
+        """The styles, scripts and the library that index.html names, compressed with gzip."""
+        names = re.findall(r'"page/<!--page-->/([\w./]+)"', self._without_digest)
+        return {name: gzip.compress(static(name).encode(), mtime=0) for name in dict.fromkeys(names)}
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies the page: an open page with another digest than the exporter's reloads itself."""
+        return hashlib.sha256(b"".join((self._without_digest.encode(), *self.files.values()))).hexdigest()[:16]
 
     @cached_property
     def compressed(self) -> bytes:
-        """The body compressed with gzip."""
-        return gzip.compress(self.body, mtime=0)
-
-    @cached_property
-    def files(self) -> dict[str, bytes]:
-        """The styles and scripts by name, compressed with gzip."""
-        return {name: gzip.compress(text.encode(), mtime=0) for name, text in self._texts.items()}
+        """The page as HTML, compressed with gzip."""
+        return gzip.compress(self._without_digest.replace("<!--page-->", self.digest).encode(), mtime=0)
 
     @cached_property
     def headers(self) -> dict[str, str]:
@@ -85,42 +78,21 @@ class Page:
             "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
             "Cache-Control": "no-cache",
             "ETag": f'W/"{self.digest}"',
-            "Vary": "Accept-Encoding",
         }
 
     @cached_property
-    def digest(self) -> str:
-        """Identifies the page: an open page with another digest than the exporter's reloads itself."""
-        content = "".join((self._without_digest, *self._texts.values()))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-    @cached_property
-    def _texts(self) -> dict[str, str]:
-        return {name.rpartition("/")[2]: _read(name) for name in (*STYLES, LIBRARY, *SCRIPTS)}
-
-    @cached_property
     def _without_digest(self) -> str:
-        page = _read("index.html")
+        page = static("index.html")
         parts = {
             "version": escape(self.version),
             "telemetry-path": escape(self.telemetry_path),
             "telemetry-link": escape(self.telemetry_path.lstrip("/")),
             "title": "GPU memory (demo)" if self.demo else "GPU memory",
             "demo": _DEMO if self.demo else "",
-            "links": "\n".join(_links()),
         }
         for name, text in parts.items():
             page = page.replace(f"<!--{name}-->", text)
         return page
-
-
-def _links() -> Iterator[str]:
-    """Yield the elements that load the files, all of them at once."""
-    paths = {name: f"page/<!--page-->/{name.rpartition('/')[2]}" for name in (*STYLES, LIBRARY, *SCRIPTS)}
-    yield from (f'<link rel="stylesheet" href="{paths[name]}">' for name in STYLES)
-    yield from (f'<link rel="modulepreload" href="{paths[name]}">' for name in SCRIPTS[1:])
-    yield f'<script defer src="{paths[LIBRARY]}"></script>'
-    yield f'<script type="module" src="{paths[SCRIPTS[0]]}"></script>'
 
 
 _API_FILES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
@@ -154,22 +126,14 @@ def page_router(page: Page) -> APIRouter:
     async def show(request: Request) -> Response:
         if request.headers.get("if-none-match") == page.headers["ETag"]:
             return Response(status_code=304, headers=page.headers)
-        if accepts_gzip(request.headers.get("accept-encoding", "")):
-            headers = {**page.headers, "Content-Encoding": "gzip"}
-            return Response(page.compressed, headers=headers, media_type="text/html")
-        return Response(page.body, headers=page.headers, media_type="text/html")
+        return _reply(request, page.compressed, page.headers, "text/html")
 
-    @router.get("/page/{digest}/{name}")
+    @router.get("/page/{digest}/{name:path}")
     async def file(request: Request, digest: str, name: str) -> Response:
         if digest != page.digest or name not in page.files:
             raise HTTPException(404)
-        headers = {"Cache-Control": "public, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
-        body = page.files[name]
-        if accepts_gzip(request.headers.get("accept-encoding", "")):
-            headers["Content-Encoding"] = "gzip"
-        else:
-            body = gzip.decompress(body)
-        return Response(body, headers=headers, media_type=_TYPES[name.rpartition(".")[2]])
+        headers = {"Cache-Control": "public, max-age=31536000, immutable"}
+        return _reply(request, page.files[name], headers, _TYPES[name.rpartition(".")[2]])
 
     @router.get("/docs")
     async def api_page() -> HTMLResponse:
@@ -179,14 +143,22 @@ def page_router(page: Page) -> APIRouter:
     async def api_file(name: str) -> FileResponse:
         if name not in _API_FILES:
             raise HTTPException(404)
-        from importlib.resources import files  # see _read
+        from importlib.resources import files  # see `static`
 
         return FileResponse(str(files("fastapi_swagger.resources").joinpath(name)), media_type=_API_FILES[name])
 
     return router
 
 
-def _read(name: str) -> str:
+def _reply(request: Request, compressed: bytes, headers: Mapping[str, str], media_type: str) -> Response:
+    headers = {**headers, "Vary": "Accept-Encoding"}
+    if accepts_gzip(request.headers.get("accept-encoding", "")):
+        return Response(compressed, headers={**headers, "Content-Encoding": "gzip"}, media_type=media_type)
+    return Response(gzip.decompress(compressed), headers=headers, media_type=media_type)
+
+
+def static(name: str) -> str:
+    """Return the text of a static file."""
     from importlib.resources import files  # costs 0.5 MB, which an exporter without a viewer does not need
 
     return files("gpumem_exporter.page").joinpath("static", name).read_text(encoding="utf-8")

@@ -9,32 +9,11 @@ from html import escape
 from itertools import pairwise
 
 from fastapi import APIRouter, HTTPException, Request
-from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.responses import HTMLResponse
 
-from gpumem_exporter.page.page_routes import content_policy, source_hash
+from gpumem_exporter.page.page_routes import content_policy, source_hash, static
 
 INDEX = "README"
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 1rem auto; padding: 0 1rem; }
-pre, code { font-family: ui-monospace, monospace; font-size: 0.9em; }
-pre { border: 1px solid #8886; border-radius: 4px; padding: 0.6rem; overflow-x: auto; }
-table { border-collapse: collapse; }
-th, td { border: 1px solid #8886; padding: 0.3rem 0.6rem; text-align: left; vertical-align: top; }
-"""
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-<nav><a href="../">Live page</a> · <a href="./">All runbooks</a></nav>
-<main>
-{body}</main>
-</html>
-"""
-_HEADERS = {**content_policy(style_src=source_hash(_STYLE), img_src="data:"), "Cache-Control": "no-cache"}
 # Links between runbooks lead to their pages. Links to other files become plain text: the package lacks them.
 _LINK = re.compile(r"\]\((\w+)\.md(#[\w-]+)?\)")
 _OTHER_LINK = re.compile(r"\[([^\[\]]*)\]\((?!https:|#|\w+\.md[#)])[^)]*\)")
@@ -46,13 +25,9 @@ def runbook_router() -> APIRouter:
     """Return the routes of the runbooks. A link with the name of an alert is in the annotations of the alert."""
     router = APIRouter(include_in_schema=False)
 
-    @router.get("/runbooks")
-    async def index_without_slash() -> RedirectResponse:
-        return RedirectResponse("runbooks/", 308)  # relative, for a path prefix
-
     @router.get("/runbooks/")
     async def index() -> HTMLResponse:
-        return HTMLResponse(await asyncio.to_thread(_page, INDEX), headers=_HEADERS)
+        return _reply(await asyncio.to_thread(_page, INDEX))
 
     @router.get("/runbooks/{name}")
     async def runbook(request: Request, name: str) -> HTMLResponse:
@@ -63,9 +38,14 @@ def runbook_router() -> APIRouter:
         host = request.headers.get("host", "")
         if _HOST.fullmatch(host):
             page = page.replace(_ADDRESS, f"{request.url.scheme}://{host}")
-        return HTMLResponse(page, headers=_HEADERS)
+        return _reply(page)
 
     return router
+
+
+def _reply(page: str) -> HTMLResponse:
+    policy = content_policy(style_src=source_hash(static("runbook.css")), img_src="data:")
+    return HTMLResponse(page, headers={**policy, "Cache-Control": "no-cache"})
 
 
 @cache
@@ -96,4 +76,5 @@ def _page(name: str) -> str:
         if before.type == "heading_open":
             before.attrSet("id", re.sub(r"[^\w -]", "", token.content.lower()).replace(" ", "-"))
     body = markdown.renderer.render(tokens, markdown.options, {})
-    return _PAGE.format(title=escape(title), style=_STYLE, body=body)
+    page = static("runbook.html").replace("<!--style-->", static("runbook.css"))
+    return page.replace("<!--title-->", escape(title)).replace("<!--body-->", body)
