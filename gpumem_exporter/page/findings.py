@@ -44,6 +44,7 @@ SEVERITY = {
     "starting": "info",
     "kv_cache": "info",
     "starting_together": "warning",
+    "unreported": "info",
 }
 """The severity of each state. A test compares it with the alert rules."""
 _MOST = 50
@@ -96,6 +97,8 @@ class Finding:
     """What to do next, and the command for it, if there is one: `See what grows: gpumem-exporter …`."""
 
 
+_Errors: TypeAlias = Sequence[tuple[LastOom, Job | None]]
+_OnDevice: TypeAlias = tuple[DeviceReading, DeviceLedger, Sequence[tuple[Job, Sequence[Part]]]]
 FindingsOf: TypeAlias = Callable[[Snapshot, Sequence[Job], Mapping[str, DeviceLedger]], Iterable[Finding]]
 """Returns the findings of a feature, from a snapshot, its jobs and its ledgers."""
 
@@ -117,23 +120,26 @@ def find(
     processes could report. `more` find what features know.
     """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
-    there, jobs_of_errors = jobs_by_device(jobs), _JobsOfErrors(jobs)
-    found = [
+    on_devices = [
+        (device, ledgers[device.uuid], there.get(device.uuid, ()))
+        for there in [jobs_by_device(jobs)]
+        for device in devices
+        if device.uuid in ledgers
+    ]
+    errors = _errors(snapshot, jobs)
+    return [
         *_checks(failed_checks, has_devices=bool(devices)),
         *(_lost(device) for device in devices if not device.up),
-        *_ooms(snapshot, jobs_of_errors),
+        *_ooms(snapshot, errors),
         *_growing(jobs, growing or {}),
-        *_idle_caches(snapshot, devices, ledgers, there, jobs_of_errors),
-        *_inactive(snapshot, jobs, jobs_of_errors),
+        *_idle_caches(snapshot, on_devices, errors),
+        *_inactive(snapshot, jobs, errors),
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
         *(each for feature in more for each in feature(snapshot, jobs, ledgers)),
+        *(each for on_device in on_devices for each in _in_ledger(*on_device)),
     ]
-    for device in devices:
-        if device.uuid in ledgers:
-            found += _in_ledger(device, ledgers[device.uuid], there.get(device.uuid, ()))
-    return found
 
 
 class _Seen(NamedTuple):
@@ -144,15 +150,6 @@ class _Seen(NamedTuple):
     severity: str
     severe_seconds: float
     """When it was last found with this severity."""
-
-
-def _seen_again(before: _Seen | None, severity: str, now: float) -> _Seen:
-    if before is None:
-        return _Seen(now, now, severity, now)
-    calmer = SEVERITIES.index(severity) > SEVERITIES.index(before.severity)
-    if calmer and now - before.severe_seconds < _CALMER_SECONDS:
-        return before._replace(last_seconds=now)
-    return _Seen(before.first_seconds, now, severity, now)
 
 
 class Since:
@@ -171,7 +168,13 @@ class Since:
             known = {key: seen for key, seen in self._seen.items() if now - seen.last_seconds < _FORGOTTEN_SECONDS}
             lasting = []
             for finding in findings:
-                seen = known[finding.id] = _seen_again(known.get(finding.id), finding.severity, now)
+                seen = known.get(finding.id) or _Seen(now, now, finding.severity, now)
+                calmer = SEVERITIES.index(finding.severity) > SEVERITIES.index(seen.severity)
+                if calmer and now - seen.severe_seconds < _CALMER_SECONDS:
+                    seen = seen._replace(last_seconds=now)
+                else:
+                    seen = _Seen(seen.first_seconds, now, finding.severity, now)
+                known[finding.id] = seen
                 if finding.kind not in _LASTING or now - seen.first_seconds >= _LASTING_SECONDS:
                     since = seen.first_seconds if finding.since_seconds is None else finding.since_seconds
                     lasting.append(replace(finding, severity=seen.severity, since_seconds=since))
@@ -187,14 +190,13 @@ def _rank(finding: Finding) -> tuple[int, int, float, str]:
 
 def called(job: Job) -> str:
     """Return the name of a job with its user or namespace, as sentences have it: `notebook (carol)`."""
-    owner = job.owner
-    who = owner["user"] or owner["k8s_namespace"]
+    who = job.owner["user"] or job.owner["k8s_namespace"]
     return f"{job.name} ({who})" if who else job.name
 
 
-def finding(kind: str, subject: str, title: str, sentence: str, *, severity: str = "", **more: Any) -> Finding:
-    """Return a finding about a subject, which is a part of its id; `severity` is for kinds with several."""
-    return Finding(f"{kind} {subject}".strip(), kind, severity or SEVERITY[kind], title, sentence, **more)
+def finding(kind: str, subject: str, title: str, sentence: str, *, state: str = "", **more: Any) -> Finding:
+    """Return a finding about a subject, which is a part of its id; `state` is for kinds with several severities."""
+    return Finding(f"{kind} {subject}".strip(), kind, SEVERITY[state or kind], title, sentence, **more)
 
 
 def _checks(failed: Iterable[Mapping[str, str]], *, has_devices: bool) -> Iterator[Finding]:
@@ -205,8 +207,8 @@ def _checks(failed: Iterable[Mapping[str, str]], *, has_devices: bool) -> Iterat
         if part == "nvml":
             yield finding("driver", "", "No driver", f"The driver does not answer: {detail}.", next=_DOCTOR)
         else:
-            severity = SEVERITY["check_failing" if check["status"] == "failing" else "check_degraded"]
-            yield finding("check", part, "Exporter", f"{part}: {detail}.", severity=severity, next=_DOCTOR)
+            state = f"check_{check['status']}"
+            yield finding("check", part, "Exporter", f"{part}: {detail}.", state=state, next=_DOCTOR)
 
 
 def _lost(device: DeviceReading) -> Finding:
@@ -216,77 +218,51 @@ def _lost(device: DeviceReading) -> Finding:
     return finding("device_lost", subject, "Lost device", sentence, gpu=device.gpu, uuid=device.uuid, next=step)
 
 
-def _ooms(snapshot: Snapshot, jobs_of_errors: _JobsOfErrors) -> Iterator[Finding]:
+def _errors(snapshot: Snapshot, jobs: Iterable[Job]) -> _Errors:
+    """Return each out-of-memory error with the job whose process failed; None if the job has ended."""
+    # A session is a claim of its reporter, so it counts for the errors of the same user and container only.
+    known: dict[tuple[str, str, str], Job] = {}
+    for job in jobs:
+        for reporter in job.reporters:
+            known["session", reporter.report.process.session, reporter.key.share] = job
+            if job.workload:
+                known["workload", job.workload, reporter.key.share] = job
+    return [
+        (oom, known.get(("session", oom.session, oom.owner)) or known.get(("workload", oom.workload, oom.owner)))
+        for oom in snapshot.ooms
+    ]
+
+
+def _ooms(snapshot: Snapshot, errors: _Errors) -> Iterator[Finding]:
     """Yield one finding for the errors of a job on a device: the last of the most severe."""
-    by_job: defaultdict[tuple[str, str, str], list[LastOom]] = defaultdict(list)
-    for oom in snapshot.ooms:
+    by_job: defaultdict[tuple[str, str, str], list[tuple[LastOom, Job | None]]] = defaultdict(list)
+    for oom, job in errors:
         if oom.ended_process or snapshot.taken_seconds - oom.happened_seconds <= _CAUGHT_SECONDS:
-            by_job[oom.owner, oom.workload or oom.pid, oom.uuid].append(oom)
-    for ooms in by_job.values():
-        oom = max(ooms, key=lambda each: (each.ended_process, each.happened_seconds))
-        job = jobs_of_errors.of(oom)
-        name = called(job) if job is not None else oom.workload or f"pid {oom.pid}"
-        rank = f" rank {oom.rank}" if oom.rank else ""
-        continues = jobs_of_errors.has_process_of(oom)
-        fate = ", and the process ended" if oom.ended_process else ", and the process continues" if continues else ""
-        severity = SEVERITY["oom_ended_process" if oom.ended_process else "oom_caught"]
-        request, *had = _request(oom)
+            by_job[oom.owner, oom.workload or oom.pid, oom.uuid].append((oom, job))
+    for of_job in by_job.values():
+        oom, job = max(of_job, key=lambda each: (each[0].ended_process, each[0].happened_seconds))
+        sessions = {each.report.process.session for each in job.reporters} if job is not None else ()
+        fate = ", and the process continues" if oom.session in sessions else ""
         # First what became of the job: a narrow page cuts the end off.
-        sentence = f"{name}{rank} {'; '.join((request + fate, *had))}."
-        if len(ooms) > 1:
-            sentence += f" {len(ooms)} of its processes failed there."
+        sentence = (
+            (called(job) if job is not None else oom.workload or f"pid {oom.pid}")
+            + (f" rank {oom.rank}" if oom.rank else "")
+            + f" requested {'more than was free' if oom.requested_bytes is None else human_bytes(oom.requested_bytes)}"
+            + (f" on GPU {oom.gpu}" if oom.gpu else "")
+            + (", and the process ended" if oom.ended_process else fate)
+        )
+        if oom.device_free_bytes is not None and oom.device_free_bytes < (oom.requested_bytes or 0):
+            sentence += f"; {human_bytes(oom.device_free_bytes)} was free"
+        others = f" {len(of_job)} of its processes failed there." if len(of_job) > 1 else ""
         yield finding(
-            *("oom", f"{oom.uuid} {oom.session} {oom.number}", "Out of memory", sentence),
-            severity=severity,
+            *("oom", f"{oom.uuid} {oom.session} {oom.number}", "Out of memory", f"{sentence}.{others}"),
+            state="oom_ended_process" if oom.ended_process else "oom_caught",
             job=job,
             gpu=oom.gpu or None,
             uuid=oom.uuid,
             since_seconds=oom.happened_seconds,
             next=f"See what held the memory: gpumem-exporter events --type oom --pid {oom.pid}",
         )
-
-
-class _JobsOfErrors:
-    """Finds the jobs of out-of-memory errors."""
-
-    def __init__(self, jobs: Iterable[Job]) -> None:
-        # A session is a claim of its reporter, so it counts for the errors of the same user and container only.
-        self._by_session: dict[tuple[str, str], Job] = {}
-        self._by_workload: dict[tuple[str, str], Job] = {}
-        for job in jobs:
-            for process in job.processes:
-                if process.reporter is not None:
-                    share = process.reporter.key.share
-                    self._by_session[process.reporter.report.process.session, share] = job
-                    if job.workload:
-                        self._by_workload[job.workload, share] = job
-
-    def of(self, oom: LastOom) -> Job | None:
-        """Return the job whose process failed; None if the job has ended."""
-        return self._by_session.get((oom.session, oom.owner)) or self._by_workload.get((oom.workload, oom.owner))
-
-    def has_process_of(self, oom: LastOom) -> bool:
-        """Return whether the process that failed still reports."""
-        return (oom.session, oom.owner) in self._by_session
-
-
-def _request(oom: LastOom) -> tuple[str, ...]:
-    """Return what an error requested, and if that is known, what there was."""
-    requested = "more than was available" if oom.requested_bytes is None else human_bytes(oom.requested_bytes)
-    place = f" on GPU {oom.gpu}" if oom.gpu else ""
-    free, limit, reserved = oom.device_free_bytes, oom.limit_bytes, oom.reserved_bytes
-    if free is None:
-        return (f"requested {requested}{place}",)
-    within_limit = oom.requested_bytes is not None and free >= oom.requested_bytes
-    if within_limit and limit is not None and reserved is not None:
-        had = f"{human_bytes(reserved)} of its limit of {human_bytes(limit)} was reserved"
-    else:
-        had = f"{human_bytes(free)} was free"
-        had += f", it had reserved {human_bytes(reserved)}" if reserved else ""
-    fragmented = ""
-    if oom.fragmented_bytes and reserved is not None and oom.fragmented_bytes >= _FRAGMENTED * reserved:
-        fragmented = f", {human_bytes(oom.fragmented_bytes)} fragmented"
-    return f"requested {requested}{place}", f"{had}{fragmented}"
 
 
 def _growing(jobs: Sequence[Job], growing: Mapping[str, Sequence[GrowingPart]]) -> Iterator[Finding]:
@@ -311,25 +287,15 @@ def _growing(jobs: Sequence[Job], growing: Mapping[str, Sequence[GrowingPart]]) 
         yield finding("growth", job.id, "Growing", sentence, job=job, since_seconds=since_seconds, next=step)
 
 
-def _idle_caches(
-    snapshot: Snapshot,
-    devices: Iterable[DeviceReading],
-    ledgers: Mapping[str, DeviceLedger],
-    jobs: Mapping[str, Sequence[tuple[Job, Sequence[Part]]]],
-    jobs_of_errors: _JobsOfErrors,
-) -> Iterator[Finding]:
-    """Yield the jobs whose idle cache others lack, and the jobs with much idle cache. `jobs` are by device."""
-    found: dict[str, tuple[Job, list[tuple[DeviceReading, int, str]]]] = {}
-    """Each job by id, with its idle cache on each device, and why others lack it."""
-    for device in devices:
-        ledger = ledgers.get(device.uuid)
-        if ledger is None:
-            continue
-        there = jobs.get(device.uuid, ())
+def _idle_caches(snapshot: Snapshot, on_devices: Iterable[_OnDevice], errors: _Errors) -> Iterator[Finding]:
+    """Yield the jobs whose idle cache others lack, and the jobs with much idle cache."""
+    found: dict[str, list[tuple[Job, DeviceReading, int, str]]] = {}
+    """By job: its idle cache on each device, and why others lack it."""
+    for device, ledger, there in on_devices:
         full = ledger.categories["free"] < (1 - _FULL) * ledger.total_bytes
         failed = [
-            jobs_of_errors.of(oom)
-            for oom in snapshot.ooms
+            job
+            for oom, job in errors
             if oom.uuid == device.uuid and snapshot.taken_seconds - oom.happened_seconds < _CAUGHT_SECONDS
         ]
         for job, parts in there:
@@ -341,26 +307,26 @@ def _idle_caches(
             beside = any(each is not job for each in failed)
             lacking = (_LITTLE_FREE if full else _OTHER_FAILED if beside else "") if len(there) > 1 else ""
             if size and size >= (_IDLE_BESIDE_FULL if lacking else _MUCH_IDLE) * ledger.total_bytes:
-                found.setdefault(job.id, (job, []))[1].append((device, size, lacking))
-    for job, places in found.values():
-        lacked = [device for device, _, lacking in places if lacking]
-        size = sum(size for _, size, lacking in places if lacking or not lacked)
-        where = gpus_in_words([device.gpu for device in lacked or [device for device, _, _ in places]])
-        why = next((lacking for _, _, lacking in places if lacking), "")
-        sentence = f"{called(job)} holds {human_bytes(size)} of idle cache on {where}{why}."
-        device = (lacked or [places[0][0]])[0]
+                found.setdefault(job.id, []).append((job, device, size, lacking))
+    for places in found.values():
+        shown = [place for place in places if place[-1]] or places
+        size = sum(size for _, _, size, _ in shown)
+        where = gpus_in_words([device.gpu for _, device, _, _ in shown])
+        job, device, _, lacking = shown[0]
+        pids = ",".join(str(process.pid) for process in job.processes if process.reporter is not None)
         yield finding(
-            *("idle_cache", job.id, "Idle cache", sentence),
-            severity=SEVERITY["idle_cache_lacked" if lacked else "idle_cache"],
+            *("idle_cache", job.id, "Idle cache"),
+            f"{called(job)} holds {human_bytes(size)} of idle cache on {where}{lacking}.",
+            state="idle_cache_lacked" if lacking else "",
             job=job,
             gpu=device.gpu,
             uuid=device.uuid,
             idle_cache_bytes=size,
-            next=f"See what a clear would free: gpumem-exporter clear {_selecting(job)} --dry-run",
+            next=f"See what a clear would free: gpumem-exporter clear --pid {pids} --dry-run",
         )
 
 
-def _inactive(snapshot: Snapshot, jobs: Sequence[Job], jobs_of_errors: _JobsOfErrors) -> Iterator[Finding]:
+def _inactive(snapshot: Snapshot, jobs: Sequence[Job], errors: _Errors) -> Iterator[Finding]:
     for job in jobs:
         idle_since = job.idle_since_seconds(snapshot)
         size = job.sums["used_bytes"] or 0
@@ -368,27 +334,16 @@ def _inactive(snapshot: Snapshot, jobs: Sequence[Job], jobs_of_errors: _JobsOfEr
         if idle_since is None or size < _MUCH_INACTIVE_BYTES or any(each.orphan is not None for each in job.processes):
             continue
         uuids = {part.uuid for part in job.parts}
-        lacked = any(
-            oom.uuid in uuids and oom.happened_seconds > idle_since and jobs_of_errors.of(oom) is not job
-            for oom in snapshot.ooms
-        )
+        lacked = any(oom.uuid in uuids and oom.happened_seconds > idle_since and of is not job for oom, of in errors)
         lasting = human_seconds(snapshot.taken_seconds - idle_since)
         sentence = f"{called(job)} has held {human_bytes(size)} for {lasting} without any activity"
-        sentence += f"{_OTHER_FAILED}." if lacked else "."
-        severity = SEVERITY["inactive_lacked" if lacked else "inactive"]
-        step = "Ask its owner whether anybody needs it"
         yield finding(
-            *("inactive", job.id, "Inactive", sentence),
-            severity=severity,
+            *("inactive", job.id, "Inactive", f"{sentence}{_OTHER_FAILED if lacked else ''}."),
+            state="inactive_lacked" if lacked else "",
             job=job,
             since_seconds=idle_since,
-            next=step,
+            next="Ask its owner whether anybody needs it",
         )
-
-
-def _selecting(job: Job) -> str:
-    """Return the options that select the reporting processes of a job."""
-    return f"--pid {','.join(str(process.pid) for process in job.processes if process.reporter is not None)}"
 
 
 def gpus_in_words(gpus: Sequence[str]) -> str:
@@ -427,28 +382,23 @@ def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]
         how = f"Start PyTorch jobs with PYTHONPATH={client_directory}"
     do = "does" if len(unreported) == 1 else "do"
     sentence = f"{len(unreported)} of {every} {do} not report{size}. {how}."
-    yield finding("unreported", "", "Not reporting", sentence, severity="info")
+    yield finding("unreported", "", "Not reporting", sentence)
 
 
 def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
     by_pid = {process.host_pid: job for job in jobs for process in job.processes if process.host_pid is not None}
-    by_job: dict[str, tuple[Job, list[str]]] = {}
-    by_gpu: dict[str, dict[str, Job]] = {}
-    for engine in snapshot.starting:
-        job = by_pid.get(engine.host_pid) if engine.host_pid is not None else None
-        if job is not None:
-            gpus = by_job.setdefault(job.id, (job, []))[1]
-            gpus += [engine.gpu] if engine.gpu not in gpus else []
-            by_gpu.setdefault(engine.gpu, {})[job.id] = job
-    for job, gpus in by_job.values():
+    known = [(by_pid[each.host_pid], each.gpu) for each in snapshot.starting if each.host_pid in by_pid]
+    places = dict.fromkeys(known)
+    for job in dict.fromkeys(job for job, _ in places):
+        where = gpus_in_words([gpu for each, gpu in places if each is job])
         sentence = (
-            f"{called(job)} starts on {gpus_in_words(gpus)}. Clears there wait until it has started: memory that is "
-            "released meanwhile can end its start."
+            f"{called(job)} starts on {where}. Clears there wait until it has started: memory that is released "
+            "meanwhile can end its start."
         )
         yield finding("starting", job.id, "Engine starts", sentence, job=job)
-    for gpu, together in by_gpu.items():
-        if len(together) > 1:
-            first, *others = map(called, together.values())
+    for gpu in dict.fromkeys(gpu for _, gpu in places):
+        first, *others = [called(job) for job, each in places if each == gpu]
+        if others:
             sentence = (
                 f"{first} and {', '.join(others)} start on GPU {gpu} at the same time. Each measures what the other "
                 "takes, so their caches get wrong sizes. Start them one after another."

@@ -51,7 +51,7 @@ VALUES: Mapping[str, Callable[[Part], int | None]] = {
 _PARTIAL = ("unmapped_bytes",)
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """The processes of a job, from one snapshot."""
 

@@ -175,6 +175,7 @@ def test_the_severities_are_those_of_the_findings() -> None:
         "orphan_small",
         "starting",
         "starting_together",
+        "unreported",
     }
 
 

@@ -10,7 +10,7 @@ from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
 from gpumem_exporter.core.samples import LostLauncher, Snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.page.documents import SeenProcess
-from gpumem_exporter.page.findings import SEVERITY, Finding, called, finding, gpus_in_words
+from gpumem_exporter.page.findings import Finding, called, finding, gpus_in_words
 from gpumem_exporter.page.jobs import Job
 
 # The share of a device that others may need, and below which the free memory of a device is little.
@@ -86,7 +86,7 @@ def orphans_left_behind(
         subject = f"{left.job.id} {left.lost.pid or ''}".strip()
         yield finding(
             *("orphan", subject, "Orphan", sentence),
-            severity=SEVERITY["orphan" if left.may_be_needed(ledgers) else "orphan_small"],
+            state="" if left.may_be_needed(ledgers) else "orphan_small",
             job=left.job,
             since_seconds=left.lost.ended_seconds,
             next="See what can be ended: gpumem-exporter terminate --orphans --dry-run",

@@ -111,13 +111,6 @@ def test_the_errors_of_a_job_on_a_device_are_one_finding() -> None:
     assert " 5 of its processes" in found[0].sentence
 
 
-def test_an_out_of_memory_error_within_a_limit_says_what_was_reserved_of_it() -> None:
-    sizes: dict[str, Any] = {"device_free_bytes": 2 * GIB, "limit_bytes": 8 * GIB, "reserved_bytes": 7 * GIB}
-    error = dataclasses.replace(oom(), **sizes, fragmented_bytes=4 * GIB)
-    sentence = findings(of(1, "train"), ooms=(error,))["oom"].sentence
-    assert "7.0 GiB of its limit of 8.0 GiB was reserved, 4.0 GiB fragmented" in sentence
-
-
 @pytest.mark.parametrize(
     ("growing", "sentence"),
     [
