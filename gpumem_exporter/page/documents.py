@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -31,6 +31,9 @@ from gpumem_exporter.core.samples import (
 
 _SAMPLE_MAPPINGS = ("phase_peak_bytes", "component_bytes", "component_unmapped_bytes", "kv_cache_bytes")
 _SAMPLE_NUMBERS = tuple(f.name for f in fields(DeviceSample) if f.name not in ("uuid", *_SAMPLE_MAPPINGS))
+_SHOWN_NUMBERS = (
+    *("allocated_bytes", "reserved_bytes", "idle_cache_bytes", "reclaimable_bytes", "unmapped_bytes", "nccl_bytes"),
+)
 _DEVICE = ("gpu", "uuid", "name", "pci_bus_id", "mig_profile", "parent_uuid", "up", "error", "utilization_ratio")
 _IDENTITY = ("world_size", "torch_version", "allocator_settings", "client_version", "nvml_interceptor")
 _REPORT = ("step_seconds", "pinned_host_bytes")
@@ -157,17 +160,11 @@ def parts_of(process: SeenProcess) -> Iterator[Part]:
         yield Part(process, uuid, process.shares.get(uuid), samples.get(uuid))
 
 
-def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = None) -> dict[str, Any]:
+def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[SeenProcess]:
     """Return every process that reports, that is silent, or that the driver lists.
 
     The identities of others' processes are hidden from `viewer`; None shows them.
     """
-    processes = [process_document(process, snapshot) for process in seen_processes(snapshot, viewer)]
-    return {"source": source, "processes": processes}
-
-
-def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[SeenProcess]:
-    """Return every process that reports, that is silent, or that the driver lists; see `processes_document`."""
     node, names = snapshot.node, snapshot.names
     seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
     seen += [SeenProcess(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
@@ -183,25 +180,25 @@ def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[See
         if node is not None:
             known = process.known
             process.facts = node.facts_of(known) if known is not None else node.facts.get(process.host_pid or 0)
-        process.hidden = viewer is not None and not _knows(viewer, process)
+        rights = Rights.ALL if viewer is None else viewer.rights
+        own = viewer is not None and process.reporter is not None and viewer.may_act_on(process.reporter)
+        process.hidden = rights is not Rights.ALL and not (rights is Rights.OWN and own)
         process.orphan = snapshot.orphans.get(process.facts.pid) if process.facts is not None else None
     return seen
 
 
-def _knows(viewer: Caller, process: SeenProcess) -> bool:
-    if viewer.rights is not Rights.OWN:
-        return viewer.rights is Rights.ALL
-    return process.reporter is not None and viewer.may_act_on(process.reporter)
+def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = None) -> dict[str, Any]:
+    """Return the processes with all of their values; see `seen_processes`."""
+    processes = [process_document(process, snapshot, whole=True) for process in seen_processes(snapshot, viewer)]
+    return {"source": source, "processes": processes}
 
 
-def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool = True) -> dict[str, Any]:
+def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool) -> dict[str, Any]:
     """Return a process with its values for each device: all values, or the values that every reader needs."""
-    # The shorter form is built by hand: a node has hundreds of processes, each second, and reports wait meanwhile.
-    reporter = process.reporter
+    # The shorter form has few values: a node has hundreds of processes, each second, and reports wait meanwhile.
+    reporter, known = process.reporter, process.known
     report = reporter.report if reporter else None
     identity = report.process if report else process.silent
-    known = reporter or process.silent
-    parts = list(parts_of(process))
     document = {
         "pid": process.pid,
         "own_pid": known.key.pid if known else None,
@@ -215,9 +212,10 @@ def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool = 
         "orphan": orphan_document(process, snapshot.node),
         "clears": reporter.clears if reporter else False,
         "step": report.step if report else None,
+        "devices": [_process_device(part, snapshot, whole=whole) for part in parts_of(process)],
     }
     if not whole:
-        return {**document, "devices": [_process_device(part, snapshot.gpus) for part in parts]}
+        return document
     return {
         **document,
         "host_pid": process.host_pid,
@@ -232,7 +230,6 @@ def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool = 
         "uid": reporter.owner_uid if reporter and not process.hidden else None,
         "actions": list(report.actions) if report else [],
         "denied_actions": list(report.denied_actions) if report else [],
-        "devices": [_whole_process_device(part, snapshot.gpus, report.step if report else None) for part in parts],
     }
 
 
@@ -250,28 +247,17 @@ def orphan_document(process: SeenProcess, node: NodeReading | None) -> dict[str,
     }
 
 
-def _process_device(part: Part, gpus: Mapping[str, str]) -> dict[str, Any]:
-    share, sample = part.share, part.sample
-    return {
-        "gpu": gpus.get(part.uuid),
+def _process_device(part: Part, snapshot: Snapshot, *, whole: bool) -> dict[str, Any]:
+    sample, reporter = part.sample, part.process.reporter
+    document = {
+        "gpu": snapshot.gpus.get(part.uuid),
         "uuid": part.uuid,
-        "used_bytes": share.used_bytes if share else None,
-        "non_torch_bytes": share.non_torch_bytes if share else None,
-        "allocated_bytes": sample.allocated_bytes if sample else None,
-        "reserved_bytes": sample.reserved_bytes if sample else None,
-        "idle_cache_bytes": sample.idle_cache_bytes if sample else None,
-        "reclaimable_bytes": sample.reclaimable_bytes if sample else None,
+        "used_bytes": part.share.used_bytes if part.share else None,
+        "non_torch_bytes": part.share.non_torch_bytes if part.share else None,
         "fragmented_bytes": fragmented_bytes(sample) if sample else None,
-        "unmapped_bytes": sample.unmapped_bytes if sample else None,
-        "nccl_bytes": sample.nccl_bytes if sample else None,
+        **{name: getattr(sample, name, None) for name in (_SAMPLE_NUMBERS if whole else _SHOWN_NUMBERS)},
     }
-
-
-def _whole_process_device(part: Part, gpus: Mapping[str, str], step: int | None) -> dict[str, Any]:
-    sample = part.sample
-    return {
-        **_process_device(part, gpus),
-        "plan_error_ratio": plan_error_ratio(sample, step) if sample else None,
-        **{name: getattr(sample, name, None) for name in _SAMPLE_NUMBERS},
-        **{name: dict(getattr(sample, name, ())) for name in _SAMPLE_MAPPINGS},
-    }
+    if whole:
+        document |= {name: dict(getattr(sample, name, ())) for name in _SAMPLE_MAPPINGS}
+        document["plan_error_ratio"] = plan_error_ratio(sample, reporter.report.step) if sample and reporter else None
+    return document

@@ -61,30 +61,6 @@ def growth(minima: Sequence[tuple[float, int]]) -> Growth | None:
     return None
 
 
-class _Room(NamedTuple):
-    """How a part grows, and what it has before it needs free memory."""
-
-    per_second: float
-    cache_bytes: int
-    """The idle cache. The job needs the rest of its cache in each step."""
-    limit_bytes: float
-    """What the memory limit of the process leaves, with the idle cache."""
-
-    @classmethod
-    def of(cls, part: Part, grows: Growth) -> _Room:
-        """Return the room of a part with a sample."""
-        sample = part.sample
-        cache = (sample.idle_cache_bytes if sample else None) or 0
-        limit, reserved = (sample.memory_limit_bytes, sample.reserved_bytes) if sample else (None, None)
-        left = float("inf") if limit is None or reserved is None else max(0, limit - reserved + cache)
-        return cls(grows.bytes_per_hour / 3600, cache, left)
-
-    @property
-    def cache_seconds(self) -> float:
-        """How long the cache lasts."""
-        return self.cache_bytes / self.per_second
-
-
 def growing_parts(
     jobs: Iterable[Job], growths: Mapping[PartKey, Growth], free: Mapping[str, int]
 ) -> dict[str, list[GrowingPart]]:
@@ -100,20 +76,23 @@ def growing_parts(
                 by_device.setdefault(part.uuid, []).append((job.id, part, grows))
     found: dict[str, list[GrowingPart]] = {}
     for uuid, there in by_device.items():
-        rooms = [_Room.of(part, grows) for _, part, grows in there]
-        full = _full_in_seconds(free[uuid], rooms) if uuid in free else None
-        for (job_id, part, grows), room in zip(there, rooms, strict=True):
-            left = None if full is None else min(max(full, room.cache_seconds), room.limit_bytes / room.per_second)
+        # What each uses before it needs free memory: its idle cache. The job needs the rest of its cache in each step.
+        caches = [(part.sample.idle_cache_bytes if part.sample else None) or 0 for _, part, _ in there]
+        rates = [grows.bytes_per_hour / 3600 for _, _, grows in there]
+        full = _full_in_seconds(free[uuid], caches, rates) if uuid in free else None
+        for (job_id, part, grows), cache, rate in zip(there, caches, rates, strict=True):
+            left, sample = full, part.sample
+            if left is not None and sample is not None:
+                left = max(left, cache / rate)
+                if sample.memory_limit_bytes is not None and sample.reserved_bytes is not None:
+                    left = min(left, max(0, sample.memory_limit_bytes - sample.reserved_bytes + cache) / rate)
             found.setdefault(job_id, []).append(GrowingPart(part, grows, left))
     return {job_id: sorted(parts, key=lambda each: -each.growth.bytes_per_hour) for job_id, parts in found.items()}
 
 
-def _full_in_seconds(free_bytes: int, rooms: Iterable[_Room]) -> float:
-    """Return when a device has no free memory if each part first uses its own cache, and then what is free."""
-    # The parts whose caches end first grow into the free memory first: the earliest time counts.
-    rate, available, times = 0.0, max(0, free_bytes), []
-    for room in sorted(rooms, key=lambda each: each.cache_seconds):
-        rate += room.per_second
-        available += room.cache_bytes
-        times.append(available / rate)
-    return min(times)
+def _full_in_seconds(free_bytes: int, caches: Sequence[int], rates: Sequence[float]) -> float:
+    """Return when a device has no free memory if each process first uses its own cache, and then what is free."""
+    # The processes whose caches end first grow into the free memory first: the earliest time counts.
+    first = sorted(zip(caches, rates, strict=True), key=lambda each: each[0] / each[1])
+    available = accumulate((cache for cache, _ in first), initial=max(0, free_bytes))
+    return min(size / rate for size, rate in zip([*available][1:], accumulate(rate for _, rate in first), strict=True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +20,11 @@ from gpumem_exporter.page.documents import JOB_NUMBERS, Part, SeenProcess, parts
 
 ACTIVE_SECONDS = 60.0
 """A job whose memory and steps have not changed for this time is idle."""
+
+HUES = 12
+"""Page and terminal have a palette of this number of colors."""
+# A job that has ended keeps its hue for its next run.
+_MAX_HUES = 1024
 
 STATES_OF_ENGINES = {"starting": "starting", "serving": "serving", "idle": "idle", "asleep": "sleeping"}
 """The state of a job by the states of its engines; the first one counts."""
@@ -186,6 +194,33 @@ def _jobs(snapshot: Snapshot, viewer: Caller | None) -> Sequence[Job]:
         id_ = job_id(of) if of is not None else f"pid~{process.pid}"
         jobs.setdefault(id_, Job(id_, of.workload if of is not None else None)).processes.append(process)
     return sorted(jobs.values(), key=lambda job: (-(job.sums["used_bytes"] or job.sums["reserved_bytes"] or 0), job.id))
+
+
+class Hues:
+    """Assigns a color to each job, which every viewer and screen shows, also after a reload. Thread-safe.
+
+    It is the hue of the job's id, or the next one that fewer jobs have.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # The jobs that were present last are at the end.
+        self._known: dict[str, int] = {}
+
+    def of(self, jobs: Iterable[str]) -> Mapping[str, int]:
+        """Return the hue of each job of the node, by id."""
+        with self._lock:
+            hues = {id_: self._known.pop(id_, None) for id_ in sorted(set(jobs))}
+            uses = Counter(hue for hue in hues.values() if hue is not None)
+            for id_, hue in hues.items():
+                if hue is None:
+                    preferred = hashlib.blake2b(id_.encode(), digest_size=4).digest()[0]
+                    hue = min(range(HUES), key=lambda each: (uses[each], (each - preferred) % HUES))
+                    uses[hue] += 1
+                self._known[id_] = hue
+            for id_ in list(self._known)[: -max(_MAX_HUES, len(hues))]:
+                del self._known[id_]
+            return {id_: self._known[id_] for id_ in hues}
 
 
 def jobs_by_device(jobs: Iterable[Job]) -> dict[str, list[tuple[Job, list[Part]]]]:

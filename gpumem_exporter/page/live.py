@@ -11,9 +11,8 @@ from gpumem_exporter.core.samples import PartKey, Snapshot
 from gpumem_exporter.page.documents import Part, device_document
 from gpumem_exporter.page.findings import Finding, FindingsOf, Since, find
 from gpumem_exporter.page.growth import GrowingPart, Growth, growing_parts, growth
-from gpumem_exporter.page.hues import Hues
 from gpumem_exporter.page.job_document import clear_document, job_document
-from gpumem_exporter.page.jobs import Job, jobs_by_device, jobs_of, sums_of
+from gpumem_exporter.page.jobs import Hues, Job, jobs_by_device, jobs_of, sums_of
 from gpumem_exporter.page.oom import OF_DEVICE, jobs_beside
 from gpumem_exporter.page.words import WORDS
 
@@ -22,6 +21,7 @@ ALL_DETAILS = "all"
 _NEAR_SECONDS = 5.0
 # The minima of minutes change no more often.
 _GROWTH_SECONDS = 30.0
+_FINDING = ("id", "kind", "severity", "title", "sentence", "gpu", "uuid", "idle_cache_bytes", "next")
 
 Document = dict[str, Any]
 
@@ -47,8 +47,8 @@ class NodeView:
         of the minute in Unix seconds. Without a history, no growth is found."""
         self.findings: Sequence[FindingsOf] = ()
         """Of features."""
-        # The growth of each process on each device, and when it was computed. Replaced, never changed.
-        self._growths: Mapping[PartKey, tuple[float, Growth | None]] = {}
+        # When the growth was computed, and what grows on each device. Replaced, never changed.
+        self._growths: tuple[float, Mapping[PartKey, Growth]] = (-_GROWTH_SECONDS, {})
         # The last snapshot that was noticed. Replaced, never changed.
         self._noticed: Snapshot | None = None
 
@@ -72,7 +72,7 @@ class NodeView:
         there = jobs_by_device(jobs_of(snapshot)).get(uuid, ())
         failed = next((part for _, parts in there for part in parts if str(part.process.pid) == pid), None)
         reporter = failed.process.reporter if failed is not None else None
-        _, grows = self._growths.get(reporter.part(uuid), (0.0, None)) if reporter is not None else (0.0, None)
+        grows = self._growths[1].get(reporter.part(uuid)) if reporter is not None else None
         return {
             "total_bytes": device.memory.total_bytes if device.memory is not None else None,
             "growth_bytes_per_hour": grows.bytes_per_hour if grows is not None else None,
@@ -120,10 +120,7 @@ class NodeView:
             "devices": devices,
             "jobs": [
                 job_document(
-                    job,
-                    snapshot,
-                    now_unix_seconds,
-                    growing.get(job.id, ()),
+                    *(job, snapshot, now_unix_seconds, growing.get(job.id, ())),
                     hue=hues[job.id],
                     whole=details in (ALL_DETAILS, job.id),
                 )
@@ -135,20 +132,13 @@ class NodeView:
 
     def _growing(self, snapshot: Snapshot, jobs: Sequence[Job]) -> Mapping[str, Sequence[GrowingPart]]:
         """Return the processes of each job that grow, by the job's id, with starts on the monotonic clock."""
-        now, known = self._clock(), self._growths
-        computed: dict[PartKey, tuple[float, Growth | None]] = {}
-        for process in snapshot.processes:
-            for sample in process.report.devices:
-                part = process.part(sample.uuid)
-                before = known.get(part)
-                if before is not None and now - before[0] < _GROWTH_SECONDS:
-                    computed[part] = before
-                else:
-                    to_monotonic = now - self._wall_clock()
-                    minima = [(seconds + to_monotonic, size) for seconds, size in self.minima_of(part)]
-                    computed[part] = now, growth(minima)
-        self._growths = computed
-        growths = {part: grows for part, (_, grows) in computed.items() if grows is not None}
+        now, (computed_seconds, growths) = self._clock(), self._growths
+        if now - computed_seconds >= _GROWTH_SECONDS:
+            to_monotonic = now - self._wall_clock()
+            parts = (process.part(sample.uuid) for process in snapshot.processes for sample in process.report.devices)
+            minima = {part: [(end + to_monotonic, size) for end, size in self.minima_of(part)] for part in parts}
+            growths = {part: grows for part, sizes in minima.items() if (grows := growth(sizes)) is not None}
+            self._growths = now, growths
         devices = snapshot.node.devices if snapshot.node is not None else ()
         free = {device.uuid: device.memory.free_bytes for device in devices if device.memory is not None}
         return growing_parts(jobs, growths, free) if growths else {}
@@ -191,11 +181,11 @@ def _users(there: Sequence[tuple[Job, Sequence[Part]]]) -> list[Document]:
 
 def _totals(devices: Sequence[Document], jobs: Sequence[Job], *, listed: bool) -> Document:
     """Return the sums of the node; `listed` is whether the driver lists the processes of every device."""
-
-    def over_devices(values: Iterable[int | None]) -> int | None:
-        return sum_of_known([*values] or [None])
-
     memories = [device["memory"] or {} for device in devices]
+    values = {
+        **{name: [memory.get(name) for memory in memories] for name in ("total_bytes", "used_bytes", "free_bytes")},
+        **{name: [device[name] for device in devices] for name in ("idle_cache_bytes", "allocatable_bytes")},
+    }
     shares = [(part.process.reporter is not None, part.share) for job in jobs for part in job.parts]
     used = [(reports, share.used_bytes) for reports, share in shares if share is not None]
     by_processes = sum_of_known([size for _, size in used] or [None])
@@ -207,11 +197,7 @@ def _totals(devices: Sequence[Document], jobs: Sequence[Job], *, listed: bool) -
         "devices": len(devices),
         "jobs": len(jobs),
         "processes": sum(len(job.processes) for job in jobs),
-        "total_bytes": over_devices(memory.get("total_bytes") for memory in memories),
-        "used_bytes": over_devices(memory.get("used_bytes") for memory in memories),
-        "free_bytes": over_devices(memory.get("free_bytes") for memory in memories),
-        "idle_cache_bytes": over_devices(device["idle_cache_bytes"] for device in devices),
-        "allocatable_bytes": over_devices(device["allocatable_bytes"] for device in devices),
+        **{name: sum_of_known(sizes or [None]) for name, sizes in values.items()},
         "reported_bytes": reported,
         "coverage_ratio": coverage,
     }
@@ -224,17 +210,9 @@ def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> D
         of_job = clear_document(job, snapshot.taken_seconds)
         clear = of_job and {**of_job, "job": job.id, "name": job.name}
     return {
-        "id": finding.id,
-        "kind": finding.kind,
-        "severity": finding.severity,
-        "title": finding.title,
-        "sentence": finding.sentence,
+        **{name: getattr(finding, name) for name in _FINDING},
         "job": job.id if job is not None else None,
         "owner": job.owner["owner"] if job is not None else "",
-        "gpu": finding.gpu,
-        "uuid": finding.uuid,
         "since_unix_seconds": None if since is None else round(now_unix_seconds - (snapshot.taken_seconds - since), 1),
-        "idle_cache_bytes": finding.idle_cache_bytes,
-        "next": finding.next,
         "clear": clear,
     }

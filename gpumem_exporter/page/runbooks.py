@@ -27,18 +27,17 @@ def runbook_router() -> APIRouter:
 
     @router.get("/runbooks/")
     async def index() -> HTMLResponse:
-        return _reply(await asyncio.to_thread(_page, INDEX))
+        return _reply((await asyncio.to_thread(_pages))[INDEX])
 
     @router.get("/runbooks/{name}")
     async def runbook(request: Request, name: str) -> HTMLResponse:
-        if name == INDEX or name not in await asyncio.to_thread(_names):
+        pages = await asyncio.to_thread(_pages)
+        if name == INDEX or name not in pages:
             raise HTTPException(404)
-        page = await asyncio.to_thread(_page, name)
         # The reader's own address of this exporter, so that the commands can be copied.
         host = request.headers.get("host", "")
-        if _HOST.fullmatch(host):
-            page = page.replace(_ADDRESS, f"{request.url.scheme}://{host}")
-        return _reply(page)
+        address = f"{request.url.scheme}://{host}" if _HOST.fullmatch(host) else _ADDRESS
+        return _reply(pages[name].replace(_ADDRESS, address))
 
     return router
 
@@ -49,32 +48,31 @@ def _reply(page: str) -> HTMLResponse:
 
 
 @cache
-def _names() -> tuple[str, ...]:
-    from importlib.resources import files
-
-    folder = files("gpumem_exporter.page").joinpath("runbook_texts")
-    return tuple(sorted(entry.name.removesuffix(".md") for entry in folder.iterdir() if entry.name.endswith(".md")))
-
-
-@cache
-def _page(name: str) -> str:
-    """Return a runbook as HTML. The first one loads the parser."""
+def _pages() -> dict[str, str]:
+    """Return the runbooks by name as HTML; their list is the page of `INDEX`."""
     from importlib.resources import files
 
     from markdown_it import MarkdownIt
 
-    source = files("gpumem_exporter.page").joinpath("runbook_texts", f"{name}.md")
-    text = source.read_text(encoding="utf-8")
-    if name == INDEX:
-        text += "\n## Runbooks\n\n" + "\n".join(f"- [{each}]({each}.md)" for each in _names() if each != INDEX) + "\n"
-    title = text.partition("\n")[0].removeprefix("# ")
-    text = _OTHER_LINK.sub(r"\1", text)
-    text = _LINK.sub(lambda link: f"]({'./' if link[1] == INDEX else link[1]}{link[2] or ''})", text)
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = markdown.parse(text)
-    for before, token in pairwise(tokens):
-        if before.type == "heading_open":
-            before.attrSet("id", re.sub(r"[^\w -]", "", token.content.lower()).replace(" ", "-"))
-    body = markdown.renderer.render(tokens, markdown.options, {})
-    page = static("runbook.html").replace("<!--style-->", static("runbook.css"))
-    return page.replace("<!--title-->", escape(title)).replace("<!--body-->", body)
+    template = static("runbook.html").replace("<!--style-->", static("runbook.css"))
+    folder = files("gpumem_exporter.page").joinpath("runbook_texts")
+    texts = {
+        file.name.removesuffix(".md"): file.read_text(encoding="utf-8")
+        for file in folder.iterdir()
+        if file.name.endswith(".md")
+    }
+    texts[INDEX] += "\n## Runbooks\n\n" + "\n".join(f"- [{name}]({name}.md)" for name in sorted(texts.keys() - {INDEX}))
+    pages = {}
+    for name, text in texts.items():
+        title = text.partition("\n")[0].removeprefix("# ")
+        shown = _LINK.sub(
+            lambda link: f"]({'./' if link[1] == INDEX else link[1]}{link[2] or ''})", _OTHER_LINK.sub(r"\1", text)
+        )
+        tokens = markdown.parse(shown)
+        for before, token in pairwise(tokens):
+            if before.type == "heading_open":
+                before.attrSet("id", re.sub(r"[^\w -]", "", token.content.lower()).replace(" ", "-"))
+        body = markdown.renderer.render(tokens, markdown.options, {})
+        pages[name] = template.replace("<!--title-->", escape(title)).replace("<!--body-->", body)
+    return pages

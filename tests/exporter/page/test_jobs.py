@@ -19,7 +19,7 @@ from gpumem_exporter.core.samples import (
     Snapshot,
 )
 from gpumem_exporter.node.job_ids import job_id, job_of_process
-from gpumem_exporter.page.jobs import Job, jobs_of
+from gpumem_exporter.page.jobs import HUES, Hues, Job, jobs_of
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 ALICE, BOB = 1001, 1002
@@ -147,3 +147,17 @@ def test_a_lost_device_does_not_hide_its_jobs() -> None:
     (job,) = jobs_of(Snapshot(1.0, node(lost), (of(1),)))
     assert job.sums["allocated_bytes"] == 80 * MIB
     assert job.sums["used_bytes"] is None
+
+
+def test_jobs_have_different_hues_as_long_as_there_are_hues() -> None:
+    jobs = [f"job-{number}" for number in range(HUES)]
+    assert sorted(Hues().of(jobs).values()) == list(range(HUES))
+
+
+def test_a_job_keeps_its_hue_while_others_come_and_go_and_after_it_has_ended() -> None:
+    hues = Hues()
+    first = hues.of(["train", "notebook"])
+    crowd = [f"job-{number}" for number in range(40)]
+    assert {name: hues.of(["notebook", *crowd])[name] for name in ("notebook",)} == {"notebook": first["notebook"]}
+    hues.of(crowd)
+    assert {**hues.of(["train", *crowd, "notebook"]), **first} == hues.of(["notebook", *crowd, "train"])
