@@ -11,7 +11,7 @@ from pathlib import Path
 import gpumem_exporter.app  # noqa: F401 - an exporter has it loaded
 from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_formats import SUFFIXES, render
-from gpumem_exporter.features.profiles.profile_store import stored_profile
+from gpumem_exporter.features.profiles.stored_profile import StoredProfile
 from tests.support.profile_documents import facts
 
 
@@ -22,7 +22,7 @@ def highest_mib() -> float:
 
 
 before, after = (
-    stored_profile(facts(reported_pid=i), Path(file).read_bytes()).at("live") for i, file in enumerate(sys.argv[1:])
+    StoredProfile.of(facts(reported_pid=i), Path(file).read_bytes()).at("live") for i, file in enumerate(sys.argv[1:])
 )
 for form in SUFFIXES:
     render([difference(before, after)], form)

@@ -11,31 +11,16 @@ def _build(node: Node) -> Parts:
 
     from gpumem_client.wire.protocol import PROFILES_PATH
     from gpumem_exporter.features.profiles.profile_document import MAX_BODY_BYTES
-    from gpumem_exporter.features.profiles.profile_intake import ProfileIntake, ScrapedProfiles
-    from gpumem_exporter.features.profiles.profile_routes import ProfileAccess, ProfileRoutes, profiles_router
+    from gpumem_exporter.features.profiles.profile_intake import ProfileIntake
+    from gpumem_exporter.features.profiles.profile_routes import ProfileAccess, ProfileRoutes
     from gpumem_exporter.features.profiles.profile_store import Profiles
 
     profiles = Profiles(node.folder, max_bytes=node.settings.storage_max_bytes)
-    scraped: ScrapedProfiles = {}
-    intake = ProfileIntake(
-        profiles,
-        scraped,
-        node.store,
-        node.senders,
-        node.dispatcher,
-        lambda: node.errors,  # a later feature records the errors, and another one the processes
-        snapshot=node.snapshot,
-        clock=node.clock,
-        wall_clock=node.wall_clock,
-        late_process=lambda identity, uid: node.processes.late_process(identity, uid),
-        requests_per_minute=node.settings.action_caller_limit,
-    )
+    intake = ProfileIntake(profiles, node)
     access = ProfileAccess(profiles, node.store)
-    node.profile_of_error = access.of_error
-    node.profiles_of = access.of_job
-    routes = ProfileRoutes(access, scraped, node.dispatcher, node.held_requests, node.renderer)
+    node.profile_of_error, node.profiles_of = access.of_error, access.of_job
     return Parts(
-        routers=[profiles_router(intake, routes)],
+        routers=[ProfileRoutes(access, intake, node).router()],
         body_limits={PROFILES_PATH: MAX_BODY_BYTES},
         chores={"delete_unconfirmed_profiles": intake.expire},
         tasks=[lambda: to_thread(profiles.load)],

@@ -12,8 +12,7 @@ from itertools import accumulate
 from typing import Generic, TypeVar
 
 from gpumem_client.profile.profile_types import Frame, Owner
-from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, Stack, bounded, kind_text
-from gpumem_exporter.features.profiles.stored_profile import ShownProfile
+from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, ShownProfile, Stack, bounded, kind_text
 
 T = TypeVar("T", bound=Hashable)
 
@@ -46,8 +45,7 @@ def encode(shown: ShownProfile) -> bytes:
 
     A change is negative where memory was freed.
     """
-    gpus = shown.gpus
-    devices = [f"GPU {gpus[uuid]}" if uuid in gpus else uuid for uuid in (each.uuid for each in shown.devices)]
+    devices = [f"GPU {each['gpu']}" if each["gpu"] else each["uuid"] for each in shown.devices]
     new = bytearray()  # the texts, functions and locations that nothing before has; a reader takes them in any order
     texts = _Numbers[str](lambda text, _: new.extend(_field(6, text.encode("utf-8", "replace"))))
     functions = _Numbers[tuple[str, str]](lambda each, number: new.extend(_function(number, *map(texts.of, each))), 1)
@@ -84,8 +82,8 @@ def encode(shown: ShownProfile) -> bytes:
         body += each
     # Says that the names are complete: otherwise pprof looks for a program to read them from.
     body += _message(3, _number(1, 1), *(_number(flag, 1) for flag in (7, 8, 9)))
-    body += _number(9, int(shown.facts.time_unix_seconds * 1e9))
-    body += _number(10, int(shown.facts.recorded_seconds * 1e9))
+    body += _number(9, int(shown.about["unix_seconds"] * 1e9))
+    body += _number(10, int(shown.about["recorded_seconds"] * 1e9))
     for comment in shown.notes:
         body += _number(13, texts.of(comment))
     body += _number(14, texts.of("inuse_space"))

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,9 +37,8 @@ from gpumem_exporter.cli.render.terminal import open_console, plain, print_resul
 from gpumem_exporter.cli.usage import CommandGroup, note
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.features.profiles.profile_diff import difference
-from gpumem_exporter.features.profiles.profile_formats import SUFFIXES, render
-from gpumem_exporter.features.profiles.profile_json import read_saved
-from gpumem_exporter.features.profiles.stored_profile import Format, ShownProfile
+from gpumem_exporter.features.profiles.profile_formats import SUFFIXES, read_saved, render
+from gpumem_exporter.features.profiles.profile_lines import Format, ShownProfile
 from gpumem_exporter.features.profiles.terminal_tables import profile_tables
 
 _EXAMPLES = """\b
@@ -127,7 +127,7 @@ def take(api: ExporterApi, pids: Sequence[str], **values: Any) -> int:
     if body["dry_run"] or not processes:
         document = expected
     else:
-        note(_cost(body["duration_seconds"], body["search_seconds"], len(processes)))
+        note(_cost(body["duration_seconds"], body["search_seconds"]))
         document = act(api, body)
     taken = dict.fromkeys(result["profile"] for result in document["results"] if result.get("profile"))
     for profile_id in taken:
@@ -143,22 +143,20 @@ def take(api: ExporterApi, pids: Sequence[str], **values: Any) -> int:
     return 0 if complete and (taken or body["dry_run"]) else FAILED
 
 
-def _cost(duration_seconds: float, search_seconds: float, processes: int) -> str:
+def _cost(duration_seconds: float, search_seconds: float) -> str:
     """Return what a profile costs, from the measurements in docs/profiles.md."""
-    each = "Each process" if processes > 1 else "The process"
-    costs = [f"{each} stands still for about as long as a full garbage collection takes."]
+    cost = "The process stands still for about as long as a full garbage collection takes."
     if duration_seconds:
-        costs = [
-            f"{each} records for {human_seconds(duration_seconds)}, which costs about 2 µs for each allocation. At the "
-            "end it stands still for about 4 ms per 1,000 blocks."
-        ]
-    if search_seconds:
-        costs.append(
-            f"Then it searches its objects for up to {human_seconds(search_seconds)}, in slices between which it runs "
-            "for as long: it may take twice as long for its work meanwhile, sends no report, and uses 50 MiB of host "
-            "memory per million objects."
+        cost = (
+            f"The process records for {human_seconds(duration_seconds)}, which costs about 2 µs for each allocation. "
+            "At the end it stands still for about 4 ms per 1,000 blocks."
         )
-    return " ".join(costs)
+    if search_seconds:
+        cost += (
+            f" Then it searches its objects for up to {human_seconds(search_seconds)}. Its work may take twice as long "
+            "meanwhile, and it uses 50 MiB of host memory per million objects."
+        )
+    return cost
 
 
 @profile.command("list")
@@ -223,7 +221,9 @@ def diff_profiles(api: ExporterApi, before: str, after: str, **values: Any) -> i
         old_profile, new_profile = (_read(api, each, file.moment) for each in given)
         change = difference(old_profile, new_profile)
         wanted: Format = "json" if file.form == "text" else cast(Format, file.form)
-        file.put(render([change], wanted)[0], f"{old_profile.facts.id[:_SHOWN_ID]}-{new_profile.facts.id[:_SHOWN_ID]}")
+        file.put(
+            render([change], wanted)[0], "-".join(each.about["id"][:_SHOWN_ID] for each in (old_profile, new_profile))
+        )
     return 0
 
 
@@ -268,23 +268,17 @@ class _Output:
 
     def put(self, body: bytes, name: str, *, one: bool = True) -> None:
         """Write a profile, or a difference."""
-        path = self.path
-        in_folder = self.form != "text" and (not one or (self.form in _BINARY and sys.stdout.isatty()))
-        if path is None and in_folder:
-            path = f"profile-{name}.{SUFFIXES[cast(Format, self.form)]}"
+        path, is_binary = self.path, self.form in _BINARY
         if self.form == "text":
-            tables = profile_tables(json.loads(body))
-            if path is None:
-                show(open_console(), tables)
-                if not one:
-                    print()
-                return
-            with Path(path).open("w", encoding="utf-8") as file:
-                show(open_console(file), tables)
-        elif path is None:
+            with Path(path).open("w", encoding="utf-8") if path is not None else nullcontext() as file:
+                show(open_console(file), profile_tables(json.loads(body)))
+            if path is None and not one:
+                print()
+        elif path is None and one and not (is_binary and sys.stdout.isatty()):
             sys.stdout.flush()
-            sys.stdout.buffer.write(body if body.endswith(b"\n") or self.form in _BINARY else body + b"\n")
+            sys.stdout.buffer.write(body if is_binary else body + b"\n")
         else:
+            path = path or f"profile-{name}.{SUFFIXES[cast(Format, self.form)]}"
             Path(path).write_bytes(body)
         if path is not None:
             print(path)

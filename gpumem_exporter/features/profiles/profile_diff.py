@@ -7,12 +7,11 @@ stack that only one of them has is compared with the stack of the same functions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from gpumem_client.profile.profile_types import Owner, ProfiledDevice
-from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, joined, without_numbers
-from gpumem_exporter.features.profiles.stored_profile import ShownProfile
+from gpumem_client.profile.profile_types import Owner
+from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, ShownProfile, joined, without_numbers
 
 T = TypeVar("T", bound=Hashable)
 
@@ -31,24 +30,25 @@ def difference(before: ShownProfile, after: ShownProfile) -> ShownProfile:
     ]
     both = [*new, *moved]
     lines = joined(both, _exact(both))
-    if before.facts.process_key != after.facts.process_key:
+    if before.about["process"] != after.about["process"]:
         lines = _with_moved_code(lines)
-    return ShownProfile(after.facts, after.moment, lines, devices, tuple(notes), before=before.facts)
+    return ShownProfile(after.about, after.moment, lines, devices, notes, before.about)
 
 
 def _devices(
-    old: Sequence[ProfiledDevice], new: Sequence[ProfiledDevice]
-) -> tuple[tuple[ProfiledDevice, ...], list[int]]:
+    old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
+) -> tuple[list[Mapping[str, Any]], list[int]]:
     """Return the devices of a difference, and the index of each device of the earlier profile in them.
 
     A job that started again may have another device: without one in common, the devices are paired in their order.
     """
-    known = {device.uuid for device in new}
-    others = [device for device in old if device.uuid not in known]
-    if len(others) == len(old):
-        return (*new, *old[len(new) :]), list(range(len(old)))
-    uuids = [device.uuid for device in (*new, *others)]
-    return (*new, *others), [uuids.index(device.uuid) for device in old]
+    gpus = {device["uuid"]: device["gpu"] for device in (*old, *new) if device["gpu"]}
+    known = {device["uuid"] for device in new}
+    others = [device["uuid"] for device in old if device["uuid"] not in known]
+    in_common = len(others) < len(old)
+    uuids = [*(device["uuid"] for device in new), *(others if in_common else others[len(new) :])]
+    places = [uuids.index(device["uuid"]) for device in old] if in_common else list(range(len(old)))
+    return [{"gpu": gpus.get(uuid), "uuid": uuid} for uuid in uuids], places
 
 
 def _exact(lines: Sequence[Line]) -> Callable[[Line], Hashable]:

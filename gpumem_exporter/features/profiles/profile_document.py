@@ -1,4 +1,4 @@
-"""Reads profiles: what a reporter sends, and the facts in the files of the store.
+"""Reads the profiles that reporters send.
 
 A profile that passes is consistent: each index exists, and the rows of each device add up to its sums. Nothing of a
 profile is ever unpickled or executed. Thread-safe.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import cache
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import CoreSchema, SchemaValidator, core_schema, from_json, to_json
+from pydantic import ValidationError
+from pydantic_core import CoreSchema, SchemaValidator, core_schema, from_json
 
 from gpumem_client.profile.profile_types import (
     CAUSES,
@@ -31,9 +29,10 @@ from gpumem_client.profile.profile_types import (
 )
 from gpumem_client.wire.protocol import MAX_INTEGER, MAX_TEXT_LENGTH, ProcessIdentity
 from gpumem_exporter.errors import ProfileInvalidError
-from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY, ProfileFacts
 from gpumem_exporter.reports.report_schema import dataclass_schema
 
+ACTION, OUT_OF_MEMORY = CAUSES
+"""Why a profile was taken: a caller requested it, or an out-of-memory error."""
 MAX_BODY_BYTES = MAX_COMPRESSED_BYTES
 MAX_DEVICES = 64
 MAX_NOTES = 64
@@ -59,7 +58,7 @@ def read_profile(body: bytes) -> tuple[ProcessIdentity, Profile]:
         # In two steps: the errors of `validate_json` have copies of the invalid values, which may be the whole text.
         document = _VALIDATOR.validate_python(from_json(text, allow_inf_nan=False))
     except ValidationError as error:
-        raise _invalid(error) from None
+        raise invalid(error) from None
     except ValueError as error:
         raise ProfileInvalidError(f"it is not JSON: {error}") from None
     del document["format"]
@@ -147,7 +146,8 @@ def _row(device: int, pool: str, *rest: Any) -> Row:
 _VALIDATOR = _validator()
 
 
-def _invalid(error: ValidationError) -> ProfileInvalidError:
+def invalid(error: ValidationError) -> ProfileInvalidError:
+    """Return the first error of a validation."""
     wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
     return ProfileInvalidError(": ".join(filter(None, (".".join(map(str, wrong["loc"])), wrong["msg"]))))
 
@@ -180,21 +180,3 @@ def _require_consistent(profile: Profile) -> None:
                 f"devices.{index}: at the highest moment its rows have {peak[index]} bytes, and peak_bytes is "
                 f"{device.peak_bytes}"
             )
-
-
-def facts_line(facts: ProfileFacts) -> bytes:
-    """Return the first line of a file of the store."""
-    return to_json(asdict(facts)) + b"\n"
-
-
-def read_facts(line: bytes) -> ProfileFacts:
-    """Return the facts in the first line of a file. Raises ProfileInvalidError if another program wrote the file."""
-    try:
-        return _facts_adapter().validate_json(line, strict=True)
-    except ValidationError as error:
-        raise _invalid(error) from None
-
-
-@cache
-def _facts_adapter() -> TypeAdapter[ProfileFacts]:
-    return TypeAdapter(ProfileFacts)  # takes 3 ms, of no use to an exporter without profiles

@@ -8,33 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 from uuid import uuid4
 
 from fastapi import Request, Response
 
 from gpumem_client.profile.profile_types import Profile
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.kinds import PROFILES_PER_MINUTE
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.core.recorders import ErrorRecorder
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
-from gpumem_exporter.core.store import Store
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.fair_queue import Turns
 from gpumem_exporter.edge.problems import ProblemCode, ProblemError
 from gpumem_exporter.edge.replies import json_response
 from gpumem_exporter.errors import ForeignProcessError, ProfileInvalidError, TooManyActionsError
-from gpumem_exporter.features.profiles.profile_document import read_profile
+from gpumem_exporter.features.feature import Node
+from gpumem_exporter.features.profiles.profile_document import ACTION, OUT_OF_MEMORY, read_profile
 from gpumem_exporter.features.profiles.profile_store import Profiles
-from gpumem_exporter.features.profiles.stored_profile import ACTION, OUT_OF_MEMORY, KeptDevice, ProfileFacts
+from gpumem_exporter.features.profiles.stored_profile import OF_IDENTITY, KeptDevice, ProfileFacts
 from gpumem_exporter.node.job_ids import job_of_process
-from gpumem_exporter.reports.report_sender import ReportSenders
 
 MAX_OF_OWNER = 60
 """The maximum number of profiles of all processes of a user or container that are kept in a minute."""
@@ -45,10 +41,6 @@ _CONFIRM_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
-ScrapedProfiles: TypeAlias = dict[str, tuple[ProfileFacts, bytes] | None]
-"""The profiles of requests for a new one, by action: for the request alone, and not kept. None has not arrived yet."""
-
-
 class _Unconfirmed(NamedTuple):
     """The profile of an error that no report has named."""
 
@@ -57,43 +49,24 @@ class _Unconfirmed(NamedTuple):
     until_seconds: float
 
 
+@dataclass(eq=False)
 class ProfileIntake:
-    """Takes profiles. Used on the event loop only.
+    """Takes profiles. Used on the event loop only."""
 
-    `late_process` returns a user's process with its last report, also if it has ended lately.
-    """
+    profiles: Profiles
+    node: Node
+    """Other features fill its recorders of errors and of processes, also after this one has been built."""
 
-    def __init__(
-        self,
-        profiles: Profiles,
-        scraped: ScrapedProfiles,
-        store: Store,
-        senders: ReportSenders,
-        dispatcher: Dispatcher,
-        errors: Callable[[], ErrorRecorder],
-        *,
-        snapshot: Callable[[], Snapshot],
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-        late_process: Callable[[ProcessIdentity, int | None], ReportingProcess | None],
-        requests_per_minute: int,
-    ) -> None:
-        self._profiles = profiles
-        self._scraped = scraped
-        self._store = store
-        self._senders = senders
-        self._dispatcher = dispatcher
-        self._errors = errors
-        self._late_process = late_process
-        self._snapshot = snapshot
-        self._clock = clock
-        self._wall_clock = wall_clock
+    def __post_init__(self) -> None:
+        self.scraped: dict[str, tuple[ProfileFacts, bytes] | None] = {}
+        """The profiles of requests for a new one, by action: for the request alone, and not kept. None has not arrived
+        yet."""
         # By owner of the connection: reading a profile takes time, whether it is valid or not.
-        self._requests = RateLimits(per_caller=requests_per_minute, per_process=1, clock=clock, what="profiles")
-        self._kept = RateLimits(per_caller=MAX_OF_OWNER, per_process=PROFILES_PER_MINUTE, clock=clock, what="profiles")
-        self._reading = Turns(1)
-        # Of the disk, which may hang.
-        self._writing = Turns(1)
+        limits = partial(RateLimits, clock=self.node.clock, what="profiles")
+        self._requests = limits(per_caller=self.node.settings.action_caller_limit, per_process=1)
+        self._kept = limits(per_caller=MAX_OF_OWNER, per_process=PROFILES_PER_MINUTE)
+        # Of reading, and of the disk, which may hang.
+        self._reading, self._writing = Turns(1), Turns(1)
         # The profiles of out-of-memory errors that no report has named yet, by id.
         self._unconfirmed: dict[str, _Unconfirmed] = {}
         self._deletions: set[asyncio.Future[None]] = set()
@@ -110,7 +83,7 @@ class ProfileIntake:
         try:
             self._requests.take(owner, ())
             identity, profile = await self._reading.run(owner, partial(read_profile, body))
-            reported = await self._senders.identify(identity, exchange.peer)
+            reported = await self.node.senders.identify(identity, exchange.peer)
             key = ProcessKey(identity.pid_namespace, identity.pid, reported.owner_uid, reported.place)
             process = self._reporting(key, identity)
             profile_id = await self._take(process, profile, body, owner)
@@ -124,9 +97,9 @@ class ProfileIntake:
 
     def _reporting(self, key: ProcessKey, identity: ProcessIdentity) -> ReportingProcess:
         """Return the process that sends a profile. Raises ProblemError (409) if its reporter does not report."""
-        process = self._store.find(key)
+        process = self.node.store.find(key)
         if process is None:  # no report is sent during a search, so that the process may be silent by now
-            late = self._late_process(identity, key.owner_uid)
+            late = self.node.processes.late_process(identity, key.owner_uid)
             process = late if late is not None and late.key == key else None
         known = process.report.process if process is not None else None
         same = (identity.start_time_ticks, identity.session)
@@ -142,7 +115,7 @@ class ProfileIntake:
         """
         if profile.cause == OUT_OF_MEMORY:
             return await self._take_of_error(process, profile, body, owner)
-        part = self._dispatcher.running_profile(process, profile.id)
+        part = self.node.dispatcher.running_profile(process, profile.id)
         if part is None:
             detail = f"the process has no command {profile.id[:64]!r} to take a profile"
             raise ProblemError(ProblemCode.UNEXPECTED_PROFILE, detail)
@@ -150,8 +123,8 @@ class ProfileIntake:
         if not part.profile:
             if running.action.unlisted:
                 facts = self._facts(process, profile, len(body))
-                if running.action.id in self._scraped:  # otherwise the client has disconnected
-                    self._scraped[running.action.id] = facts, body
+                if running.action.id in self.scraped:  # otherwise the client has disconnected
+                    self.scraped[running.action.id] = facts, body
                 part.profile = facts.id
             else:
                 part.profile = await self._keep(process, replace(profile, cause=ACTION), body, owner)
@@ -159,21 +132,21 @@ class ProfileIntake:
 
     async def _take_of_error(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
         number = profile.oom_number or 0  # it has one: it was checked
-        earlier = self._profiles.of_error(process.key.share, process.report.process.session, number)
+        earlier = self.profiles.of_error(process.key.share, process.report.process.session, number)
         if earlier is not None:
             return earlier.id
         profile_id = await self._keep(process, profile, body, owner)
         # The process may end right after the error, so its profile is on the way before the report of the error.
-        if not await self._errors().knows_error(process, number):
-            self._unconfirmed[profile_id] = _Unconfirmed(process, number, self._clock() + _CONFIRM_SECONDS)
+        if not await self.node.errors.knows_error(process, number):
+            self._unconfirmed[profile_id] = _Unconfirmed(process, number, self.node.clock() + _CONFIRM_SECONDS)
         return profile_id
 
     def expire(self) -> None:
         """Delete the profiles of errors that no report has named in time; called once a second."""
-        now = self._clock()
+        now = self.node.clock()
         late = []
         for profile_id, waiting in list(self._unconfirmed.items()):
-            if self._errors().has_error(waiting.process, waiting.number):
+            if self.node.errors.has_error(waiting.process, waiting.number):
                 del self._unconfirmed[profile_id]
             # One deletion of all: many would be more than may wait for a turn, and the disk may hang.
             elif now >= waiting.until_seconds and not self._deletions:
@@ -181,21 +154,21 @@ class ProfileIntake:
                 late.append(profile_id)
         if late:
             _log.warning("profiles of unknown out-of-memory errors are deleted: %s", ", ".join(late))
-            task = asyncio.ensure_future(self._writing.run("", partial(self._profiles.forget, *late)))
+            task = asyncio.ensure_future(self._writing.run("", partial(self.profiles.forget, *late)))
             self._deletions.add(task)
             task.add_done_callback(self._deletions.discard)
 
     async def _keep(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
         self._kept.take(process.key.share, [(process.key, f"pid {process.name}")])
         facts = self._facts(process, profile, len(body))
-        await self._writing.run(owner, partial(self._profiles.put, facts, body))
+        await self._writing.run(owner, partial(self.profiles.put, facts, body))
         fields = {"id": facts.id, "cause": facts.cause, "pid": facts.pid, "workload": facts.workload}
         _log.info("memory profile", extra={"fields": {**fields, "bytes": facts.size_bytes}})
         return facts.id
 
     def _facts(self, process: ReportingProcess, profile: Profile, size_bytes: int) -> ProfileFacts:
         identity = process.report.process
-        snapshot = self._snapshot()
+        snapshot = self.node.snapshot()
         gpus = snapshot.gpus
         known = {*gpus, *(sample.uuid for sample in process.report.devices)}
         # Without a list of the driver, or with a device that was lost before its uuid was read, any may be the node's.
@@ -204,16 +177,12 @@ class ProfileIntake:
             if listed and device.uuid not in known:
                 raise ProfileInvalidError(f"devices.{index}: this node has no device {device.uuid[:64]!r}")
         return ProfileFacts(
+            **{name: getattr(identity, name) for name in OF_IDENTITY},
             id=uuid4().hex,
-            time_unix_seconds=self._wall_clock() - min(profile.age_seconds, _MAX_AGE_SECONDS),
+            time_unix_seconds=self.node.wall_clock() - min(profile.age_seconds, _MAX_AGE_SECONDS),
             cause=profile.cause,
             pid=json_pid(process.name),
-            workload=identity.workload,
-            rank=identity.rank,
-            command=identity.command,
             job=job_of_process(process),
-            slurm_job_id=identity.slurm_job_id,
-            ray_job_id=identity.ray_job_id,
             devices=tuple(
                 KeptDevice(each.uuid, gpus.get(each.uuid, ""), each.allocated_bytes, each.peak_bytes)
                 for each in profile.devices
@@ -221,10 +190,7 @@ class ProfileIntake:
             recorded_seconds=profile.recorded_seconds,
             step=profile.step,
             oom_number=profile.oom_number if profile.cause == OUT_OF_MEMORY else None,
-            pid_namespace=identity.pid_namespace,
             reported_pid=identity.pid,
-            start_time_ticks=identity.start_time_ticks,
-            session=identity.session,
             sent_id=profile.id,
             owner_uid=process.owner_uid,
             place=process.key.place,

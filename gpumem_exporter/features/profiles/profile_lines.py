@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gpumem_client.profile.profile_types import Frame, Owner, Profile
 from gpumem_exporter.errors import NoPeakError
 
 Moment = Literal["live", "peak"]
+Format = Literal["json", "pprof", "html"]
+"""The formats of `profile_formats`."""
 
 KINDS: Mapping[str, str] = {
     "parameters": "parameters",
@@ -93,6 +95,27 @@ class Line(NamedTuple):
     def kind(self) -> str:
         """The kind of the owner."""
         return self.owner.kind if self.owner else "unseen"
+
+
+@dataclass(frozen=True, slots=True)
+class ShownProfile:
+    """What every format is made of: a profile at one moment, or the difference of two."""
+
+    about: Mapping[str, Any]
+    """The head of its document; of a difference, of the later profile."""
+    moment: Moment
+    lines: Sequence[Line]
+    """Of a difference: the lines of both profiles, also the lines that are equal."""
+    devices: Sequence[Mapping[str, Any]]
+    """As in its document. Of a difference: the devices of the later profile, then the others of the earlier one."""
+    notes: Sequence[str] = ()
+    """What is missing and why, for people."""
+    before: Mapping[str, Any] | None = None
+    """The head of the earlier profile of a difference."""
+
+    def ranked(self) -> list[Line]:
+        """Return the lines from the largest change to the smallest; of equal ones, the largest line is first."""
+        return sorted(self.lines, key=lambda line: (-abs(line.change_bytes), -line.bytes))
 
 
 def stacks_of(stacks: Iterable[Sequence[Frame]]) -> Iterator[Stack | None]:
@@ -241,21 +264,17 @@ def by_code(lines: Iterable[Line]) -> list[Group]:
 
 
 def _groups(lines: Iterable[Line], key: Callable[[Line], object]) -> list[Group]:
-    found: dict[object, Group] = {}
+    found: dict[object, list[Line]] = {}
     for line in lines:
-        identity = key(line)
-        group = found.get(identity)
-        if group is None:
-            found[identity] = Group(line.bytes, line.blocks, line.before_bytes, line, line)
-            continue
-        size, blocks, before, largest, code = group
-        if _weight(line) > _weight(largest):
-            largest = line
-        if line.stack and (not code.stack or _weight(line) > _weight(code)):
-            code = line
-        code = code if code.stack else largest
-        found[identity] = Group(size + line.bytes, blocks + line.blocks, before + line.before_bytes, largest, code)
-    return sorted(found.values(), key=lambda group: -abs(group.change_bytes))
+        found.setdefault(key(line), []).append(line)
+    return sorted(map(_group, found.values()), key=lambda group: -abs(group.change_bytes))
+
+
+def _group(lines: Sequence[Line]) -> Group:
+    largest = max(lines, key=_weight)
+    code = max((line for line in lines if line.stack), key=_weight, default=largest)
+    size, before = sum(line.bytes for line in lines), sum(line.before_bytes for line in lines)
+    return Group(size, sum(line.blocks for line in lines), before, largest, code)
 
 
 def _weight(line: Line) -> tuple[int, bool]:

@@ -15,27 +15,22 @@ from gpumem_client.profile.profile_types import CAUSES
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, PROFILES_PATH
 from gpumem_exporter.actions.action_options import ActionRequest, Target, invalid_fields
 from gpumem_exporter.actions.action_routes import KnownFields, refusals_as_problems
-from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.event import Event, session_of_oom
 from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.edge.connections import Exchange
-from gpumem_exporter.edge.fair_queue import HeldRequests, Turns
+from gpumem_exporter.edge.fair_queue import Turns
 from gpumem_exporter.edge.problems import FieldError, ProblemCode, ProblemError, problems
-from gpumem_exporter.edge.replies import Renderer, encoded, iso_time, json_reply, json_response
+from gpumem_exporter.edge.replies import encoded, iso_time, json_reply, json_response
 from gpumem_exporter.edge.request_guard import PROCESSES_PATH
 from gpumem_exporter.errors import NoPeakError
-from gpumem_exporter.features.profiles.profile_intake import ProfileIntake, ScrapedProfiles
-from gpumem_exporter.features.profiles.profile_lines import Moment
-from gpumem_exporter.features.profiles.profile_store import Profiles, stored_profile
-from gpumem_exporter.features.profiles.stored_profile import (
-    OUT_OF_MEMORY,
-    Format,
-    ProfileFacts,
-    ShownProfile,
-    StoredProfile,
-)
+from gpumem_exporter.features.feature import Node
+from gpumem_exporter.features.profiles.profile_document import OUT_OF_MEMORY
+from gpumem_exporter.features.profiles.profile_intake import ProfileIntake
+from gpumem_exporter.features.profiles.profile_lines import Format, Moment, ShownProfile
+from gpumem_exporter.features.profiles.profile_store import Profiles
+from gpumem_exporter.features.profiles.stored_profile import ProfileFacts, StoredProfile
 
 MAX_LISTED = 1000
 SCRAPE_SECONDS = 10.0
@@ -183,22 +178,6 @@ class ProfileAccess:
         ]
 
 
-def profiles_router(intake: ProfileIntake, routes: ProfileRoutes) -> APIRouter:
-    """Return the routes of profiles."""
-    router = APIRouter(tags=["profiles"])
-    accepted = {201: json_reply(AcceptedDocument, "kept"), **problems(401, 403, 409, 413, 415, 422, 429, 503)}
-    router.post(PROFILES_PATH, status_code=201, responses=accepted)(intake.receive)
-    listed = {200: json_reply(ProfilesDocument), **problems(401, 403, 422)}
-    router.get(PROFILES_PATH, responses=listed)(routes.recent)
-    one = {200: _ANY_FORMAT, **problems(401, 403, 404, 422, 503)}
-    router.get(PROFILES_PATH + "/{profile_id}", responses=one)(routes.one)
-    router.get(PROFILES_PATH + "/{profile_id}/diff/{later_id}", responses=one)(routes.diff)
-    router.get(
-        PROCESSES_PATH + "/{pid}/profile", responses={200: _ANY_FORMAT, **problems(401, 403, 404, 409, 422, 429, 503)}
-    )(routes.take)
-    return router
-
-
 _ANY_FORMAT = {
     "description": "the profile in the format of the request",
     "content": {media_type: {} for media_type in ("application/json", "application/octet-stream", "text/html")},
@@ -208,19 +187,30 @@ _Id = Annotated[str, Path(max_length=MAX_LABEL_LENGTH, description="the id of a 
 
 @dataclass(eq=False)
 class ProfileRoutes:
-    """The handlers of the routes."""
+    """The routes of profiles."""
 
     access: ProfileAccess
-    scraped: ScrapedProfiles
-    dispatcher: Dispatcher
-    held_requests: HeldRequests
-    renderer: Renderer
+    intake: ProfileIntake
+    node: Node
 
     def __post_init__(self) -> None:
         # Of reading files and building replies: of the largest profile, it takes a second.
         self._turns = Turns(1)
         # Of waiting for a new profile: each keeps a body.
         self._scrapes = Turns(16, running_of_owner=4)
+
+    def router(self) -> APIRouter:
+        """Return the routes."""
+        router = APIRouter(tags=["profiles"])
+        accepted = {201: json_reply(AcceptedDocument, "kept"), **problems(401, 403, 409, 413, 415, 422, 429, 503)}
+        router.post(PROFILES_PATH, status_code=201, responses=accepted)(self.intake.receive)
+        router.get(PROFILES_PATH, responses={200: json_reply(ProfilesDocument), **problems(401, 403, 422)})(self.recent)
+        one = {200: _ANY_FORMAT, **problems(401, 403, 404, 422, 503)}
+        router.get(PROFILES_PATH + "/{profile_id}", responses=one)(self.one)
+        router.get(PROFILES_PATH + "/{profile_id}/diff/{later_id}", responses=one)(self.diff)
+        new = {200: _ANY_FORMAT, **problems(401, 403, 404, 409, 422, 429, 503)}
+        router.get(PROCESSES_PATH + "/{pid}/profile", responses=new)(self.take)
+        return router
 
     async def recent(self, request: Request, parameters: Annotated[ListParameters, Query()]) -> Response:
         """The profiles of processes that the caller may act on, newest first, without their rows."""
@@ -230,7 +220,7 @@ class ProfileRoutes:
             found = [facts for facts in self.access.newest_first(caller) if parameters.admit(facts)]
             return encoded({"profiles": [profile_document(facts) for facts in found[: parameters.limit]]})
 
-        return json_response(await self.renderer.render(listing))
+        return json_response(await self.node.renderer.render(listing))
 
     async def one(
         self, request: Request, profile_id: _Id, parameters: Annotated[FormatParameters, Query()]
@@ -268,17 +258,17 @@ class ProfileRoutes:
         await Exchange.of(request).turn.aclose()
         async with self._scrapes.of(Exchange.of(request).owner):
             with refusals_as_problems():
-                action = self.dispatcher.submit(wanted, requested_by=Exchange.of(request).caller, unlisted=True)
-            self.scraped[action.id] = None
+                action = self.node.dispatcher.submit(wanted, requested_by=Exchange.of(request).caller, unlisted=True)
+            self.intake.scraped[action.id] = None
             try:
                 if not action.finished:
-                    await self.held_requests.hold(action.id, 2 * SCRAPE_SECONDS, request.receive)
-                    action = self.dispatcher.get(action.id) or action
+                    await self.node.held_requests.hold(action.id, 2 * SCRAPE_SECONDS, request.receive)
+                    action = self.node.dispatcher.get(action.id) or action
             finally:
-                taken = self.scraped.pop(action.id)
+                taken = self.intake.scraped.pop(action.id)
             if taken is not None:
                 return await self._reply(
-                    request, parameters, lambda: stored_profile(*taken).shown(parameters.format, parameters.moment)
+                    request, parameters, lambda: StoredProfile.of(*taken).shown(parameters.format, parameters.moment)
                 )
         reason = next((result.reason for result in action.results), "") or "the process has sent no profile"
         if any(result.outcome in ("refused", "unsupported") for result in action.results):

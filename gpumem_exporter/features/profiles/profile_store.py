@@ -13,14 +13,14 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.errors import ProfileInvalidError
-from gpumem_exporter.features.profiles.profile_document import facts_line, read_facts, read_profile
-from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY, ProfileFacts, StoredProfile
+from gpumem_exporter.features.profiles.profile_document import OUT_OF_MEMORY
+from gpumem_exporter.features.profiles.stored_profile import ProfileFacts, StoredProfile, facts_line, read_facts
 from gpumem_exporter.node.failures import FailureLog
 from gpumem_exporter.settings import PROFILES_SHARE
 
@@ -43,7 +43,7 @@ class _Entry:
 
 
 class Profiles:
-    """The profiles that are kept. Thread-safe; `load`, `put` and `read` use the disk: call them in a thread."""
+    """The profiles that are kept. Thread-safe. Methods that use the disk are called in a thread."""
 
     def __init__(self, folder: Path | None, *, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = None if folder is None else folder / FOLDER_NAME
@@ -52,10 +52,10 @@ class Profiles:
         # Held while the entries change; never during an operation of the disk.
         self._lock = threading.Lock()
         self._disk = threading.Lock()
-        # By id, the oldest first.
-        self._entries: dict[str, _Entry] = {}
-        # The id of the profile of an out-of-memory error, by share, session and number.
-        self._of_errors: dict[tuple[str, str, int], str] = {}
+        # By id, the oldest first, and the id of the profile of an out-of-memory error by share, session and number.
+        # Replaced, never changed.
+        self._entries: Mapping[str, _Entry] = {}
+        self._of_errors: Mapping[tuple[str, str, int | None], str] = {}
 
     def load(self) -> None:
         """Find the files of earlier runs. Files of other programs and damaged ones are logged and stay."""
@@ -64,19 +64,14 @@ class Profiles:
         with self._disk:
             found = sorted(self._found(self._folder), key=lambda facts: facts.time_unix_seconds)
             # Profiles may arrive while the folder is read: they are newer than all files.
-            with self._lock:
-                newer = self._entries
-                self._entries = {facts.id: _Entry(facts, None) for facts in found} | newer
-                for facts in found:
-                    self._note_error(facts)
+            self._change(lambda entries: {facts.id: _Entry(facts, None) for facts in found} | dict(entries))
             self._make_room()
 
     def put(self, facts: ProfileFacts, body: bytes) -> None:
         """Keep a profile. If the disk fails, it is kept in memory."""
         with self._disk:
-            with self._lock:  # readers need the body while the file is being written
-                self._entries[facts.id] = _Entry(facts, body)
-                self._note_error(facts)
+            # Readers need the body while the file is being written.
+            self._change(lambda entries: {**entries, facts.id: _Entry(facts, body)})
             if self._folder is not None:
                 try:
                     _write(self._path(facts.id), facts, body)
@@ -84,8 +79,7 @@ class Profiles:
                     self._failures.failed("profiles", f"{self._folder}: {error.strerror or error}; kept in memory")
                 else:
                     self._failures.recovered("profiles")
-                    with self._lock:
-                        self._entries[facts.id] = _Entry(facts, None)
+                    self._change(lambda entries: {**entries, facts.id: _Entry(facts, None)})
             self._make_room()
 
     def read(self, profile_id: str) -> StoredProfile | None:
@@ -95,21 +89,18 @@ class Profiles:
             return None
         try:
             body = entry.body if entry.body is not None else self._path(profile_id).read_bytes().partition(b"\n")[2]
-            return stored_profile(entry.facts, body)
+            return StoredProfile.of(entry.facts, body)
         except (OSError, ProfileInvalidError) as error:
             _log.warning("a profile cannot be read", extra={"fields": {"id": profile_id, "error": str(error)}})
             # Other errors pass, such as too many open files.
             if isinstance(error, FileNotFoundError | ProfileInvalidError):
-                with self._lock:
-                    self._removed(profile_id)
+                self._remove([profile_id])
             return None
 
     def forget(self, *profile_ids: str) -> None:
         """Delete profiles; unknown ids are ignored."""
         with self._disk:
-            with self._lock:
-                lost = [entry for each in profile_ids for entry in self._removed(each)]
-            self._unlink(lost)
+            self._unlink(self._remove(profile_ids))
 
     def facts(self, profile_id: str) -> ProfileFacts | None:
         """Return what is known about a profile; None if it is unknown. Does not use the disk."""
@@ -122,8 +113,7 @@ class Profiles:
 
     def newest_first(self) -> list[ProfileFacts]:
         """Return what is known about each profile. Does not use the disk."""
-        with self._lock:
-            facts = [entry.facts for entry in self._entries.values()]
+        facts = (entry.facts for entry in self._entries.values())
         return sorted(facts, key=lambda each: each.time_unix_seconds, reverse=True)
 
     def _found(self, folder: Path) -> list[ProfileFacts]:
@@ -139,50 +129,41 @@ class Profiles:
             self._failures.failed("profiles", f"{folder}: {error.strerror or error}")
         return found
 
+    def _change(self, change: Callable[[Mapping[str, _Entry]], Mapping[str, _Entry]]) -> None:
+        with self._lock:
+            self._entries = change(self._entries)
+            facts = [entry.facts for entry in self._entries.values() if entry.facts.oom_number is not None]
+            self._of_errors = {(each.share, each.session, each.oom_number): each.id for each in facts}
+
+    def _remove(self, profile_ids: Iterable[str]) -> list[_Entry]:
+        """Remove entries, and return those that were known."""
+        lost = [entry for each in profile_ids if (entry := self._entries.get(each)) is not None]
+        ids = {entry.facts.id for entry in lost}
+        self._change(lambda entries: {key: entry for key, entry in entries.items() if key not in ids})
+        return lost
+
     def _make_room(self) -> None:
         """Remove profiles until the others fit."""
-        lost: list[_Entry] = []
-        with self._lock:
-            while (victim := self._victim()) is not None:
-                _log.debug("profile %s makes room", victim)
-                lost += self._removed(victim)
-        self._unlink(lost)
+        while (victim := self._victim()) is not None:
+            _log.debug("profile %s makes room", victim)
+            self._unlink(self._remove([victim]))
 
     def _victim(self) -> str | None:
         """Return the profile that makes room for others; None if all fit."""
-        least = self._max_bytes // _MAX_FILES
-        in_memory = {each.facts.id: 1 for each in self._entries.values() if each.body is not None}
-        in_files = {
-            each.facts.id: max(each.facts.size_bytes, least) for each in self._entries.values() if each.body is None
-        }
+        least, entries = self._max_bytes // _MAX_FILES, self._entries.values()
+        in_memory = [(entry.facts, 1) for entry in entries if entry.body is not None]
+        in_files = [(entry.facts, max(entry.facts.size_bytes, least)) for entry in entries if entry.body is None]
         for sizes, limit in ((in_memory, MAX_IN_MEMORY), (in_files, self._max_bytes)):
             shares = Shares(limit)
-            for profile_id, size in sizes.items():
-                shares.put(self._entries[profile_id].facts.share, size)
+            for facts, size in sizes:
+                shares.put(facts.share, size)
             if (loser := shares.over()) is not None:
-                own = [each for each in sizes if self._entries[each].facts.share == loser]
-                return next(self._first_victims(own), own[0])
+                own = [facts for facts, _ in sizes if facts.share == loser]
+                # A job that runs out of memory every minute would otherwise push out everything else.
+                errors = [facts for facts in own if facts.cause == OUT_OF_MEMORY]
+                sessions = Counter(facts.session for facts in errors)
+                return next((facts for facts in errors if sessions[facts.session] > 1), own[0]).id
         return None
-
-    def _first_victims(self, own: Iterable[str]) -> Iterator[str]:
-        """Yield the profiles of a share that are lost before requested ones."""
-        facts = [self._entries[each].facts for each in own]
-        # A job that runs out of memory every minute would otherwise push out everything else.
-        sessions = Counter(each.session for each in facts if each.cause == OUT_OF_MEMORY)
-        yield from (each.id for each in facts if each.cause == OUT_OF_MEMORY and sessions[each.session] > 1)
-
-    def _note_error(self, facts: ProfileFacts) -> None:
-        if facts.oom_number is not None:
-            self._of_errors[facts.share, facts.session, facts.oom_number] = facts.id
-
-    def _removed(self, profile_id: str) -> list[_Entry]:
-        """Remove an entry and return it; empty if there is none."""
-        entry = self._entries.pop(profile_id, None)
-        if entry is None:
-            return []
-        if entry.facts.oom_number is not None:
-            self._of_errors.pop((entry.facts.share, entry.facts.session, entry.facts.oom_number), None)
-        return [entry]
 
     def _unlink(self, lost: Iterable[_Entry]) -> None:
         for entry in lost:
@@ -192,14 +173,6 @@ class Profiles:
 
     def _path(self, profile_id: str) -> Path:
         return (self._folder or Path()) / f"{profile_id}.profile"
-
-
-def stored_profile(facts: ProfileFacts, body: bytes) -> StoredProfile:
-    """Return a profile with its rows. Raises ProfileInvalidError."""
-    _, profile = read_profile(body)
-    if [device.uuid for device in facts.devices] != [device.uuid for device in profile.devices]:
-        raise ProfileInvalidError("devices: differ from the devices in the facts")
-    return StoredProfile(facts, profile)
 
 
 def _facts_of(path: Path) -> ProfileFacts | None:

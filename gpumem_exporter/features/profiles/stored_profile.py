@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import cache
+from typing import NamedTuple
 
-from gpumem_client.profile.profile_types import CAUSES, Profile, ProfiledDevice
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from gpumem_client.profile.profile_types import Profile
 from gpumem_exporter.core.container import Place
-from gpumem_exporter.features.profiles.profile_lines import Line, Moment, has_peak, lines_of
+from gpumem_exporter.errors import ProfileInvalidError
+from gpumem_exporter.features.profiles.profile_document import invalid, read_profile
+from gpumem_exporter.features.profiles.profile_lines import Format, Moment, ShownProfile, has_peak, lines_of
 
-Format = Literal["json", "pprof", "html"]
-"""The formats of `profile_formats`."""
-ACTION, OUT_OF_MEMORY = CAUSES
-"""Why a profile was taken: a caller requested it, or an out-of-memory error."""
+OF_IDENTITY = (
+    *("workload", "rank", "command", "slurm_job_id", "ray_job_id"),
+    *("pid_namespace", "start_time_ticks", "session"),
+)
+"""The facts that are values of the process' identity, under the same names."""
 
 
 class KeptDevice(NamedTuple):
@@ -72,38 +79,23 @@ class ProfileFacts:
         """The holder of the share of the space that the profile takes, as `ProcessKey.share`."""
         return self.place.share(self.owner_uid)
 
-    @property
-    def process_key(self) -> tuple[int | None, Place, int, int, int]:
-        """The process, which no other process has in common."""
-        return self.owner_uid, self.place, self.pid_namespace, self.reported_pid, self.start_time_ticks
+
+def facts_line(facts: ProfileFacts) -> bytes:
+    """Return the first line of a file of the store."""
+    return to_json(asdict(facts)) + b"\n"
 
 
-@dataclass(frozen=True, slots=True)
-class ShownProfile:
-    """What every format is made of: a profile at one moment, or the difference of two."""
+def read_facts(line: bytes) -> ProfileFacts:
+    """Return the facts in the first line of a file. Raises ProfileInvalidError if another program wrote the file."""
+    try:
+        return _facts_adapter().validate_json(line, strict=True)
+    except ValidationError as error:
+        raise invalid(error) from None
 
-    facts: ProfileFacts
-    """Of a difference: the later profile."""
-    moment: Moment
-    lines: Sequence[Line]
-    """Of a difference: the lines of both profiles, also the lines that are equal."""
-    devices: tuple[ProfiledDevice, ...]
-    """Of a difference: the devices of the later profile, then the others of the earlier one."""
-    notes: tuple[str, ...] = ()
-    """What is missing and why, for people."""
-    pause_seconds: float = 0.0
-    before: ProfileFacts | None = None
-    """The earlier profile of a difference."""
 
-    @property
-    def gpus(self) -> dict[str, str]:
-        """The NVML index of each device by UUID; a device whose index is unknown is left out."""
-        known = (*(self.before.devices if self.before else ()), *self.facts.devices)
-        return {device.uuid: device.gpu for device in known if device.gpu}
-
-    def ranked(self) -> list[Line]:
-        """Return the lines from the largest change to the smallest; of equal ones, the largest line is first."""
-        return sorted(self.lines, key=lambda line: (-abs(line.change_bytes), -line.bytes))
+@cache
+def _facts_adapter() -> TypeAdapter[ProfileFacts]:
+    return TypeAdapter(ProfileFacts)  # takes 3 ms, of no use to an exporter without profiles
 
 
 class StoredProfile(NamedTuple):
@@ -112,11 +104,34 @@ class StoredProfile(NamedTuple):
     facts: ProfileFacts
     profile: Profile
 
+    @classmethod
+    def of(cls, facts: ProfileFacts, body: bytes) -> StoredProfile:
+        """Return a profile with its rows, from the body of the request. Raises ProfileInvalidError."""
+        _, profile = read_profile(body)
+        if [device.uuid for device in facts.devices] != [device.uuid for device in profile.devices]:
+            raise ProfileInvalidError("devices: differ from the devices in the facts")
+        return cls(facts, profile)
+
     def at(self, moment: Moment) -> ShownProfile:
         """Return the profile at its end, or at its highest moment: see `lines_of`."""
-        profile = self.profile
-        lines = lines_of(profile, moment)
-        return ShownProfile(self.facts, moment, lines, profile.devices, profile.notes, profile.pause_seconds)
+        facts, profile = self
+        about = {
+            "id": facts.id,
+            "time": datetime.fromtimestamp(facts.time_unix_seconds, timezone.utc).isoformat(),
+            "unix_seconds": facts.time_unix_seconds,
+            "cause": facts.cause,
+            "pid": facts.pid,
+            "workload": facts.workload,
+            "rank": facts.rank,
+            "job": facts.job,
+            "process": [facts.pid_namespace, facts.reported_pid, facts.start_time_ticks],
+            "recorded_seconds": facts.recorded_seconds,
+            "pause_seconds": profile.pause_seconds,
+            "step": facts.step,
+        }
+        gpus = (kept.gpu or None for kept in facts.devices)
+        devices = [{"gpu": gpu, **asdict(device)} for gpu, device in zip(gpus, profile.devices, strict=True)]
+        return ShownProfile(about, moment, lines_of(profile, moment), devices, profile.notes)
 
     def shown(self, form: Format, moment: Moment) -> list[ShownProfile]:
         """Return what a format shows: a page has all moments, another format has one."""

@@ -12,7 +12,8 @@ from playwright.sync_api import Browser, Page
 from gpumem_client.profile.profile_types import Frame, Owner
 from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_formats import render
-from gpumem_exporter.features.profiles.stored_profile import ShownProfile, StoredProfile
+from gpumem_exporter.features.profiles.profile_lines import ShownProfile
+from gpumem_exporter.features.profiles.stored_profile import StoredProfile
 from tests.support.builders import MIB
 from tests.support.live_page import browser
 from tests.support.made_up_profiles import MAIN, made_up, stored, training

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from gpumem_client.profile.profile_types import Frame, Owner, ProfiledDevice
 from gpumem_exporter.features.profiles.profile_diff import difference
-from gpumem_exporter.features.profiles.profile_json import json_document, read_saved
-from gpumem_exporter.features.profiles.stored_profile import ShownProfile
+from gpumem_exporter.features.profiles.profile_formats import json_document, read_saved
+from gpumem_exporter.features.profiles.profile_lines import ShownProfile
 from tests.support.builders import MIB, UUIDS
 from tests.support.made_up_profiles import LINEAR, MAIN, SCRIPT, Block, made_up, stored
 
@@ -64,18 +64,18 @@ def test_the_sums_are_those_of_the_profiles_on_every_device() -> None:
     before = of((0, at(1), None, 1, 1), (1, at(2), None, 2, 2), (1, (), Owner("unseen"), 4, 4))
     after = of((0, at(1), None, 8, 8), (0, at(3), WEIGHT, 16, 16), (1, at(2), None, 32, 32), start=2000)
     change = difference(before, after)
-    assert tuple(device.uuid for device in change.devices) == UUIDS[:2]
+    assert tuple(device["uuid"] for device in change.devices) == UUIDS[:2]
     for index in (0, 1):
         lines = [line for line in change.lines if line.device == index]
-        assert sum(line.before_bytes for line in lines) == before.devices[index].allocated_bytes
-        assert sum(line.bytes for line in lines) == after.devices[index].allocated_bytes
+        assert sum(line.before_bytes for line in lines) == before.devices[index]["allocated_bytes"]
+        assert sum(line.bytes for line in lines) == after.devices[index]["allocated_bytes"]
 
 
 def test_a_job_that_moved_to_another_device_is_compared_by_the_order_of_devices() -> None:
     before = of((0, (), WEIGHT, MIB, MIB), (1, (), WEIGHT, 2 * MIB, 2 * MIB))
     moved = replace(made_up([(0, (), WEIGHT, MIB, MIB)]), devices=(ProfiledDevice("GPU-other", MIB),))
     change = difference(before, stored(moved, start_time_ticks=2000).at("live"))
-    assert [device.uuid for device in change.devices] == ["GPU-other", UUIDS[1]]
+    assert [device["uuid"] for device in change.devices] == ["GPU-other", UUIDS[1]]
     assert [line.change_bytes for line in change.lines if line.change_bytes] == [-2 * MIB]
 
 

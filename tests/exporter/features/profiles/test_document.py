@@ -27,7 +27,8 @@ from gpumem_client.profile.profile_types import (
 )
 from gpumem_client.wire.protocol import to_wire
 from gpumem_exporter.errors import ProfileInvalidError
-from gpumem_exporter.features.profiles.profile_document import facts_line, read_facts, read_profile
+from gpumem_exporter.features.profiles.profile_document import read_profile
+from gpumem_exporter.features.profiles.stored_profile import facts_line, read_facts
 from tests.support.builders import identity
 from tests.support.profile_documents import body, document, facts, profile
 

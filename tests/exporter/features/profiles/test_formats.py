@@ -9,8 +9,8 @@ from gpumem_client.profile.profile_types import Owner
 from gpumem_exporter.errors import NoPeakError
 from gpumem_exporter.features.profiles import pprof, profile_formats
 from gpumem_exporter.features.profiles.profile_diff import difference
-from gpumem_exporter.features.profiles.profile_lines import Moment
-from gpumem_exporter.features.profiles.stored_profile import Format, StoredProfile
+from gpumem_exporter.features.profiles.profile_lines import Format, Moment
+from gpumem_exporter.features.profiles.stored_profile import StoredProfile
 from tests.support.builders import MIB, UUIDS
 from tests.support.made_up_profiles import (
     CALL,

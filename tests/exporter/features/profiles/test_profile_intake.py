@@ -9,9 +9,9 @@ from unittest.mock import AsyncMock, MagicMock, Mock
 
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.container import HERE
+from gpumem_exporter.features.profiles.profile_document import OUT_OF_MEMORY
 from gpumem_exporter.features.profiles.profile_intake import ProfileIntake
 from gpumem_exporter.features.profiles.profile_store import Profiles
-from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY
 from tests.support.builders import reporting
 from tests.support.profile_documents import body, profile
 
@@ -25,19 +25,9 @@ async def test_all_profiles_of_unknown_errors_are_deleted_although_many_are_late
     profiles = Profiles(tmp_path, max_bytes=1 << 30)
     errors = Mock(has_error=Mock(return_value=False), knows_error=AsyncMock(return_value=False))
     senders, store = Mock(), Mock()
-    intake = ProfileIntake(
-        profiles,
-        {},
-        store,
-        senders,
-        Mock(),
-        lambda: errors,
-        snapshot=lambda: Mock(gpus={}, node=None),
-        clock=lambda: clock[0],
-        wall_clock=lambda: 1.7e9,
-        late_process=Mock(),
-        requests_per_minute=600,
-    )
+    node = Mock(errors=errors, senders=senders, store=store, clock=lambda: clock[0], wall_clock=lambda: 1.7e9)
+    node.snapshot.return_value, node.settings.action_caller_limit = Mock(gpus={}, node=None), 600
+    intake = ProfileIntake(profiles, node)
     for number in range(1, SENT + 1):
         process = reporting(number, owner_uid=USERS[number % len(USERS)], session=f"of-{number}")
         store.find.return_value = process

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.core.container import HERE
+from gpumem_exporter.features.profiles.profile_document import OUT_OF_MEMORY
 from gpumem_exporter.features.profiles.profile_store import FOLDER_NAME, MAX_IN_MEMORY, Profiles
-from gpumem_exporter.features.profiles.stored_profile import OUT_OF_MEMORY, ProfileFacts
+from gpumem_exporter.features.profiles.stored_profile import ProfileFacts
 from gpumem_exporter.settings import PROFILES_SHARE
 from tests.support.builders import identity
 from tests.support.profile_documents import body, facts, profile
