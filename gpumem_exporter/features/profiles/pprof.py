@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 from collections.abc import Callable, Hashable, Iterable
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from gpumem_client.profile.profile_types import Frame, Owner
 from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, ShownProfile, Stack, bounded, kind_text
@@ -22,22 +22,20 @@ _MAX_LENGTH = 12 << 20
 _VARINT, _LENGTH_DELIMITED = 0, 2
 
 
-class _Numbers(Generic[T]):
-    """Numbers the names that samples share, such as their frames.
+class _Numbers(dict[T, int]):
+    """The numbers of the names that samples share, such as their frames.
 
     `add` is called with each new name and its number, after the names that it needs itself.
     """
 
     def __init__(self, add: Callable[[T, int], None], first: int = 0) -> None:
+        super().__init__()
         self._add, self._first = add, first
-        self._known: dict[T, int] = {}
 
-    def of(self, name: T) -> int:
-        """Return the number of a name."""
-        if name not in self._known:
-            self._known[name] = self._first + len(self._known)
-            self._add(name, self._known[name])
-        return self._known[name]
+    def __missing__(self, name: T) -> int:
+        number = self[name] = self._first + len(self)
+        self._add(name, number)
+        return number
 
 
 def encode(shown: ShownProfile) -> bytes:
@@ -48,28 +46,30 @@ def encode(shown: ShownProfile) -> bytes:
     devices = [f"GPU {each['gpu']}" if each["gpu"] else each["uuid"] for each in shown.devices]
     new = bytearray()  # the texts, functions and locations that nothing before has; a reader takes them in any order
     texts = _Numbers[str](lambda text, _: new.extend(_field(6, text.encode("utf-8", "replace"))))
-    functions = _Numbers[tuple[str, str]](lambda each, number: new.extend(_function(number, *map(texts.of, each))), 1)
-    locations = _Numbers[Frame](
-        lambda each, number: new.extend(_location(number, functions.of((each.function, each.file)), each.line)), 1
+    functions = _Numbers[tuple[str, str]](
+        lambda each, number: new.extend(_function(number, *map(texts.__getitem__, each))), 1
     )
-    texts.of("")  # as the format requires
+    locations = _Numbers[Frame](
+        lambda each, number: new.extend(_location(number, functions[each.function, each.file], each.line)), 1
+    )
+    texts[""]  # as the format requires
     stacks: dict[Stack, bytes] = {}
 
     def sample(line: Line) -> bytes:
         if line.stack is None:
             names = _owner_frames(line.owner)
-            at = _packed(1, [locations.of(Frame(name, "", 0)) for name in reversed(names)])
+            at = _packed(1, [locations[Frame(name, "", 0)] for name in reversed(names)])
         elif line.stack in stacks:
             at = stacks[line.stack]
         else:
-            at = stacks[line.stack] = _packed(1, [locations.of(each) for each in line.stack.frames])
+            at = stacks[line.stack] = _packed(1, [locations[each] for each in line.stack.frames])
         owner = line.owner and " ".join(filter(None, (kind_text(line.owner.kind), line.owner.name)))
         labels = (("device", devices[line.device]), ("pool", line.pool), ("owner", owner))
         encoded = _message(
             2,
             at,
             _packed(2, (line.change_blocks, line.change_bytes)),
-            *(_message(3, _number(1, texts.of(name)), _number(2, texts.of(text))) for name, text in labels if text),
+            *(_message(3, _number(1, texts[name]), _number(2, texts[text])) for name, text in labels if text),
         )
         encoded = bytes(new) + encoded
         new.clear()
@@ -77,7 +77,7 @@ def encode(shown: ShownProfile) -> bytes:
 
     body = bytearray()
     for name, unit in (("inuse_objects", "count"), ("inuse_space", "bytes")):
-        body += _message(1, _number(1, texts.of(name)), _number(2, texts.of(unit)))
+        body += _message(1, _number(1, texts[name]), _number(2, texts[unit]))
     for each in bounded((line for line in shown.ranked() if line.change_bytes), sample, _MAX_LENGTH):
         body += each
     # Says that the names are complete: otherwise pprof looks for a program to read them from.
@@ -85,8 +85,8 @@ def encode(shown: ShownProfile) -> bytes:
     body += _number(9, int(shown.about["unix_seconds"] * 1e9))
     body += _number(10, int(shown.about["recorded_seconds"] * 1e9))
     for comment in shown.notes:
-        body += _number(13, texts.of(comment))
-    body += _number(14, texts.of("inuse_space"))
+        body += _number(13, texts[comment])
+    body += _number(14, texts["inuse_space"])
     return gzip.compress(bytes(body + new), compresslevel=6, mtime=0)
 
 

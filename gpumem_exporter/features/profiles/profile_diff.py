@@ -11,7 +11,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from gpumem_client.profile.profile_types import Owner
-from gpumem_exporter.features.profiles.profile_lines import PATH_KINDS, Line, ShownProfile, joined, without_numbers
+from gpumem_exporter.features.profiles.profile_lines import (
+    PATH_KINDS,
+    Line,
+    ShownProfile,
+    Stack,
+    joined,
+    without_numbers,
+)
 
 T = TypeVar("T", bound=Hashable)
 
@@ -29,9 +36,12 @@ def difference(before: ShownProfile, after: ShownProfile) -> ShownProfile:
         Line(places[line.device], line.pool, line.owner, line.stack, 0, 0, line.bytes, line.blocks) for line in old
     ]
     both = [*new, *moved]
-    lines = joined(both, _exact(both))
+    lines = joined(both, _key(both, lambda stack: stack.frames))
     if before.about["process"] != after.about["process"]:
-        lines = _with_moved_code(lines)
+        # A stack of one profile only is joined with its counterpart at other line numbers.
+        rest = [line for line in lines if not line.before_bytes] + [line for line in lines if not line.bytes]
+        by_names = _key(rest, lambda stack: tuple([each[:2] for each in stack.frames]))
+        lines = [line for line in lines if line.bytes and line.before_bytes] + joined(rest, by_names)
     return ShownProfile(after.about, after.moment, lines, devices, notes, before.about)
 
 
@@ -51,39 +61,26 @@ def _devices(
     return [{"gpu": gpus.get(uuid), "uuid": uuid} for uuid in uuids], places
 
 
-def _exact(lines: Sequence[Line]) -> Callable[[Line], Hashable]:
-    """What identifies a line: a module's tensor by its name, because only some profiles have the stack of it."""
-    owners = _owners(lines)
-    stacks = _numbers({line.stack for line in lines}, lambda stack: stack and stack.frames)
+def _key(lines: Sequence[Line], of_stack: Callable[[Stack], Hashable]) -> Callable[[Line], Hashable]:
+    """Return what identifies a line: a module's tensor by its name, because only some profiles have the stack of it.
+
+    The path of a module has its numbers. Other owners are compared without the numbers in their texts, such as the
+    length of a list.
+    """
+
+    def of_owner(owner: Owner | None) -> Hashable:
+        if owner is None or owner.kind in PATH_KINDS:
+            return owner
+        return owner._replace(name=without_numbers(owner.name))
+
+    owners = _numbers({line.owner for line in lines}, of_owner)
+    stacks = _numbers({line.stack for line in lines}, lambda stack: stack and of_stack(stack))
 
     def key(line: Line) -> Hashable:
         named = line.owner is not None and line.owner.kind in PATH_KINDS
         return line.device, line.pool, owners[line.owner], None if named else stacks[line.stack]
 
     return key
-
-
-def _with_moved_code(lines: Sequence[Line]) -> list[Line]:
-    """Return lines in which a stack of one profile only is joined with its counterpart at other line numbers."""
-    in_both = [line for line in lines if line.bytes and line.before_bytes]
-    rest = [line for line in lines if not line.before_bytes] + [line for line in lines if not line.bytes]
-    owners = _owners(rest)
-    stacks = _numbers({line.stack for line in rest}, lambda stack: stack and tuple([each[:2] for each in stack.frames]))
-    return in_both + joined(rest, lambda line: (line.device, line.pool, owners[line.owner], stacks[line.stack]))
-
-
-def _owners(lines: Iterable[Line]) -> dict[Owner | None, int]:
-    """Return the numbers of owners without the numbers in their texts, such as the length of a list.
-
-    The path of a module has its numbers.
-    """
-
-    def key(owner: Owner | None) -> Hashable:
-        if owner is None or owner.kind in PATH_KINDS:
-            return owner
-        return owner._replace(name=without_numbers(owner.name))
-
-    return _numbers({line.owner for line in lines}, key)
 
 
 def _numbers(values: Iterable[T], key: Callable[[T], Hashable]) -> dict[T, int]:

@@ -162,21 +162,16 @@ def _require_consistent(profile: Profile) -> None:
             raise ProfileInvalidError(f"stacks: there is no frame {max(stack)}")
     live, peak = [0] * len(devices), [0] * len(devices)
     for row in profile.rows:
-        if row.device >= len(devices):
-            raise ProfileInvalidError(f"rows: there is no device {row.device}")
-        if row.stack is not None and row.stack >= len(profile.stacks):
-            raise ProfileInvalidError(f"rows: there is no stack {row.stack}")
-        if row.owner is not None and row.owner >= len(profile.owners):
-            raise ProfileInvalidError(f"rows: there is no owner {row.owner}")
+        for name, index, known in (
+            ("device", row.device, devices),
+            ("stack", row.stack, profile.stacks),
+            ("owner", row.owner, profile.owners),
+        ):
+            if index is not None and index >= len(known):
+                raise ProfileInvalidError(f"rows: there is no {name} {index}")
         live[row.device] += row.live_bytes
         peak[row.device] += row.peak_bytes or 0
     for index, device in enumerate(devices):
-        if live[index] != device.allocated_bytes:
-            raise ProfileInvalidError(
-                f"devices.{index}: its rows have {live[index]} bytes, and allocated_bytes is {device.allocated_bytes}"
-            )
-        if peak[index] != (device.peak_bytes or 0):
-            raise ProfileInvalidError(
-                f"devices.{index}: at the highest moment its rows have {peak[index]} bytes, and peak_bytes is "
-                f"{device.peak_bytes}"
-            )
+        found, sent = (live[index], peak[index]), (device.allocated_bytes, device.peak_bytes or 0)
+        if found != sent:
+            raise ProfileInvalidError(f"devices.{index}: its rows have {found} bytes at the end and peak, not {sent}")

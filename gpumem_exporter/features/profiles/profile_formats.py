@@ -25,7 +25,6 @@ from gpumem_exporter.features.profiles.profile_lines import (
     PATH_KINDS,
     TORCH,
     Format,
-    Group,
     Line,
     ShownProfile,
     bounded,
@@ -122,11 +121,11 @@ def json_document(shown: ShownProfile, most_bytes: int, *, page: bool = False) -
     """
     differs = shown.before is not None
     # The size of a group in each view of a page: what grew, what shrank, and everything afterwards.
-    views: list[Callable[[Group], int]] = [lambda group: group.bytes]
+    views: list[Callable[[Line], int]] = [lambda group: group.bytes]
     if differs:
         views = [lambda group: group.change_bytes, lambda group: -group.change_bytes, *views]
     head = _head(shown)
-    head["kinds"] = [{"kind": each.largest.kind, **_sizes(each, differs=differs)} for each in by_kind(shown.lines)]
+    head["kinds"] = [{"kind": each.kind, **_sizes(each, differs=differs)} for each in by_kind(shown.lines)]
     for name, groups in (("owners", by_owner(shown.lines)), ("lines", by_code(shown.lines))):
         changed = [group for group in groups if group.change_bytes]
         head[name] = listed = _table(changed[:_LARGEST], differs=differs)
@@ -173,13 +172,12 @@ def _head(shown: ShownProfile) -> dict[str, Any]:
     return {**head, "moment": shown.moment, "notes": list(shown.notes), "devices": list(shown.devices)}
 
 
-def _table(groups: Iterable[Group], *, differs: bool) -> list[dict[str, Any]]:
+def _table(groups: Iterable[Line], *, differs: bool) -> list[dict[str, Any]]:
     table: list[dict[str, Any]] = []
     length = 0
     for group in groups:
-        owner = group.largest.owner
-        listed = {"owner": owner_name(owner) or None if owner else None}
-        row = {**_owner(group.largest), **listed, **_code(group.code), **_sizes(group, differs=differs)}
+        listed = {"owner": owner_name(group.owner) or None if group.owner else None}
+        row = {**_owner(group), **listed, **_code(group), **_sizes(group, differs=differs)}
         length += sum(len(value) for value in row.values() if isinstance(value, str))
         if length > _MAX_TABLE_LENGTH:
             break
@@ -187,7 +185,7 @@ def _table(groups: Iterable[Group], *, differs: bool) -> list[dict[str, Any]]:
     return table
 
 
-def _sizes(of: Line | Group, *, differs: bool) -> dict[str, int]:
+def _sizes(of: Line, *, differs: bool) -> dict[str, int]:
     if not differs:
         return {"bytes": of.bytes, "blocks": of.blocks}
     return {"before_bytes": of.before_bytes, "after_bytes": of.bytes, "change_bytes": of.change_bytes}

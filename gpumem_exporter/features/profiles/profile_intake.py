@@ -69,7 +69,7 @@ class ProfileIntake:
         self._reading, self._writing = Turns(1), Turns(1)
         # The profiles of out-of-memory errors that no report has named yet, by id.
         self._unconfirmed: dict[str, _Unconfirmed] = {}
-        self._deletions: set[asyncio.Future[None]] = set()
+        self._deletion: asyncio.Future[None] | None = None
 
     async def receive(self, request: Request) -> Response:
         """Take a memory profile of a process, as JSON compressed with gzip. Used by the client.
@@ -143,20 +143,18 @@ class ProfileIntake:
 
     def expire(self) -> None:
         """Delete the profiles of errors that no report has named in time; called once a second."""
+        self._unconfirmed = {
+            profile_id: waiting
+            for profile_id, waiting in self._unconfirmed.items()
+            if not self.node.errors.has_error(waiting.process, waiting.number)
+        }
         now = self.node.clock()
-        late = []
-        for profile_id, waiting in list(self._unconfirmed.items()):
-            if self.node.errors.has_error(waiting.process, waiting.number):
-                del self._unconfirmed[profile_id]
-            # One deletion of all: many would be more than may wait for a turn, and the disk may hang.
-            elif now >= waiting.until_seconds and not self._deletions:
-                del self._unconfirmed[profile_id]
-                late.append(profile_id)
-        if late:
+        late = [profile_id for profile_id, waiting in self._unconfirmed.items() if now >= waiting.until_seconds]
+        # One deletion of all: many would be more than may wait for a turn, and the disk may hang.
+        if late and (self._deletion is None or self._deletion.done()):
             _log.warning("profiles of unknown out-of-memory errors are deleted: %s", ", ".join(late))
-            task = asyncio.ensure_future(self._writing.run("", partial(self.profiles.forget, *late)))
-            self._deletions.add(task)
-            task.add_done_callback(self._deletions.discard)
+            self._unconfirmed = {each: waiting for each, waiting in self._unconfirmed.items() if each not in late}
+            self._deletion = asyncio.ensure_future(self._writing.run("", partial(self.profiles.forget, *late)))
 
     async def _keep(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
         self._kept.take(process.key.share, [(process.key, f"pid {process.name}")])

@@ -151,13 +151,19 @@ def lines_of(profile: Profile, moment: Moment = "live") -> list[Line]:
 
 def joined(lines: Iterable[Line], key: Callable[[Line], Hashable]) -> list[Line]:
     """Return one line for each key: the first one, with the sizes of all."""
-    found: dict[Hashable, Line] = {}
+    return [_with_sizes(of_key[0], of_key) for of_key in _by(key, lines)]
+
+
+def _by(key: Callable[[Line], Hashable], lines: Iterable[Line]) -> Iterable[list[Line]]:
+    found: dict[Hashable, list[Line]] = {}
     for line in lines:
-        first = found.setdefault(identity := key(line), line)
-        if first is not line:
-            sizes = (one + other for one, other in zip(first[4:], line[4:], strict=True))
-            found[identity] = Line(*first[:4], *sizes)
-    return list(found.values())
+        found.setdefault(key(line), []).append(line)
+    return found.values()
+
+
+def _with_sizes(line: Line, lines: Iterable[Line]) -> Line:
+    """Return a line with the sums of the sizes of these lines."""
+    return Line(*line[:4], *map(sum, zip(*(each[4:] for each in lines), strict=True)))
 
 
 def bounded(lines: Iterable[Line], encode: Callable[[Line], bytes], most_bytes: int) -> Iterator[bytes]:
@@ -219,36 +225,19 @@ def without_numbers(name: str) -> str:
     return _NUMBER.sub("#", name) if len(name) <= _MAX_SEARCHED else name
 
 
-class Group(NamedTuple):
-    """Lines that are shown together, such as the lines with the same owner."""
-
-    bytes: int
-    blocks: int
-    before_bytes: int
-    largest: Line
-    """The line with the largest change, of equal ones a line with an owner."""
-    code: Line
-    """The line with the largest change among the lines with a stack; if there is none, `largest`."""
-
-    @property
-    def change_bytes(self) -> int:
-        """By how much the group grew."""
-        return self.bytes - self.before_bytes
-
-
-def by_kind(lines: Iterable[Line]) -> list[Group]:
+def by_kind(lines: Iterable[Line]) -> list[Line]:
     """Return the kinds of owners, the largest change first."""
     return _groups(lines, lambda line: line.kind)
 
 
-def by_owner(lines: Iterable[Line]) -> list[Group]:
+def by_owner(lines: Iterable[Line]) -> list[Line]:
     """Return the owners, the largest change first. The tensors of repeated modules are one owner: see `owner_name`.
 
     Blocks without an owner are grouped by line of code.
     """
     names: dict[Owner, str] = {}  # a search in the names of all rows could take an hour
 
-    def key(line: Line) -> object:
+    def key(line: Line) -> Hashable:
         if line.owner is None:
             return line.stack and line.stack.user
         if line.owner not in names:
@@ -258,23 +247,23 @@ def by_owner(lines: Iterable[Line]) -> list[Group]:
     return _groups(lines, key)
 
 
-def by_code(lines: Iterable[Line]) -> list[Group]:
+def by_code(lines: Iterable[Line]) -> list[Line]:
     """Return the lines of code outside of torch that allocated the blocks, the largest change first."""
     return _groups((line for line in lines if line.stack), lambda line: line.stack and line.stack.user)
 
 
-def _groups(lines: Iterable[Line], key: Callable[[Line], object]) -> list[Group]:
-    found: dict[object, list[Line]] = {}
-    for line in lines:
-        found.setdefault(key(line), []).append(line)
-    return sorted(map(_group, found.values()), key=lambda group: -abs(group.change_bytes))
+def _groups(lines: Iterable[Line], key: Callable[[Line], Hashable]) -> list[Line]:
+    """Return one line for each key, with the sizes of all, which are shown together.
 
-
-def _group(lines: Sequence[Line]) -> Group:
-    largest = max(lines, key=_weight)
-    code = max((line for line in lines if line.stack), key=_weight, default=largest)
-    size, before = sum(line.bytes for line in lines), sum(line.before_bytes for line in lines)
-    return Group(size, sum(line.blocks for line in lines), before, largest, code)
+    It has the owner of the line with the largest change (of equal ones, a line with an owner), and the stack of the one
+    with the largest change among the lines with a stack.
+    """
+    groups = []
+    for of_key in _by(key, lines):
+        largest = max(of_key, key=_weight)
+        code = max((line for line in of_key if line.stack), key=_weight, default=largest)
+        groups.append(_with_sizes(largest._replace(stack=code.stack), of_key))
+    return sorted(groups, key=lambda group: -abs(group.change_bytes))
 
 
 def _weight(line: Line) -> tuple[int, bool]:

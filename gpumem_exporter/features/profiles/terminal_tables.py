@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 from gpumem_client.wire.units import UNKNOWN, human_bytes, human_growth, human_seconds
 from gpumem_exporter.cli.api_client import Document
@@ -30,18 +30,13 @@ def profile_tables(document: Document) -> Iterator[RenderableType]:
         yield plain("Nothing changed." if differs else "Nothing is allocated.")
         return
     yield plain(", ".join(kinds))
-    sizes: list[tuple[str, str]] = [("bytes", "right"), ("blocks", "right")]
-    if differs:
-        sizes = [("before", "right"), ("after", "right"), ("change", "right")]
-    for title, names, key, cells in (
-        ("Owners", (("owner", "cut"), ("kind", "cut"), ("shape", "cut"), ("allocated by", "cut")), "owners", _owner),
-        ("Lines", (("line", "cut"), ("called from", "cut"), ("mostly for", "cut")), "lines", _line),
-    ):
-        groups = document[key]
+    for title, names in (("Owners", _OWNER), ("Lines", _LINE)):
+        groups, columns = document[title.lower()], {**(_CHANGES if differs else _SIZES), **names}
         if groups:
+            alignments = [(name, "cut" if name in names else "right") for name in columns]
             yield plain("")
-            yield table(title, [*sizes, *names], ([*_numbers(each), *cells(each)] for each in groups[:_SHOWN]))
-            if rest := len(groups[_SHOWN:]) + document[f"more_{key}"]["count"]:
+            yield table(title, alignments, ([cell(each) for cell in columns.values()] for each in groups[:_SHOWN]))
+            if rest := len(groups[_SHOWN:]) + document[f"more_{title.lower()}"]["count"]:
                 yield plain(f"and {rest} more", "dim")
 
 
@@ -87,18 +82,21 @@ def _kind(group: Document) -> str:
     return kind_text(group["kind"])
 
 
-def _numbers(group: Document) -> Sequence[str]:
-    if "change_bytes" in group:
-        sizes = (human_bytes(group["before_bytes"]), human_bytes(group["after_bytes"]))
-        return (*sizes, human_growth(group["change_bytes"]))
-    return (human_bytes(group["bytes"]), f"{group['blocks']:,}")
-
-
-def _owner(group: Document) -> Sequence[str]:
-    shape = " ".join(filter(None, (group["dtype"], group["shape"])))
-    return (group["owner"] or _kind(group), _kind(group), shape or UNKNOWN, group["line"] or UNKNOWN)
-
-
-def _line(group: Document) -> Sequence[str]:
-    owner = group["owner"] or (_kind(group) if group["kind"] else UNKNOWN)
-    return (group["line"], group["called_from"] or UNKNOWN, owner)
+_Cells: TypeAlias = Mapping[str, Callable[[Document], str]]
+_SIZES: _Cells = {"bytes": lambda group: human_bytes(group["bytes"]), "blocks": lambda group: f"{group['blocks']:,}"}
+_CHANGES: _Cells = {
+    "before": lambda group: human_bytes(group["before_bytes"]),
+    "after": lambda group: human_bytes(group["after_bytes"]),
+    "change": lambda group: human_growth(group["change_bytes"]),
+}
+_OWNER: _Cells = {
+    "owner": lambda group: group["owner"] or _kind(group),
+    "kind": _kind,
+    "shape": lambda group: " ".join(filter(None, (group["dtype"], group["shape"]))) or UNKNOWN,
+    "allocated by": lambda group: group["line"] or UNKNOWN,
+}
+_LINE: _Cells = {
+    "line": lambda group: group["line"],
+    "called from": lambda group: group["called_from"] or UNKNOWN,
+    "mostly for": lambda group: group["owner"] or (_kind(group) if group["kind"] else UNKNOWN),
+}
