@@ -45,13 +45,17 @@ def encode(shown: ShownProfile) -> bytes:
     """
     devices = [f"GPU {each['gpu']}" if each["gpu"] else each["uuid"] for each in shown.devices]
     new = bytearray()  # the texts, functions and locations that nothing before has; a reader takes them in any order
-    texts = _Numbers[str](lambda text, _: new.extend(_field(6, text.encode("utf-8", "replace"))))
-    functions = _Numbers[tuple[str, str]](
-        lambda each, number: new.extend(_function(number, *map(texts.__getitem__, each))), 1
-    )
-    locations = _Numbers[Frame](
-        lambda each, number: new.extend(_location(number, functions[each.function, each.file], each.line)), 1
-    )
+    texts = _Numbers[str](lambda text, _: new.extend(_message(6, text.encode("utf-8", "replace"))))
+
+    def add_function(name: tuple[str, str], number: int) -> None:
+        function, file = map(texts.__getitem__, name)
+        new.extend(_message(5, _number(1, number), _number(2, function), _number(3, function), _number(4, file)))
+
+    def add_location(frame: Frame, number: int) -> None:
+        line = _message(4, _number(1, functions[frame.function, frame.file]), _number(2, frame.line))
+        new.extend(_message(4, _number(1, number), _number(2, 1), line))
+
+    functions, locations = _Numbers[tuple[str, str]](add_function, 1), _Numbers[Frame](add_location, 1)
     texts[""]  # as the format requires
     stacks: dict[Stack, bytes] = {}
 
@@ -68,7 +72,7 @@ def encode(shown: ShownProfile) -> bytes:
         encoded = _message(
             2,
             at,
-            _packed(2, (line.change_blocks, line.change_bytes)),
+            _packed(2, (line.blocks - line.before_blocks, line.change_bytes)),
             *(_message(3, _number(1, texts[name]), _number(2, texts[text])) for name, text in labels if text),
         )
         encoded = bytes(new) + encoded
@@ -105,14 +109,6 @@ def _owner_frames(owner: Owner | None) -> list[str]:
     return [kind, *([state] if state else []), *modules]
 
 
-def _function(number: int, name: int, file: int) -> bytes:
-    return _message(5, _number(1, number), _number(2, name), _number(3, name), _number(4, file))
-
-
-def _location(number: int, function: int, line: int) -> bytes:
-    return _message(4, _number(1, number), _number(2, 1), _message(4, _number(1, function), _number(2, line)))
-
-
 def _varint(value: int) -> bytes:
     value &= (1 << 64) - 1  # a negative int64 is ten bytes
     encoded = bytearray()
@@ -127,13 +123,10 @@ def _number(field: int, value: int) -> bytes:
     return _varint(field << 3 | _VARINT) + _varint(value) if value else b""
 
 
-def _field(field: int, content: bytes) -> bytes:
-    return _varint(field << 3 | _LENGTH_DELIMITED) + _varint(len(content)) + content
-
-
 def _packed(field: int, values: Iterable[int]) -> bytes:
-    return _field(field, b"".join(map(_varint, values)))
+    return _message(field, *map(_varint, values))
 
 
 def _message(field: int, *parts: bytes) -> bytes:
-    return _field(field, b"".join(parts))
+    content = b"".join(parts)
+    return _varint(field << 3 | _LENGTH_DELIMITED) + _varint(len(content)) + content

@@ -6,11 +6,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlencode
 
 import click
@@ -35,11 +35,12 @@ from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_result, show, table
 from gpumem_exporter.cli.usage import CommandGroup, note
+from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_formats import SUFFIXES, read_saved, render
 from gpumem_exporter.features.profiles.profile_lines import Format, ShownProfile
-from gpumem_exporter.features.profiles.terminal_tables import profile_tables
+from gpumem_exporter.features.profiles.terminal_tables import profile_tables, subject
 
 _EXAMPLES = """\b
 Examples:
@@ -57,12 +58,6 @@ the list.
 """
 _PATH = "/api/v1/profiles"
 _SHOWN_ID = 8
-# The formats that a terminal does not show: without -o, they become a file in the current folder.
-_BINARY: tuple[Format, ...] = ("html", "pprof")
-_COLUMNS = (
-    *(("id", "left"), ("taken", "left"), ("cause", "left"), ("of", "cut"), ("recorded", "right")),
-    *(("allocated", "right"), ("highest", "right")),
-)
 
 
 class _ProfileGroup(CommandGroup):
@@ -132,7 +127,7 @@ def take(api: ExporterApi, pids: Sequence[str], **values: Any) -> int:
     taken = dict.fromkeys(result["profile"] for result in document["results"] if result.get("profile"))
     for profile_id in taken:
         file.write(api, f"{_PATH}/{profile_id}", one=len(taken) == 1)
-    if taken and file.form == "text":
+    if taken and file.as_text:
         ids = ", ".join(each[:_SHOWN_ID] for each in taken)
         note(f"kept as {ids}; a page with a flame graph: gpumem-exporter profile show ID -o profile.html")
     for reason in reasons(document["results"]):
@@ -172,23 +167,24 @@ def list_profiles(api: ExporterApi, as_json: bool, **filters: str | None) -> int
     """
     query = {name: value for name, value in filters.items() if value}
     document = api.get(f"{_PATH}?{urlencode(query)}")
-    rows = [_row(each) for each in document["profiles"]]
-    print_result(document, [table("", _COLUMNS, rows) if rows else plain("No profiles.")], as_json=as_json)
+    rows = [[cell(each) for cell in _CELLS.values()] for each in document["profiles"]]
+    print_result(document, [table("", [*_CELLS], rows) if rows else plain("No profiles.")], as_json=as_json)
     return 0
 
 
-def _row(kept: Document) -> Sequence[Any]:
-    peaks = [device["peak_bytes"] for device in kept["devices"] if device["peak_bytes"] is not None]
-    name = f"{kept['workload']}{' rank ' + kept['rank'] if kept['rank'] else ''}" if kept["workload"] else ""
-    return (
-        kept["id"][:_SHOWN_ID],
-        local_time(kept["unix_seconds"], time.time()),
-        kept["cause"].replace("_", " "),
-        f"{name} pid {kept['pid']}".strip(),
-        human_seconds(kept["recorded_seconds"]) if kept["recorded_seconds"] else "no",
-        human_bytes(sum(device["allocated_bytes"] for device in kept["devices"])),
-        human_bytes(sum(peaks) if peaks else None),
-    )
+def _sum(kept: Document, name: str) -> str:
+    return human_bytes(sum_of_known([device[name] for device in kept["devices"]]))
+
+
+_CELLS: Mapping[tuple[str, str], Callable[[Document], str]] = {
+    ("id", "left"): lambda kept: kept["id"][:_SHOWN_ID],
+    ("taken", "left"): lambda kept: local_time(kept["unix_seconds"], time.time()),
+    ("cause", "left"): lambda kept: kept["cause"].replace("_", " "),
+    ("of", "cut"): subject,
+    ("recorded", "right"): lambda kept: human_seconds(kept["recorded_seconds"]) if kept["recorded_seconds"] else "no",
+    ("allocated", "right"): lambda kept: _sum(kept, "allocated_bytes"),
+    ("highest", "right"): lambda kept: _sum(kept, "peak_bytes"),
+}
 
 
 @profile.command("show")
@@ -213,37 +209,33 @@ def diff_profiles(api: ExporterApi, before: str, after: str, **values: Any) -> i
     lines may have moved.
     """
     file = _Output.pop(values)
-    given = (before, after)
-    if not any(Path(each).is_file() for each in given):
-        old, new = (api.full_id("profile", each) for each in given)
+    if not any(Path(each).is_file() for each in (before, after)):
+        old, new = (api.full_id("profile", each) for each in (before, after))
         file.write(api, f"{_PATH}/{old}/diff/{new}")
     else:
-        old_profile, new_profile = (_read(api, each, file.moment) for each in given)
-        change = difference(old_profile, new_profile)
-        wanted: Format = "json" if file.form == "text" else cast(Format, file.form)
-        file.put(
-            render([change], wanted)[0], "-".join(each.about["id"][:_SHOWN_ID] for each in (old_profile, new_profile))
-        )
+        profiles = [_read(api, each, file.moment) for each in (before, after)]
+        name = "-".join(each.about["id"][:_SHOWN_ID] for each in profiles)
+        file.put(render([difference(*profiles)], file.form)[0], name)
     return 0
 
 
 def _read(api: ExporterApi, given: str, moment: str) -> ShownProfile:
     """Return the profile in a file, or the profile with an id."""
-    if not Path(given).is_file():
-        return read_saved(json.loads(api.get_bytes(f"{_PATH}/{api.full_id('profile', given)}?moment={moment}")))
     try:
-        return read_saved(json.loads(Path(given).read_bytes()))
-    except OSError as error:
-        raise ConfigurationError(f"{given}: {error.strerror}") from error
-    except (ValueError, ProfileInvalidError) as error:
+        if Path(given).is_file():
+            return read_saved(json.loads(Path(given).read_bytes()))
+    except (OSError, ValueError, ProfileInvalidError) as error:
         raise ConfigurationError(f"{given}: {error}; give a file that --format json wrote") from error
+    return read_saved(json.loads(api.get_bytes(f"{_PATH}/{api.full_id('profile', given)}?moment={moment}")))
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
     """Where profiles are written, and in which format."""
 
-    form: str
+    form: Format
+    as_text: bool
+    """Shown as text, which is made of JSON."""
     moment: str
     path: str | None
 
@@ -256,20 +248,21 @@ class _Output:
         # Before a recording that would be lost.
         if path is not None and not os.access(Path(path).parent, os.W_OK):
             raise ConfigurationError(f"-o {path}: cannot write to this folder")
-        ends = {f".{suffix}": name for name, suffix in SUFFIXES.items()} | {".pprof": "pprof"}
-        by_name = next((name for end, name in ends.items() if (path or "").endswith(end)), "text")
-        return cls(form or ("json" if as_json else by_name), values.pop("moment"), path)
+        by_name = next((name for name, suffix in SUFFIXES.items() if (path or "").endswith(f".{suffix}")), "text")
+        chosen: Any = form or ("json" if as_json else by_name)
+        return cls("json" if chosen == "text" else chosen, chosen == "text", values.pop("moment"), path)
 
     def write(self, api: ExporterApi, path: str, *, one: bool = True) -> None:
         """Write the profile of a path of the API; if it is not the only one, to a file of its own."""
-        query = urlencode({"format": "json" if self.form == "text" else self.form, "moment": self.moment})
+        query = urlencode({"format": self.form, "moment": self.moment})
         ids = path.removeprefix(f"{_PATH}/").split("/diff/")
         self.put(api.get_bytes(f"{path}?{query}"), "-".join(each[:_SHOWN_ID] for each in ids), one=one)
 
     def put(self, body: bytes, name: str, *, one: bool = True) -> None:
         """Write a profile, or a difference."""
-        path, is_binary = self.path, self.form in _BINARY
-        if self.form == "text":
+        # A terminal shows no page and no pprof: without -o, they become a file in the current folder.
+        path, is_binary = self.path, self.form != "json"
+        if self.as_text:
             with Path(path).open("w", encoding="utf-8") if path is not None else nullcontext() as file:
                 show(open_console(file), profile_tables(json.loads(body)))
             if path is None and not one:
@@ -278,7 +271,7 @@ class _Output:
             sys.stdout.flush()
             sys.stdout.buffer.write(body if is_binary else body + b"\n")
         else:
-            path = path or f"profile-{name}.{SUFFIXES[cast(Format, self.form)]}"
+            path = path or f"profile-{name}.{SUFFIXES[self.form]}"
             Path(path).write_bytes(body)
         if path is not None:
             print(path)

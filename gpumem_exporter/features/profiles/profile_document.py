@@ -58,7 +58,7 @@ def read_profile(body: bytes) -> tuple[ProcessIdentity, Profile]:
         # In two steps: the errors of `validate_json` have copies of the invalid values, which may be the whole text.
         document = _VALIDATOR.validate_python(from_json(text, allow_inf_nan=False))
     except ValidationError as error:
-        raise invalid(error) from None
+        raise _invalid(error) from None
     except ValueError as error:
         raise ProfileInvalidError(f"it is not JSON: {error}") from None
     del document["format"]
@@ -146,8 +146,7 @@ def _row(device: int, pool: str, *rest: Any) -> Row:
 _VALIDATOR = _validator()
 
 
-def invalid(error: ValidationError) -> ProfileInvalidError:
-    """Return the first error of a validation."""
+def _invalid(error: ValidationError) -> ProfileInvalidError:
     wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
     return ProfileInvalidError(": ".join(filter(None, (".".join(map(str, wrong["loc"])), wrong["msg"]))))
 

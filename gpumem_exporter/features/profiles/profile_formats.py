@@ -43,11 +43,8 @@ SUFFIXES: Mapping[Format, str] = {"html": "html", "pprof": "pb.gz", "json": "jso
 MAX_LENGTH = 8 << 20
 """The length of a JSON document or of all documents of a page. A reply of this size keeps the exporter well below the
 memory limit of the chart's pod."""
-_SCRIPTS = (  # .ci/fetch-libraries fetches the libraries again
-    "d3-flame-graph/d3.min.js",
-    "d3-flame-graph/d3-flamegraph.umd.min.js",
-    "page.js",
-)
+# .ci/fetch-libraries fetches the libraries again.
+_SCRIPTS = ("d3-flame-graph/d3.min.js", "d3-flame-graph/d3-flamegraph.umd.min.js", "page.js")
 _STYLE = "page.css"
 # The style that d3-flame-graph adds to the page.
 _LIBRARY_STYLE = re.compile(r"\.textContent=`([^`\\]*)`")
@@ -67,16 +64,12 @@ def render(shown: Sequence[ShownProfile], form: Format) -> tuple[bytes, str]:
     A page has all moments in `shown`, another format has the first one. May take a second: call it in a thread.
     """
     if form == "html":
-        return _page(shown), "text/html; charset=utf-8"
+        before, after = _around_documents()
+        documents = (json_document(each, MAX_LENGTH // len(shown), page=True) for each in shown)
+        return b"".join((before, b",".join(documents), after)), "text/html; charset=utf-8"
     if form == "pprof":
         return encode(shown[0]), "application/octet-stream"
     return json_document(shown[0], MAX_LENGTH), "application/json"
-
-
-def _page(shown: Sequence[ShownProfile]) -> bytes:
-    before, after = _around_documents()
-    documents = (json_document(each, MAX_LENGTH // len(shown), page=True) for each in shown)
-    return b"".join((before, b",".join(documents), after))
 
 
 @cache
@@ -214,23 +207,19 @@ def read_saved(document: Any) -> ShownProfile:
     Raises ProfileInvalidError if the document is not the document of one profile.
     """
     try:
-        return _saved(document)
+        devices = document["devices"]
+        places = {device["uuid"]: number for number, device in enumerate(devices)}
+        texts = {tuple(row["stack"]): None for row in document["rows"]}
+        stacks = dict(zip(texts, stacks_of([*map(_frame, each)] for each in texts), strict=True))
+        lines = []
+        for row in document["rows"]:
+            owner = Owner(*(row[name] or "" for name in ("kind", "owner", "shape", "dtype"))) if row["kind"] else None
+            stack = stacks[tuple(row["stack"])]
+            lines.append(Line(places[row["uuid"]], row["pool"], owner, stack, row["bytes"], row["blocks"]))
+        about = {name: document[name] for name in (*_IDENTITY, "recorded_seconds")}
+        return ShownProfile(about, document["moment"], lines, devices)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileInvalidError(f"it is not the JSON of a profile: {error!r}") from None
-
-
-def _saved(document: Mapping[str, Any]) -> ShownProfile:
-    devices = document["devices"]
-    places = {device["uuid"]: number for number, device in enumerate(devices)}
-    texts = {tuple(row["stack"]): None for row in document["rows"]}
-    stacks = dict(zip(texts, stacks_of([*map(_frame, each)] for each in texts), strict=True))
-    lines = []
-    for row in document["rows"]:
-        owner = Owner(*(row[name] or "" for name in ("kind", "owner", "shape", "dtype"))) if row["kind"] else None
-        stack = stacks[tuple(row["stack"])]
-        lines.append(Line(places[row["uuid"]], row["pool"], owner, stack, row["bytes"], row["blocks"]))
-    about = {name: document[name] for name in (*_IDENTITY, "recorded_seconds")}
-    return ShownProfile(about, document["moment"], lines, devices)
 
 
 def _frame(text: str) -> Frame:

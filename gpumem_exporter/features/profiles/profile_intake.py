@@ -10,7 +10,6 @@ import asyncio
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 from uuid import uuid4
 
 from fastapi import Request, Response
@@ -41,14 +40,6 @@ _CONFIRM_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
-class _Unconfirmed(NamedTuple):
-    """The profile of an error that no report has named."""
-
-    process: ReportingProcess
-    number: int
-    until_seconds: float
-
-
 @dataclass(eq=False)
 class ProfileIntake:
     """Takes profiles. Used on the event loop only."""
@@ -67,8 +58,8 @@ class ProfileIntake:
         self._kept = limits(per_caller=MAX_OF_OWNER, per_process=PROFILES_PER_MINUTE)
         # Of reading, and of the disk, which may hang.
         self._reading, self._writing = Turns(1), Turns(1)
-        # The profiles of out-of-memory errors that no report has named yet, by id.
-        self._unconfirmed: dict[str, _Unconfirmed] = {}
+        # The profiles of out-of-memory errors that no report has named yet, by id: process, number, and until when.
+        self._unconfirmed: dict[str, tuple[ReportingProcess, int, float]] = {}
         self._deletion: asyncio.Future[None] | None = None
 
     async def receive(self, request: Request) -> Response:
@@ -97,11 +88,9 @@ class ProfileIntake:
 
     def _reporting(self, key: ProcessKey, identity: ProcessIdentity) -> ReportingProcess:
         """Return the process that sends a profile. Raises ProblemError (409) if its reporter does not report."""
-        process = self.node.store.find(key)
-        if process is None:  # no report is sent during a search, so that the process may be silent by now
-            late = self.node.processes.late_process(identity, key.owner_uid)
-            process = late if late is not None and late.key == key else None
-        known = process.report.process if process is not None else None
+        # No report is sent during a search, so that the process may be silent by now.
+        process = self.node.store.find(key) or self.node.processes.late_process(identity, key.owner_uid)
+        known = process.report.process if process is not None and process.key == key else None
         same = (identity.start_time_ticks, identity.session)
         if process is None or known is None or (known.start_time_ticks, known.session) != same:
             detail = f"pid {identity.pid} does not report to this exporter; send a report first"
@@ -138,23 +127,20 @@ class ProfileIntake:
         profile_id = await self._keep(process, profile, body, owner)
         # The process may end right after the error, so its profile is on the way before the report of the error.
         if not await self.node.errors.knows_error(process, number):
-            self._unconfirmed[profile_id] = _Unconfirmed(process, number, self.node.clock() + _CONFIRM_SECONDS)
+            self._unconfirmed[profile_id] = process, number, self.node.clock() + _CONFIRM_SECONDS
         return profile_id
 
     def expire(self) -> None:
         """Delete the profiles of errors that no report has named in time; called once a second."""
-        self._unconfirmed = {
-            profile_id: waiting
-            for profile_id, waiting in self._unconfirmed.items()
-            if not self.node.errors.has_error(waiting.process, waiting.number)
-        }
-        now = self.node.clock()
-        late = [profile_id for profile_id, waiting in self._unconfirmed.items() if now >= waiting.until_seconds]
+        has_error, now = self.node.errors.has_error, self.node.clock()
+        waiting = {each: of_error for each, of_error in self._unconfirmed.items() if not has_error(*of_error[:2])}
+        late = [profile_id for profile_id, (_, _, until_seconds) in waiting.items() if now >= until_seconds]
         # One deletion of all: many would be more than may wait for a turn, and the disk may hang.
         if late and (self._deletion is None or self._deletion.done()):
             _log.warning("profiles of unknown out-of-memory errors are deleted: %s", ", ".join(late))
-            self._unconfirmed = {each: waiting for each, waiting in self._unconfirmed.items() if each not in late}
+            waiting = {each: of_error for each, of_error in waiting.items() if each not in late}
             self._deletion = asyncio.ensure_future(self._writing.run("", partial(self.profiles.forget, *late)))
+        self._unconfirmed = waiting
 
     async def _keep(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
         self._kept.take(process.key.share, [(process.key, f"pid {process.name}")])

@@ -87,11 +87,6 @@ class Line(NamedTuple):
         return self.bytes - self.before_bytes
 
     @property
-    def change_blocks(self) -> int:
-        """By how many blocks the line grew."""
-        return self.blocks - self.before_blocks
-
-    @property
     def kind(self) -> str:
         """The kind of the owner."""
         return self.owner.kind if self.owner else "unseen"
@@ -195,8 +190,7 @@ def place(frame: Frame | None) -> str | None:
     """Return `train.py:12 in main`; None without a frame."""
     if frame is None:
         return None
-    file = frame.file.rpartition("/")[2] or frame.file
-    return f"{file}:{frame.line} in {frame.function}" if frame.line else f"{file} in {frame.function}"
+    return f"{frame_place(frame._replace(file=frame.file.rpartition('/')[2] or frame.file))} in {frame.function}"
 
 
 def frame_text(frame: Frame) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -124,12 +125,8 @@ class AcceptedDocument(TypedDict):
 
 def profile_document(facts: ProfileFacts) -> dict[str, object]:
     """Return what is known about a profile as a `ProfileDocument`."""
-    values = {
-        **vars(facts),
-        "time": iso_time(facts.time_unix_seconds),
-        "unix_seconds": facts.time_unix_seconds,
-        "devices": [each._asdict() for each in facts.devices],
-    }
+    values = {**vars(facts), "time": iso_time(facts.time_unix_seconds), "unix_seconds": facts.time_unix_seconds}
+    values["devices"] = [each._asdict() for each in facts.devices]
     return {name: values[name] for name in ProfileDocument.__annotations__}
 
 
@@ -150,9 +147,9 @@ class ProfileAccess:
         process = self.store.find(key)
         return process is not None and process.report.process.session == facts.session
 
-    def newest_first(self, caller: Caller) -> list[ProfileFacts]:
-        """Return what a caller sees."""
-        return [facts for facts in self.profiles.newest_first() if self.visible(caller, facts)]
+    def newest_first(self, caller: Caller) -> Iterator[ProfileFacts]:
+        """Yield what a caller sees."""
+        yield from (facts for facts in self.profiles.newest_first() if self.visible(caller, facts))
 
     def find(self, caller: Caller, profile_id: str) -> ProfileFacts:
         """Return what is known about a profile. Raises ProblemError (404) also if the caller does not see it."""
@@ -214,13 +211,9 @@ class ProfileRoutes:
 
     async def recent(self, request: Request, parameters: Annotated[ListParameters, Query()]) -> Response:
         """The profiles of processes that the caller may act on, newest first, without their rows."""
-        caller: Caller = Exchange.of(request).caller
-
-        def listing() -> bytes:
-            found = [facts for facts in self.access.newest_first(caller) if parameters.admit(facts)]
-            return encoded({"profiles": [profile_document(facts) for facts in found[: parameters.limit]]})
-
-        return json_response(await self.node.renderer.render(listing))
+        found = (each for each in self.access.newest_first(Exchange.of(request).caller) if parameters.admit(each))
+        shown = map(profile_document, islice(found, parameters.limit))
+        return json_response(await self.node.renderer.render(lambda: encoded({"profiles": list(shown)})))
 
     async def one(
         self, request: Request, profile_id: _Id, parameters: Annotated[FormatParameters, Query()]
@@ -237,13 +230,10 @@ class ProfileRoutes:
         """What grew and what shrank from one profile to another, by stack and by owner."""
         from gpumem_exporter.features.profiles.profile_diff import difference
 
-        before, after = (self.access.find(Exchange.of(request).caller, each).id for each in (profile_id, later_id))
-
-        def read(profile_id: str) -> ShownProfile:
-            # One after the other: a large profile takes more memory than its lines.
-            return self._read(profile_id).at(parameters.moment)
-
-        return await self._reply(request, parameters, lambda: [difference(read(before), read(after))])
+        ids = [self.access.find(Exchange.of(request).caller, each).id for each in (profile_id, later_id)]
+        # One after the other: a large profile takes more memory than its lines.
+        both = (self._read(each).at(parameters.moment) for each in ids)
+        return await self._reply(request, parameters, lambda: [difference(*both)])
 
     async def take(
         self,

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from functools import cache
 from typing import NamedTuple
-
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
 
 from gpumem_client.profile.profile_types import Profile
 from gpumem_exporter.core.container import Place
-from gpumem_exporter.errors import ProfileInvalidError
-from gpumem_exporter.features.profiles.profile_document import invalid, read_profile
+from gpumem_exporter.features.profiles.profile_document import read_profile
 from gpumem_exporter.features.profiles.profile_lines import Format, Moment, ShownProfile, has_peak, lines_of
 
 OF_IDENTITY = (
@@ -80,24 +75,6 @@ class ProfileFacts:
         return self.place.share(self.owner_uid)
 
 
-def facts_line(facts: ProfileFacts) -> bytes:
-    """Return the first line of a file of the store."""
-    return to_json(asdict(facts)) + b"\n"
-
-
-def read_facts(line: bytes) -> ProfileFacts:
-    """Return the facts in the first line of a file. Raises ProfileInvalidError if another program wrote the file."""
-    try:
-        return _facts_adapter().validate_json(line, strict=True)
-    except ValidationError as error:
-        raise invalid(error) from None
-
-
-@cache
-def _facts_adapter() -> TypeAdapter[ProfileFacts]:
-    return TypeAdapter(ProfileFacts)  # takes 3 ms, of no use to an exporter without profiles
-
-
 class StoredProfile(NamedTuple):
     """A profile with its rows."""
 
@@ -107,10 +84,7 @@ class StoredProfile(NamedTuple):
     @classmethod
     def of(cls, facts: ProfileFacts, body: bytes) -> StoredProfile:
         """Return a profile with its rows, from the body of the request. Raises ProfileInvalidError."""
-        _, profile = read_profile(body)
-        if [device.uuid for device in facts.devices] != [device.uuid for device in profile.devices]:
-            raise ProfileInvalidError("devices: differ from the devices in the facts")
-        return cls(facts, profile)
+        return cls(facts, read_profile(body)[1])
 
     def at(self, moment: Moment) -> ShownProfile:
         """Return the profile at its end, or at its highest moment: see `lines_of`."""

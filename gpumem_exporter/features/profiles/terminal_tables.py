@@ -44,38 +44,31 @@ def _profile_head(document: Document) -> Iterator[RenderableType]:
     seconds = document["recorded_seconds"]
     recorded = f"recorded for {human_seconds(seconds)}" if seconds else "without a recording"
     moment = "at the highest moment, " if document["moment"] == "peak" else ""
-    yield plain(f"Memory of {_subject(document)}, {moment}{recorded}", "bold")
+    yield plain(f"Memory of {subject(document)}, {moment}{recorded}", "bold")
     for device in document["devices"]:
         sizes = [
-            f"{human_bytes(device[f'{name}_bytes'])} {text}"
-            for name, text in (
-                ("allocated", "allocated"),
-                ("peak", "at the highest moment"),
-                ("reserved", "reserved"),
-                ("fragmented", "fragmented"),
-            )
+            f"{human_bytes(device[f'{name}_bytes'])} {'at the highest moment' if name == 'peak' else name}"
+            for name in ("allocated", "peak", "reserved", "fragmented")
             if device[f"{name}_bytes"] is not None
         ]
-        yield plain(f"{_device(device)}: {', '.join(sizes)}")
+        name = f"GPU {device['gpu']}" if device["gpu"] else device["uuid"]
+        yield plain(f"{name}: {', '.join(sizes)}")
 
 
 def _difference_head(document: Document) -> Iterator[RenderableType]:
     before, after = document["before"], document["after"]
-    yield plain(f"What changed in the memory of {_subject(after)}", "bold")
+    yield plain(f"What changed in the memory of {subject(after)}", "bold")
     seconds = after["unix_seconds"] - before["unix_seconds"]
     later = f"{human_seconds(abs(seconds))} {'later' if seconds >= 0 else 'earlier'}"
     other = "" if before["process"] == after["process"] else f" of another process, pid {before['pid']}"
     yield plain(f"From {before['id'][:8]}{other} to {after['id'][:8]}, {later}")
 
 
-def _subject(document: Document) -> str:
+def subject(document: Document) -> str:
+    """Return the name of the process of a profile."""
     rank = f" rank {document['rank']}" if document["rank"] else ""
     name = f"{document['workload']}{rank}, " if document["workload"] else ""
     return f"{name}pid {document['pid']}"
-
-
-def _device(device: Document) -> str:
-    return f"GPU {device['gpu']}" if device["gpu"] else str(device["uuid"])
 
 
 def _kind(group: Document) -> str:

@@ -28,9 +28,8 @@ from gpumem_client.profile.profile_types import (
 from gpumem_client.wire.protocol import to_wire
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.features.profiles.profile_document import read_profile
-from gpumem_exporter.features.profiles.stored_profile import facts_line, read_facts
 from tests.support.builders import identity
-from tests.support.profile_documents import body, document, facts, profile
+from tests.support.profile_documents import body, document, profile
 
 SENT = identity(7, rank="3")
 
@@ -156,15 +155,6 @@ def test_any_other_value_is_read_or_refused(key: str, value: Any, deep: bool) ->
     except ProfileInvalidError:
         return
     assert sum(row.live_bytes for row in found.rows) == sum(device.allocated_bytes for device in found.devices)
-
-
-def test_the_facts_of_a_file_are_read_as_they_were_written() -> None:
-    written = facts(pid="1@4026532007:1001", rank="ü", oom_number=2)
-    line = facts_line(written)
-    assert read_facts(line) == written
-    for other in (b"", b"{}", b"SQLite format 3\0", line.replace(b'"pid"', b'"pi"'), line.replace(b":2,", b':"2",')):
-        with pytest.raises(ProfileInvalidError):
-            read_facts(other)
 
 
 def test_the_exporter_reads_the_largest_profile_that_a_client_sends() -> None:

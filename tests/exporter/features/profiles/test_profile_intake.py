@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import AsyncMock, MagicMock, Mock
 
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.core.container import HERE
 from gpumem_exporter.features.profiles.profile_document import OUT_OF_MEMORY
 from gpumem_exporter.features.profiles.profile_intake import ProfileIntake
 from gpumem_exporter.features.profiles.profile_store import Profiles
@@ -31,7 +30,7 @@ async def test_all_profiles_of_unknown_errors_are_deleted_although_many_are_late
     for number in range(1, SENT + 1):
         process = reporting(number, owner_uid=USERS[number % len(USERS)], session=f"of-{number}")
         store.find.return_value = process
-        senders.identify = AsyncMock(return_value=Mock(owner_uid=process.owner_uid, place=HERE))
+        senders.identify = AsyncMock(return_value=Mock(owner_uid=process.owner_uid, place=process.key.place))
         await intake.receive(request(process.report.process))
     assert len(profiles.newest_first()) == SENT
     clock[0] = 61.0
