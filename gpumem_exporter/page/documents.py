@@ -36,7 +36,6 @@ _SHOWN_NUMBERS = (
 )
 _DEVICE = ("gpu", "uuid", "name", "pci_bus_id", "mig_profile", "parent_uuid", "up", "error", "utilization_ratio")
 _IDENTITY = ("world_size", "torch_version", "allocator_settings", "client_version", "nvml_interceptor")
-_REPORT = ("step_seconds", "pinned_host_bytes")
 _FACTS_ALWAYS = ("user", "k8s_namespace", "k8s_pod")
 _FACTS = tuple(name for name in IDENTITY_FIELDS if name not in ("command", *_FACTS_ALWAYS))
 JOB_NUMBERS = ("slurm_job_id", "ray_job_id")
@@ -225,7 +224,7 @@ def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool) -
         **{name: getattr(identity, name, None) for name in _IDENTITY},
         **{name: process.identity(name) for name in _FACTS},
         **{name: process.job_number(name) for name in JOB_NUMBERS},
-        **{name: getattr(report, name, None) for name in _REPORT},
+        **{name: getattr(report, name, None) for name in ("step_seconds", "pinned_host_bytes")},
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
         "uid": reporter.owner_uid if reporter and not process.hidden else None,
         "actions": list(report.actions) if report else [],

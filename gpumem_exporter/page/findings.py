@@ -120,13 +120,10 @@ def find(
     processes could report. `more` find what features know.
     """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
+    errors, there = _errors(snapshot, jobs), jobs_by_device(jobs)
     on_devices = [
-        (device, ledgers[device.uuid], there.get(device.uuid, ()))
-        for there in [jobs_by_device(jobs)]
-        for device in devices
-        if device.uuid in ledgers
+        (device, ledgers[device.uuid], there.get(device.uuid, ())) for device in devices if device.uuid in ledgers
     ]
-    errors = _errors(snapshot, jobs)
     return [
         *_checks(failed_checks, has_devices=bool(devices)),
         *(_lost(device) for device in devices if not device.up),

@@ -68,11 +68,12 @@ class Health:
     def document(self, snapshot: Snapshot) -> HealthDocument:
         """Return the state of the exporter. A restart may fix `failing`; `degraded` is a fault of the node."""
         node, poller = snapshot.node, self.poller.status(snapshot.taken_seconds)
+        silent = f", {len(snapshot.silent)} silent" if snapshot.silent else ""
         checks = {
             "poller": _poller_check(poller),
             "nvml": _nvml_check(node, poller),
             "devices": _devices_check(node),
-            "reports": _reports_check(snapshot),
+            "reports": check("ok", counted(len(snapshot.processes), "process reports", "processes report") + silent),
             **{name: state_of() for name, state_of in self.checks.items()},
         }
         up = bool(node and node.up)
@@ -96,16 +97,10 @@ def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRou
     """Return the routes that report the exporter's health."""
     router = APIRouter(tags=["health"])
 
-    @router.get(
-        "/health",
-        responses={
-            200: json_reply(
-                HealthDocument,
-                "`ok`, or `degraded`: no driver, a lost device, events not stored, a replaced socket, an invalid file",
-            ),
-            503: json_reply(HealthDocument, "`failing`: the exporter cannot do its work"),
-        },
-    )
+    works = "`ok`, or `degraded`: no driver, a lost device, events not stored, a replaced socket, an invalid file"
+    fails = "`failing`: the exporter cannot do its work"
+
+    @router.get("/health", responses={200: json_reply(HealthDocument, works), 503: json_reply(HealthDocument, fails)})
     async def show() -> Response:
         """The health of the exporter and the driver, with one check for each part."""
         document = health.document(snapshot())
@@ -137,8 +132,7 @@ def _poller_check(poller: PollerStatus) -> Check:
     if not poller.alive:
         return check("failing", f"the poller has stopped{': ' + poller.error if poller.error else ''}")
     if poller.stuck:
-        busy = f" for {poller.busy_seconds:.0f} s" if poller.busy_seconds is not None else ""
-        return check("failing", f"the driver has not answered a poll{busy}")
+        return check("failing", f"the driver has not answered a poll for {poller.busy_seconds or 0:.0f} s")
     return check("ok", f"{poller.polls} polls" if poller.polls else "the first poll is running")
 
 
@@ -162,11 +156,6 @@ def _devices_check(node: NodeReading | None) -> Check:
     if not node.devices:
         return check("degraded", "the driver lists no device")
     return check("ok", f"{len(node.devices)} answer")
-
-
-def _reports_check(snapshot: Snapshot) -> Check:
-    silent = f", {len(snapshot.silent)} silent" if snapshot.silent else ""
-    return check("ok", counted(len(snapshot.processes), "process reports", "processes report") + silent)
 
 
 def error_check(error: str, detail: str = "") -> Check:

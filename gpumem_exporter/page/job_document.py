@@ -83,14 +83,14 @@ def clear_document(job: Job, now_seconds: float) -> Document | None:
     idle = sum(sample.idle_cache_bytes or 0 for sample in samples)
     if not idle:
         return None
-    again = sum(
+    differences = (
         sample.reclaimable_bytes - sample.idle_cache_bytes
         for sample in samples
         if sample.reclaimable_bytes is not None and sample.idle_cache_bytes is not None
     )
+    again = max(0, sum(differences))
     modes = {turn.mode for _, turn in turns_of_job(_CLEAR, able, able, now_seconds)}
     mode = next(mode for mode in ("step", "idle", "now") if mode in modes)
-    again = max(0, again)
     at_least = any(sample.idle_cache_bytes is None and sample.reserved_bytes != 0 for sample in samples)
     return {
         "stays_free_bytes": idle,

@@ -182,18 +182,16 @@ def jobs_of(snapshot: Snapshot, viewer: Caller | None = None) -> Sequence[Job]:
     return _all_jobs(snapshot) if viewer is None else _jobs(snapshot, viewer)
 
 
-@once_per_snapshot
-def _all_jobs(snapshot: Snapshot) -> Sequence[Job]:
-    return _jobs(snapshot, None)
-
-
-def _jobs(snapshot: Snapshot, viewer: Caller | None) -> Sequence[Job]:
+def _jobs(snapshot: Snapshot, viewer: Caller | None = None) -> Sequence[Job]:
     jobs: dict[str, Job] = {}
     for process in seen_processes(snapshot, viewer):
         of = process.known.job if process.known is not None else None
         id_ = job_id(of) if of is not None else f"pid~{process.pid}"
         jobs.setdefault(id_, Job(id_, of.workload if of is not None else None)).processes.append(process)
     return sorted(jobs.values(), key=lambda job: (-(job.sums["used_bytes"] or job.sums["reserved_bytes"] or 0), job.id))
+
+
+_all_jobs = once_per_snapshot(_jobs)
 
 
 class Hues:

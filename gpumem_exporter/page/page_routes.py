@@ -98,18 +98,6 @@ class Page:
 _API_FILES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 # An action needs a deliberate client: the page sends no request to the API.
 _API_SCRIPT = 'SwaggerUIBundle({url: "openapi.json", dom_id: "#api", supportedSubmitMethods: []})'
-_API_PAGE = f"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>gpumem-exporter API</title>
-<link rel="icon" href="data:,">
-<link rel="stylesheet" href="docs/swagger-ui.css">
-<div id="api"></div>
-<script src="docs/swagger-ui-bundle.js"></script>
-<script>{escape(_API_SCRIPT, quote=False)}</script>
-</html>
-"""
 _API_HEADERS = content_policy(
     script_src=f"'self' {source_hash(_API_SCRIPT)}",
     style_src="'self' 'unsafe-inline'",  # Swagger UI sets style attributes
@@ -137,7 +125,8 @@ def page_router(page: Page) -> APIRouter:
 
     @router.get("/docs")
     async def api_page() -> HTMLResponse:
-        return HTMLResponse(_API_PAGE, headers=_API_HEADERS)
+        page = static("api.html").replace("<!--script-->", escape(_API_SCRIPT, quote=False))
+        return HTMLResponse(page, headers=_API_HEADERS)
 
     @router.get("/docs/{name}")
     async def api_file(name: str) -> FileResponse:

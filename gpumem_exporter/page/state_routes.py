@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from fastapi import APIRouter, Query, Request, Response
@@ -135,33 +136,26 @@ class Rendering(NamedTuple):
     digest: str
 
 
+@dataclass(eq=False)
 class StateRoutes:
-    """The routes of the state, and the rendering of the live document: once for pages that poll at about the same time.
+    """The routes, and the rendering of the live document: once for all pages that poll at about the same time."""
 
-    `facts` are values of `node` in the live document that never change. `page_digest` returns the digest of the page's
-    files: a page with another digest loads itself again. `hide_identities_from` identifies the viewers from whom the
-    identities of others' processes are hidden.
-    """
+    view: NodeView
+    renderer: Renderer
+    snapshot: Callable[[], Snapshot]
+    health: Callable[[Snapshot], HealthDocument]
+    source: str
+    """`nvml` or `demo`."""
+    facts: Mapping[str, Any]
+    """Values of `node` in the live document that never change."""
+    page_digest: Callable[[], str]
+    """Returns the digest of the page's files: a page with another digest loads itself again."""
+    hide_identities_from: Callers | None
+    """Identifies the viewers from whom the identities of others' processes are hidden."""
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
 
-    def __init__(
-        self,
-        view: NodeView,
-        renderer: Renderer,
-        *,
-        snapshot: Callable[[], Snapshot],
-        health: Callable[[Snapshot], HealthDocument],
-        source: str,
-        facts: Mapping[str, Any],
-        page_digest: Callable[[], str],
-        hide_identities_from: Callers | None,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-    ) -> None:
-        self._view, self._renderer = view, renderer
-        self._snapshot, self._health = snapshot, health
-        self._source, self._facts, self._page_digest = source, facts, page_digest
-        self._hide_identities_from = hide_identities_from
-        self._clock, self._wall_clock = clock, wall_clock
+    def __post_init__(self) -> None:
         # The last rendering for pages whose viewers see every name, and for pages whose viewers see none.
         self._recent: dict[Rights, Rendering] = {}
 
@@ -177,8 +171,8 @@ class StateRoutes:
 
     async def devices(self) -> Response:
         """Every device, with its memory as the driver reports it and its ledger. Unknown values are null."""
-        body = await self._renderer.render_shared(
-            "devices", lambda: encoded(devices_document(self._snapshot(), self._source))
+        body = await self.renderer.render_shared(
+            "devices", lambda: encoded(devices_document(self.snapshot(), self.source))
         )
         return json_response(body)
 
@@ -189,8 +183,8 @@ class StateRoutes:
         may not act on them.
         """
         viewer = await self._viewer(request)
-        body = await self._renderer.render_shared(
-            ("processes", viewer), lambda: encoded(processes_document(self._snapshot(), self._source, viewer))
+        body = await self.renderer.render_shared(
+            ("processes", viewer), lambda: encoded(processes_document(self.snapshot(), self.source, viewer))
         )
         return json_response(body)
 
@@ -209,12 +203,12 @@ class StateRoutes:
         headers = {"Cache-Control": "no-store", "ETag": f'W/"{rendering.digest}"'}
         if request.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)
-        page = self._page_digest().encode()
+        page = self.page_digest().encode()
         body = b'{"time":%b,"page":"%b",%b' % (rendering.time, page, rendering.document[1:])
         return Response(body, headers=headers, media_type="application/json")
 
     async def _viewer(self, request: Request) -> Caller | None:
-        return await self._hide_identities_from.of(request.scope) if self._hide_identities_from is not None else None
+        return await self.hide_identities_from.of(request.scope) if self.hide_identities_from is not None else None
 
     async def rendering(self, viewer: Caller | None, details: str) -> Rendering:
         """Return the live document as `viewer` may see it; None sees every name. Used on the event loop only."""
@@ -222,11 +216,11 @@ class StateRoutes:
         # A command gets all details, and the state after all that its user has done.
         is_shared = rights is not Rights.OWN and not details
         known = self._recent.get(rights) if is_shared else None
-        if known is not None and self._clock() - known.seconds < _SHARED_SECONDS:
+        if known is not None and self.clock() - known.seconds < _SHARED_SECONDS:
             return known
-        now, now_unix = self._clock(), self._wall_clock()
+        now, now_unix = self.clock(), self.wall_clock()
         key = ("live", details, viewer if rights is Rights.OWN else rights)
-        document = await self._renderer.render_shared(key, lambda: self._render(viewer, details, now_unix))
+        document = await self.renderer.render_shared(key, lambda: self._render(viewer, details, now_unix))
         # A counter of changes in the store would be cheaper, but would miss data that expires and checks that fail.
         digest = hashlib.blake2b(_TAKEN.sub(b"", document, count=1), digest_size=8).hexdigest()
         times = json.dumps({"clock_seconds": round(now, 3), "unix_seconds": round(now_unix, 3)}).encode()
@@ -236,13 +230,13 @@ class StateRoutes:
         return rendering
 
     def _render(self, viewer: Caller | None, details: str, now_unix: float) -> bytes:
-        snapshot = self._snapshot()
-        health, reading = self._health(snapshot), snapshot.node
+        snapshot = self.snapshot()
+        health, reading = self.health(snapshot), snapshot.node
         node = {
-            **self._facts,
+            **self.facts,
             "version": health["version"],
-            "mode": "demo" if self._source == "demo" else health["mode"],
-            "source": self._source,
+            "mode": "demo" if self.source == "demo" else health["mode"],
+            "source": self.source,
             "driver": {
                 "up": health["nvml"]["up"],
                 "error": health["nvml"]["error"],
@@ -251,5 +245,5 @@ class StateRoutes:
             "status": health["status"],
             "failed_checks": failed_checks(health),
         }
-        document = self._view.document(snapshot, node, now_unix, viewer=viewer, details=details)
+        document = self.view.document(snapshot, node, now_unix, viewer=viewer, details=details)
         return encoded(document, separators=(",", ":"))

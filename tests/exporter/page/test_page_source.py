@@ -51,7 +51,7 @@ def test_the_page_names_no_other_host() -> None:
 def test_the_page_includes_every_static_file() -> None:
     folder = Path(str(files("gpumem_exporter.page").joinpath("static")))
     there = {str(file.relative_to(folder)) for file in folder.rglob("*.*")}
-    assert there == {*PAGE.files, "index.html", "runbook.html", "runbook.css", "uplot/LICENSE.uplot"}
+    assert there == {*PAGE.files, "index.html", "api.html", "runbook.html", "runbook.css", "uplot/LICENSE.uplot"}
     assert "<!--" not in HTML
     assert f'<meta name="page" content="{PAGE.digest}">' in HTML
 
