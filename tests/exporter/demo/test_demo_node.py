@@ -302,7 +302,7 @@ def profiles_of(process: SimulatedProcess) -> list[Profile]:
 
 def holders(profile: Profile) -> dict[str, int]:
     """Return the live bytes by the kind and the name of their owner."""
-    owners = ((group.largest.owner, group.bytes) for group in by_owner(lines_of(profile)))
+    owners = ((group.owner, group.bytes) for group in by_owner(lines_of(profile)))
     return {f"{owner.kind} {owner.name}": size for owner, size in owners if owner is not None}
 
 
