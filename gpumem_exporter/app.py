@@ -97,8 +97,7 @@ def _routers(runtime: Runtime) -> list[APIRouter]:
         runtime.view,
         renderer,
         snapshot=snapshot,
-        health=runtime.health.document,
-        source=runtime.source,
+        health=runtime.health,
         facts={
             "host": socket.gethostname(),
             "allowed_actions": settings.action_allow,

@@ -19,7 +19,7 @@ from gpumem_exporter.edge.problems import problems
 from gpumem_exporter.edge.replies import Renderer, encoded, json_reply, json_response
 from gpumem_exporter.edge.request_guard import LIVE_PATH, Callers
 from gpumem_exporter.page.documents import JOB_NUMBERS, devices_document, processes_document
-from gpumem_exporter.page.health import HealthDocument, failed_checks
+from gpumem_exporter.page.health import Health, failed_checks
 from gpumem_exporter.page.live import NodeView
 
 # The age up to which pages share a rendering. A page polls once a second.
@@ -143,9 +143,7 @@ class StateRoutes:
     view: NodeView
     renderer: Renderer
     snapshot: Callable[[], Snapshot]
-    health: Callable[[Snapshot], HealthDocument]
-    source: str
-    """`nvml` or `demo`."""
+    health: Health
     facts: Mapping[str, Any]
     """Values of `node` in the live document that never change."""
     page_digest: Callable[[], str]
@@ -172,7 +170,7 @@ class StateRoutes:
     async def devices(self) -> Response:
         """Every device, with its memory as the driver reports it and its ledger. Unknown values are null."""
         body = await self.renderer.render_shared(
-            "devices", lambda: encoded(devices_document(self.snapshot(), self.source))
+            "devices", lambda: encoded(devices_document(self.snapshot(), self.health.source))
         )
         return json_response(body)
 
@@ -184,7 +182,7 @@ class StateRoutes:
         """
         viewer = await self._viewer(request)
         body = await self.renderer.render_shared(
-            ("processes", viewer), lambda: encoded(processes_document(self.snapshot(), self.source, viewer))
+            ("processes", viewer), lambda: encoded(processes_document(self.snapshot(), self.health.source, viewer))
         )
         return json_response(body)
 
@@ -231,12 +229,12 @@ class StateRoutes:
 
     def _render(self, viewer: Caller | None, details: str, now_unix: float) -> bytes:
         snapshot = self.snapshot()
-        health, reading = self.health(snapshot), snapshot.node
+        health, reading = self.health.document(snapshot), snapshot.node
         node = {
             **self.facts,
             "version": health["version"],
-            "mode": "demo" if self.source == "demo" else health["mode"],
-            "source": self.source,
+            "mode": "demo" if health["source"] == "demo" else health["mode"],
+            "source": health["source"],
             "driver": {
                 "up": health["nvml"]["up"],
                 "error": health["nvml"]["error"],

@@ -9,6 +9,7 @@ import json
 import threading
 import zlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,13 +174,12 @@ class Bench:
         self.view, self.renderer, self.now = View(), Renderer(), 100.0
         view, health = self.view, HEALTH
         any_view: Any = view
-        any_health: Any = health
+        any_health: Any = SimpleNamespace(document=lambda _: health, source=health["source"])
         self.routes = StateRoutes(
             any_view,
             self.renderer,
             snapshot=lambda: Snapshot(self.now, None),
-            health=lambda _: any_health,
-            source="nvml",
+            health=any_health,
             facts={"host": "node-7", "allowed_actions": (), "client_directory": ""},
             page_digest=lambda: "",
             hide_identities_from=None,
