@@ -7,7 +7,7 @@ import contextlib
 import functools
 import socket
 from collections import ChainMap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -20,7 +20,7 @@ from gpumem_exporter.edge.listeners import parse_listen_address
 from gpumem_exporter.edge.problems import install_problem_handlers
 from gpumem_exporter.edge.request_guard import MAX_REPORT_BYTES, Guard
 from gpumem_exporter.edge.tokens import FileRefresher
-from gpumem_exporter.housekeeping import keep_house, release_free_memory, reloading_on_hangup
+from gpumem_exporter.housekeeping import keep_house, keep_records, release_free_memory, reloading_on_hangup
 from gpumem_exporter.metrics.metrics_route import MetricsRoute
 from gpumem_exporter.page.health import health_router
 from gpumem_exporter.page.page_routes import Page, page_router
@@ -30,8 +30,6 @@ from gpumem_exporter.runtime import Runtime
 
 POLLER_STOP_SECONDS = 0.5
 """A poller that hangs in the driver is abandoned: its thread is a daemon."""
-EACH_SECOND_STOP_SECONDS = 0.5
-"""The time for the work of the last second."""
 
 
 def create_app(runtime: Runtime) -> FastAPI:
@@ -134,16 +132,31 @@ async def _lifespan(runtime: Runtime) -> AsyncIterator[None]:
     if pods is not None:
         pods.start()
     runtime.poller.start()
-    runtime.each_second.start()
     for parts in features:
         if parts.start is not None:
             parts.start()
-    tasks = [
-        asyncio.ensure_future(keep_house(_chores(runtime))),
-        asyncio.ensure_future(release_free_memory()),
-        asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
-        *(asyncio.ensure_future(task()) for parts in features for task in parts.tasks),
+    chores = {name: chore for parts in features for name, chore in parts.chores.items()}
+    records = {name: chore for parts in features for name, chore in parts.each_second.items()}
+    work = [
+        keep_house(
+            {
+                "beat": lambda: runtime.store.beat(runtime.clock()),
+                "expire_actions": runtime.dispatcher.expire,
+                "remove_ended_processes": runtime.presence.sweep,
+                **chores,
+            }
+        ),
+        keep_records(
+            runtime.snapshot,
+            {**records, "health": runtime.note_health},
+            clock=runtime.clock,
+            wall_clock=runtime.node.wall_clock,
+        ),
+        release_free_memory(),
+        runtime.audit.restore(runtime.dispatcher),
+        *(task() for parts in features for task in parts.tasks),
     ]
+    tasks = [asyncio.ensure_future(each) for each in work]
     reloads = [None if web is None else web.reload_on_hangup, *(parts.reload for parts in features)]
     try:
         with reloading_on_hangup([reload for reload in reloads if reload is not None]):
@@ -157,17 +170,5 @@ async def _lifespan(runtime: Runtime) -> AsyncIterator[None]:
         files.stop()
         runtime.renderer.close()
         await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
-        await asyncio.to_thread(runtime.each_second.stop, EACH_SECOND_STOP_SECONDS)
         # The poller records events until it has stopped, so the features stop after it.
         await asyncio.gather(*(asyncio.to_thread(parts.stop) for parts in features if parts.stop is not None))
-
-
-def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
-    """Return the work that is due once a second, by name."""
-    return {
-        "beat": lambda: runtime.store.beat(runtime.clock()),
-        "expire_actions": runtime.dispatcher.expire,
-        "remove_ended_processes": runtime.presence.sweep,
-        **{name: chore for parts in runtime.features.values() for name, chore in parts.chores.items()},
-        **({} if runtime.socket_file is None else {"check_socket": runtime.socket_file.check}),
-    }

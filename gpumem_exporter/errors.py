@@ -1,27 +1,4 @@
-"""The errors that only the exporter raises; `gpumem_client.wire.errors` has the errors that the client shares.
-
-The tree:
-
-    GpumemError
-    ├── NvmlError                     NVML returned an error
-    │   ├── NvmlUnavailableError      no driver, no library, or NVML cannot be initialized
-    │   ├── NvmlDeviceLostError       the device fell off the bus; it stays lost until NVML is initialized again
-    │   ├── NvmlNotSupportedError     the device or the driver does not provide the value
-    │   └── NvmlPermissionError       this user may not read the value
-    ├── ReportRefusedError            the exporter rejects a valid report
-    │   ├── ForeignProcessError       the sender may not report for the process
-    │   ├── ReporterSupersededError   a newer reporter represents the same process
-    │   ├── TooManyProcessesError     `--report.max-processes` is reached
-    │   └── UnknownDeviceError        the driver has none of the devices in the report
-    ├── ActionRefusedError            the exporter rejects a valid action request
-    │   ├── ActionNotAllowedError     `--action.allow` does not include the action
-    │   ├── ActionForbiddenError      the caller may not request the action, or not on these processes
-    │   ├── TargetNotFoundError       no reporting process matches the target; lists the processes that report
-    │   ├── TooManyActionsError       the rate limit of the caller or of a process is reached
-    │   └── IdempotencyConflictError  the Idempotency-Key was used with a different request
-    ├── NoPeakError                   a profile has no highest moment, because it was taken without a recording
-    └── ProfileInvalidError           a memory profile is not valid, or contradicts itself
-"""
+"""The errors that only the exporter raises; `gpumem_client.wire.errors` has the errors that the client shares."""
 
 from __future__ import annotations
 

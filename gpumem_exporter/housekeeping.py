@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from gpumem_exporter.core.samples import Snapshot
@@ -41,48 +42,28 @@ async def keep_house(chores: Mapping[str, Callable[[], None]]) -> None:
         _run(chores, failures)
 
 
-class EachSecond:
-    """Calls `snapshot` once a second in its thread, and with the result each of the `chores`.
+async def keep_records(
+    snapshot: Callable[[], Snapshot],
+    chores: Mapping[str, Callable[[Snapshot], None]],
+    *,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+) -> None:
+    """Take a snapshot once a second, and run the chores with it, in a thread of its own, until cancelled."""
+    failures = FailureLog(_log, time.monotonic)
+    origin_seconds = wall_clock() - clock()
 
-    One thread for all of them: at rest, to wake a thread takes longer than its work.
-    """
+    def work() -> None:
+        taken: list[Snapshot] = []
+        _run({"snapshot": lambda: taken.append(snapshot())}, failures)
+        for each in taken:
+            _run(chores, failures, each)
 
-    def __init__(
-        self,
-        snapshot: Callable[[], Snapshot],
-        chores: Mapping[str, Callable[[Snapshot], None]],
-        *,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-    ) -> None:
-        self._snapshot = snapshot
-        self._chores = chores
-        self._clock = clock
-        self._origin_seconds = wall_clock() - clock()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="gpumem-second", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread. It can be started once."""
-        self._thread.start()
-
-    def stop(self, timeout_seconds: float) -> None:
-        """Stop the thread; a chore that runs longer is abandoned."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_seconds)
-
-    def _work(self) -> None:
-        failures = FailureLog(_log, time.monotonic)
-        while not self._stopping.wait(self._seconds_to_next()):
-            taken: list[Snapshot] = []
-            _run({"snapshot": lambda taken=taken: taken.append(self._snapshot())}, failures)
-            for snapshot in taken:
-                _run(self._chores, failures, snapshot)
-
-    def _seconds_to_next(self) -> float:
-        """Return the time until the middle of the next second, so that a delay leaves no second without a row."""
-        return max((0.5 - self._clock() - self._origin_seconds) % 1.0, _MIN_WAIT_SECONDS)
+    with ThreadPoolExecutor(1, "gpumem-second") as thread:
+        while True:
+            # Until the middle of the next second, so that a delay leaves no second without a row of the history.
+            await asyncio.sleep(max((0.5 - clock() - origin_seconds) % 1.0, _MIN_WAIT_SECONDS))
+            await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
 async def release_free_memory() -> None:

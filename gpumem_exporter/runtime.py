@@ -25,7 +25,6 @@ from gpumem_exporter.edge.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.features import features
 from gpumem_exporter.features.feature import Node
-from gpumem_exporter.housekeeping import EachSecond
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Instruments, Registry
 from gpumem_exporter.node.host import Host
@@ -184,15 +183,6 @@ class Runtime:
             driver_pids=driver_pids,
             checks=self._checks(),
         )
-        self.each_second = EachSecond(
-            self.snapshot,
-            {
-                **{name: chore for parts in self.features.values() for name, chore in parts.each_second.items()},
-                "health": self._note_health,
-            },
-            clock=clock,
-            wall_clock=wall_clock,
-        )
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
@@ -219,7 +209,7 @@ class Runtime:
         self.node.errors.processes_ended(ended)
         self.node.processes.processes_ended(ended)
 
-    def _note_health(self, snapshot: Snapshot) -> None:
+    def note_health(self, snapshot: Snapshot) -> None:
         """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""
         health = self.health.document(snapshot)
         # First, so that the metric does not keep an old value if the findings fail.

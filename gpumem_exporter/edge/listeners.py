@@ -77,7 +77,6 @@ class SocketFile:
     owned: bool = True
     """Whether the exporter created the file, and deletes it at its end. systemd keeps the files of its sockets."""
     _status: os.stat_result = field(init=False)
-    _logged: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         self._status = os.lstat(self.path)
@@ -93,13 +92,6 @@ class SocketFile:
             return ""
         owner = user_name(found.st_uid)
         return f"the socket {self.path} was replaced by {owner}: remove that file and restart {creator}"
-
-    def check(self) -> None:
-        """Log an error once."""
-        error = self.error()
-        if error and error != self._logged:
-            _log.error(error)
-        self._logged = error
 
     def remove(self) -> None:
         """Delete the file, unless it was replaced or belongs to systemd."""

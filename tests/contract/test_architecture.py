@@ -29,7 +29,7 @@ from tests.support.running_exporter import ACTIONS, running_exporter
 from tests.support.waiting import patient, wait_for
 
 POLLER = "gpumem-poller"
-SECOND = "gpumem-second"
+SECOND = "gpumem-second_0"
 THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files", SECOND)
 CALLS_BESIDE = re.compile(r"housekeeping\.py:.*|edge/uvicorn_server\.py:(.*\.)?_end_late_connections")
 """What goes on beside requests: threads, and calls that the event loop makes by itself."""
@@ -186,7 +186,7 @@ def trace_requests() -> dict[str, Trace]:
         client.close()
     traces["report"].threads_in_store = trace.threads_in_store
     reading = trace_thread(POLLER, "node/poller.py:Poller._poll")
-    finding = trace_thread(SECOND, "runtime.py:Runtime._note_health")
+    finding = trace_thread(SECOND, "runtime.py:Runtime.note_health")
     # The thread notes whether it failed, and waits for the next second.
     finding.calls = list(takewhile(lambda call: call.module != "node/failures.py", finding.calls))
     return {**traces, "reading": reading, "finding": finding}
@@ -263,7 +263,7 @@ def test_the_poller_and_the_event_loop_alone_write_to_the_store(traces: dict[str
     readers = {"Store.snapshot", "Store.find", "Store.newest_reading"}
     threads = traces["report"].threads_in_store
     assert POLLER in threads["Store.put_reading"]
-    assert "gpumem-second" in threads["Store.snapshot"]
+    assert SECOND in threads["Store.snapshot"]
     loop = {name for name in threads if re.fullmatch(r"Store\.[a-z]\w*", name)} - readers - {"Store.put_reading"}
     assert {"Store.put_report", "Store.beat", "Store.take_displaced"} <= loop
     assert {name: threads[name] for name in loop} == {name: {"exporter"} for name in loop}
