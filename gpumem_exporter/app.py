@@ -19,7 +19,7 @@ from gpumem_exporter.actions.nvml_route import nvml_router
 from gpumem_exporter.edge.listeners import parse_listen_address
 from gpumem_exporter.edge.problems import install_problem_handlers
 from gpumem_exporter.edge.request_guard import MAX_REPORT_BYTES, Guard
-from gpumem_exporter.edge.tokens import FileRefresher
+from gpumem_exporter.edge.watched_files import refreshing
 from gpumem_exporter.housekeeping import keep_house, keep_records, release_free_memory, reloading_on_hangup
 from gpumem_exporter.metrics.metrics_route import MetricsRoute
 from gpumem_exporter.page.health import health_router
@@ -127,8 +127,6 @@ def _routers(runtime: Runtime) -> list[APIRouter]:
 async def _lifespan(runtime: Runtime) -> AsyncIterator[None]:
     web, pods, features = runtime.web, runtime.pods, tuple(runtime.features.values())
     with_files = (runtime.reports_rule.token, runtime.callers.rule.token, web)
-    files = FileRefresher([part.refresh for part in with_files if part is not None])
-    files.start()
     if pods is not None:
         pods.start()
     runtime.poller.start()
@@ -159,7 +157,10 @@ async def _lifespan(runtime: Runtime) -> AsyncIterator[None]:
     tasks = [asyncio.ensure_future(each) for each in work]
     reloads = [None if web is None else web.reload_on_hangup, *(parts.reload for parts in features)]
     try:
-        with reloading_on_hangup([reload for reload in reloads if reload is not None]):
+        with (
+            refreshing([part.refresh for part in with_files if part is not None]),
+            reloading_on_hangup([reload for reload in reloads if reload is not None]),
+        ):
             yield
     finally:
         runtime.presence.close()
@@ -167,7 +168,6 @@ async def _lifespan(runtime: Runtime) -> AsyncIterator[None]:
             task.cancel()
         if pods is not None:
             pods.stop()
-        files.stop()
         runtime.renderer.close()
         await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
         # The poller records events until it has stopped, so the features stop after it.

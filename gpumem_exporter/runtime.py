@@ -22,7 +22,7 @@ from gpumem_exporter.edge.listeners import SocketFile, parse_listen_address
 from gpumem_exporter.edge.peer import PeerPlaces
 from gpumem_exporter.edge.replies import Renderer
 from gpumem_exporter.edge.request_guard import Callers, OwnNames, Rule
-from gpumem_exporter.edge.tokens import TokenFile
+from gpumem_exporter.edge.watched_files import TokenFile
 from gpumem_exporter.features import features
 from gpumem_exporter.features.feature import Node
 from gpumem_exporter.metrics.exposition import Exposition
@@ -222,7 +222,9 @@ class Runtime:
         if (file := self.socket_file) is not None:
             checks["socket"] = lambda: error_check(file.error(), file.path)
         if tokens := [rule.token for rule in (self.reports_rule, self.callers.rule) if rule.token is not None]:
-            checks["tokens"] = lambda: error_check("; ".join(token.error for token in tokens if token.error))
+            checks["tokens"] = lambda: error_check(
+                "; ".join(f"{token.path.name}: {token.error}" for token in tokens if token.error)
+            )
         if (web := self.web) is not None:
             checks["certificate"] = lambda: error_check(web.error())
         return checks
@@ -242,7 +244,7 @@ def _web_access(settings: Settings) -> WebAccess | None:
 
 
 def _rule(what: str, flag: str, token_file: str) -> Rule:
-    return Rule(what, flag, TokenFile(Path(token_file)) if token_file else None)
+    return Rule(what, flag, TokenFile(flag, Path(token_file)) if token_file else None)
 
 
 def _own_names(settings: Settings) -> list[str]:

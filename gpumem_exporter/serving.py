@@ -18,7 +18,6 @@ from gpumem_exporter.app import create_app
 from gpumem_exporter.client_directory import ClientDirectoryError, put_client
 from gpumem_exporter.edge.connections import Limits
 from gpumem_exporter.edge.listeners import BindError, Listeners, bind, take_systemd_sockets
-from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.edge.uvicorn_server import LimitedServer
 from gpumem_exporter.housekeeping import keeping_hangup
 from gpumem_exporter.logs import configure_logging
@@ -107,7 +106,6 @@ def _run_demo(settings: Settings, listeners: Listeners, processes: int | None) -
     from gpumem_exporter.demo import DemoNode, workloads_of
 
     node = DemoNode() if processes is None else DemoNode(workloads=workloads_of(processes))
-    token = TokenFile(Path(settings.report_token_file)).read().decode() if settings.report_token_file else None
     with demo_url(listeners) as url:
         try:
             # The past of many processes would take seconds.
@@ -115,7 +113,9 @@ def _run_demo(settings: Settings, listeners: Listeners, processes: int | None) -
             runtime = Runtime(
                 settings, provider=node.provider, host=node.host, socket_file=listeners.socket_file, past=past
             )
-            return serve(runtime, listeners, on_started=lambda: node.start(url, report_token=token))
+            token = runtime.reports_rule.token
+            report_token = token.value.decode() if token is not None else None
+            return serve(runtime, listeners, on_started=lambda: node.start(url, report_token=report_token))
         finally:
             node.stop(0.5)
 

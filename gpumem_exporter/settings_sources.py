@@ -17,7 +17,6 @@ from pydantic import ValidationError, create_model
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.core.yaml_file import YamlFile, expected, shown
-from gpumem_exporter.edge.tokens import TokenFile
 from gpumem_exporter.features import features
 from gpumem_exporter.settings import CollectorSettings, Settings, environment_name, setting_key
 
@@ -67,7 +66,6 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
             f"{source}: report.expiry {settings.report_expiry:g} is invalid: expected at least twice report.interval "
             f"({settings.report_interval:g}), because a single report may be late"
         )
-    _check_files(settings, {key: source for key, (source, _) in given.items()})
     return settings
 
 
@@ -94,26 +92,3 @@ def _leaves(value: Any, location: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
         return
     for key, inner in value.items():
         yield from _leaves(inner, (*location, key))
-
-
-def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:
-    """Check the files that settings name, so that an error ends the exporter at its start."""
-    for key, path in (
-        ("action.token-file", settings.action_token_file),
-        ("report.token-file", settings.report_token_file),
-    ):
-        try:
-            if path:
-                TokenFile(Path(path)).read()
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise ConfigurationError(
-                f"{sources[key]}: {path!r} is invalid: {reason}; expected a readable file that contains the token"
-            ) from None
-    if settings.web_config_file:
-        from gpumem_exporter.edge.web_access import WebAccess
-
-        WebAccess(Path(settings.web_config_file))
-    for feature in features().values():
-        if feature.check_files is not None:
-            feature.check_files(settings)

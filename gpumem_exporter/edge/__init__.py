@@ -1,5 +1,5 @@
 """The HTTP edge: listeners, the server with its limits, who is on the other side, what may pass, and TLS.
 
 Other folders import: `certificate`, `connections`, `fair_queue`, `listeners`, `peer`, `problems`, `replies`,
-`request_guard`, `tokens`, `uvicorn_server`, `web_access`, `web_config`.
+`request_guard`, `uvicorn_server`, `watched_files`, `web_access`, `web_config`.
 """

@@ -1,13 +1,14 @@
-"""A certificate and its key in files, which are read again when they change."""
+"""A certificate and its key in files, as a context of TLS."""
 
 from __future__ import annotations
 
-import logging
 import ssl
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.edge.tokens import file_version
+from gpumem_exporter.edge.watched_files import WatchedFiles
 from gpumem_exporter.edge.web_config import Tls
 
 _CLIENT_CERTIFICATE = {
@@ -16,93 +17,56 @@ _CLIENT_CERTIFICATE = {
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
 
-_log = logging.getLogger(__name__)
 
+def watched_certificate(tls: Tls, where: str) -> WatchedFiles[ssl.SSLContext]:
+    """Return the context for new connections, of the last valid files; open connections keep theirs.
 
-class Certificate:
-    """A TLS context of the files in `tls`. `where` starts each error message.
-
-    The constructor reads the files. Raises ConfigurationError if one of them is missing or invalid.
+    Raises ConfigurationError, which starts with `where`, if a file is missing or invalid.
     """
+    files = {"cert_file": tls.cert_file, "key_file": tls.key_file}
+    if tls.client_ca_file is not None:
+        files["client_ca_file"] = tls.client_ca_file
+    return WatchedFiles(where, files.values(), partial(_context, tls, files))
 
-    def __init__(self, tls: Tls, where: str) -> None:
-        self._where = where
-        self._tls = tls
-        self._files = {"cert_file": tls.cert_file, "key_file": tls.key_file}
-        if tls.client_ca_file is not None:
-            self._files["client_ca_file"] = tls.client_ca_file
-        # The version is older than the content if a file changes in between; the next refresh then reads it again.
-        self._versions = self._current_versions()
-        self._context = self._create_context()
-        self.error = ""
-        """Why the files in force are older than the files on the disk; empty if they are not."""
 
-    def in_force(self) -> ssl.SSLContext:
-        """Return the context for a new connection: of the last valid files. Any thread."""
-        return self._context
-
-    def refresh(self) -> None:
-        """Create the context again if a file changed. Invalid files change nothing and are logged once. Any thread.
-
-        Open connections keep their certificate.
-        """
-        versions = self._current_versions()
-        if versions == self._versions:
-            return
-        self._versions = versions
+def _context(tls: Tls, files: Mapping[str, Path]) -> ssl.SSLContext:
+    for key, path in files.items():
+        _check_file(key, path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3 if tls.min_version == "TLS13" else ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        # Without a password, OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(tls.cert_file, tls.key_file, password="")
+    except OSError as error:
+        names = f"the certificate of cert_file '{tls.cert_file}' and the key of key_file '{tls.key_file}'"
+        raise ConfigurationError(f"{names} do not match: {_reason(error)}") from None
+    if tls.client_ca_file is not None:
         try:
-            self._context = self._create_context()
-        except ConfigurationError as error:
-            _log.error(
-                "certificate not replaced, the previous one stays in force", extra={"fields": {"error": str(error)}}
-            )
-            self.error = "the new certificate is invalid, the previous one stays in force: see the log"
-        else:
-            self.error = ""
-            _log.info("certificate replaced", extra={"fields": {"certificate": str(self._tls.cert_file)}})
-
-    def _current_versions(self) -> list[tuple[int, ...] | None]:
-        return [file_version(path) for path in self._files.values()]
-
-    def _create_context(self) -> ssl.SSLContext:
-        """Return a context; raise ConfigurationError if a file is missing or invalid."""
-        tls = self._tls
-        for key, path in self._files.items():
-            self._check_file(key, path)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3 if tls.min_version == "TLS13" else ssl.TLSVersion.TLSv1_2
-        context.options |= ssl.OP_NO_RENEGOTIATION
-        context.set_alpn_protocols(["http/1.1"])
-        try:
-            # Without a password, OpenSSL would ask for one on the terminal.
-            context.load_cert_chain(tls.cert_file, tls.key_file, password="")
+            context.load_verify_locations(tls.client_ca_file)
         except OSError as error:
-            files = f"the certificate of cert_file '{tls.cert_file}' and the key of key_file '{tls.key_file}'"
-            raise ConfigurationError(f"{self._where}: {files} do not match: {_reason(error)}") from None
-        if tls.client_ca_file is not None:
-            try:
-                context.load_verify_locations(tls.client_ca_file)
-            except OSError as error:
-                raise self._invalid("client_ca_file", _reason(error)) from None
-            # A resumed session skips the verification, but a session belongs to its context: after an authority was
-            # removed, there is another.
-            context.verify_mode = _CLIENT_CERTIFICATE[tls.client_auth_type]
-        return context
+            raise ConfigurationError(f"client_ca_file '{tls.client_ca_file}': {_reason(error)}") from None
+        # A resumed session skips the verification, but a session belongs to its context: after an authority was
+        # removed, there is another.
+        context.verify_mode = _CLIENT_CERTIFICATE[tls.client_auth_type]
+    return context
 
-    def _check_file(self, key: str, path: Path) -> None:
-        """Raise ConfigurationError with the file that is wrong."""
-        # OpenSSL's errors name no file.
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise self._invalid(key, error.strerror or str(error)) from None
+
+def _check_file(key: str, path: Path) -> None:
+    """Raise ConfigurationError with the file that is wrong: OpenSSL's errors name no file."""
+    reason = ""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+    else:
         if key != "key_file" and b"-----BEGIN CERTIFICATE-----" not in content:
-            raise self._invalid(key, "expected a certificate in PEM")
+            reason = "expected a certificate in PEM"
         if key == "key_file" and (b"PRIVATE KEY-----" not in content or b"ENCRYPTED" in content):
-            raise self._invalid(key, "expected a private key in PEM, without a passphrase")
-
-    def _invalid(self, key: str, reason: str) -> ConfigurationError:
-        return ConfigurationError(f"{self._where}: {key} '{self._files[key]}': {reason}")
+            reason = "expected a private key in PEM, without a passphrase"
+    if reason:
+        raise ConfigurationError(f"{key} '{path}': {reason}")
 
 
 def _reason(error: OSError) -> str:

@@ -20,7 +20,7 @@ from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.listeners import is_loopback
 from gpumem_exporter.edge.peer import Peer, PeerPlaces
 from gpumem_exporter.edge.problems import ProblemCode, ProblemError
-from gpumem_exporter.edge.tokens import TokenFile
+from gpumem_exporter.edge.watched_files import TokenFile
 
 if TYPE_CHECKING:
     from gpumem_exporter.edge.web_access import WebAccess  # loaded only if there is a web configuration

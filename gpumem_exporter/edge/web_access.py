@@ -10,8 +10,9 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.edge.certificate import Certificate
+from gpumem_exporter.edge.certificate import watched_certificate
 from gpumem_exporter.edge.users import Users
+from gpumem_exporter.edge.watched_files import WatchedFiles
 from gpumem_exporter.edge.web_config import WebConfig, read_web_config
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class WebAccess:
 
     def tls(self) -> ssl.SSLContext | None:
         """Return the context for a new connection; None without TLS."""
-        return self._certificate.in_force() if self._certificate is not None else None
+        return self._certificate.value if self._certificate is not None else None
 
     async def reload_on_hangup(self) -> None:
         """Read the file, the certificate and the key again. An invalid file changes nothing.
@@ -45,18 +46,15 @@ class WebAccess:
             try:
                 config, certificate = await asyncio.to_thread(self._read_again)
             except ConfigurationError as error:
-                _log.error(
-                    "web configuration not reloaded, the previous one stays in force",
-                    extra={"fields": {"error": str(error)}},
-                )
                 self._not_reloaded = "the web configuration is invalid, the previous one stays in force: see the log"
+                _log.error("web configuration not reloaded: %s", error)
                 return
             self._not_reloaded = ""
             self.users, self._certificate = Users(config.basic_auth_users), certificate
             fields = {"file": str(self._path), "tls": str(certificate is not None).lower(), "users": len(self.users)}
             _log.info("web configuration reloaded", extra={"fields": fields})
 
-    def _read_again(self) -> tuple[WebConfig, Certificate | None]:
+    def _read_again(self) -> tuple[WebConfig, WatchedFiles[ssl.SSLContext] | None]:
         config, certificate = _read(self._path)
         # A mistake in the file would otherwise let clients send their passwords without encryption.
         if (certificate is None) != (self._certificate is None) or config.http_server_config.headers != self.headers:
@@ -79,18 +77,19 @@ class WebAccess:
         return application if headers else app
 
     def refresh(self) -> None:
-        """Load the certificate, the key and the client authorities again if their files changed. For any thread."""
+        """Read the certificate, the key and the client authorities again if their files changed. In any thread."""
         # The web configuration itself is read only on SIGHUP: half of a file could be a valid one without users.
-        certificate = self._certificate
-        if certificate is not None:
+        if (certificate := self._certificate) is not None:
             certificate.refresh()
 
     def error(self) -> str:
         """Return what an operator has to fix: invalid files; empty if nothing."""
-        return self._not_reloaded or (self._certificate.error if self._certificate is not None else "")
+        if self._certificate is not None and self._certificate.error:
+            return "the new certificate is invalid, the previous one stays in force: see the log"
+        return self._not_reloaded
 
 
-def _read(path: Path) -> tuple[WebConfig, Certificate | None]:
+def _read(path: Path) -> tuple[WebConfig, WatchedFiles[ssl.SSLContext] | None]:
     config = read_web_config(path)
     tls = config.tls_server_config
-    return config, None if tls is None else Certificate(tls, f"{path}: tls_server_config")
+    return config, None if tls is None else watched_certificate(tls, f"{path}: tls_server_config")

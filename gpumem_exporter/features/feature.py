@@ -114,10 +114,8 @@ class Feature:
     """One capability. Its functions import what they need, so that a command loads no server."""
 
     build: Callable[[Node], Parts] | None = None
-    """None for a feature that has commands only."""
+    """Raises ConfigurationError if a file that a setting names is invalid. None for a feature with commands only."""
     settings: str = ""
     """The model in the feature's module of settings, whose fields are settings of `serve`."""
-    check_files: Callable[[Settings], None] | None = None
-    """Reads the files that its settings name, so that an error ends the exporter at its start: ConfigurationError."""
     commands: Mapping[str, Listed] = field(default_factory=dict)
     """The commands of the terminal, by name."""

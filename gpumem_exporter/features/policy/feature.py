@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gpumem_exporter.features.feature import Feature, Node, Parts
-
-if TYPE_CHECKING:
-    from gpumem_exporter.settings import Settings
-
-
-def _check_file(settings: Settings) -> None:
-    from gpumem_exporter.features.policy.policy_rules import read_policy
-    from gpumem_exporter.features.policy.policy_settings import PolicySettings
-
-    read_policy(settings.of(PolicySettings).policy_file, allowed=settings.action_allow)
 
 
 def _build(node: Node) -> Parts:
@@ -45,4 +33,4 @@ def _build(node: Node) -> Parts:
     )
 
 
-FEATURE = Feature(build=_build, settings="PolicySettings", check_files=_check_file)
+FEATURE = Feature(build=_build, settings="PolicySettings")

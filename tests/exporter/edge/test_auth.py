@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -8,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.peer import SocketOwner
 from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.container import HERE, UNKNOWN, Place
 from gpumem_exporter.edge.peer import Peer, PeerPlaces
 from gpumem_exporter.edge.problems import ProblemError
 from gpumem_exporter.edge.request_guard import Callers, Rule
-from gpumem_exporter.edge.tokens import FileRefresher, TokenFile
+from gpumem_exporter.edge.watched_files import TokenFile, WatchedFiles, refreshing
 from gpumem_exporter.node.sockets import SocketHolders
 from tests.support.exchanges import state_from
 from tests.support.waiting import patient
@@ -73,9 +76,7 @@ def caller(caught: Caught, headers: dict[bytes, bytes] | None = None, token: Tok
 def token_file(path: Path, text: str) -> TokenFile:
     path.touch(0o600)
     path.write_text(text)
-    token = TokenFile(path)
-    token.refresh()
-    return token
+    return TokenFile("--action.token-file", path)
 
 
 def refusal(of: Rule, caught: Caught, headers: dict[bytes, bytes] | None = None) -> ProblemError:
@@ -144,21 +145,55 @@ def test_only_the_token_that_a_valid_file_has_matches(tmp_path: Path, change: st
     assert not token.matches(b"old")
 
 
+@pytest.mark.parametrize(
+    ("content", "named"), [(None, os.strerror(errno.ENOENT)), (" \n", "one line"), ("s3cret\nb", "one line")]
+)
+def test_a_file_without_a_token_ends_the_start(tmp_path: Path, content: str | None, named: str) -> None:
+    path = tmp_path / "token"
+    with pytest.raises(ConfigurationError) as caught:
+        TokenFile("--action.token-file", path) if content is None else token_file(path, content)
+    text = str(caught.value)
+    assert text.startswith(f"--action.token-file {str(path)!r}: ")
+    assert named in text
+    assert "s3cret" not in text
+
+
+def test_an_error_is_logged_once_and_a_file_is_read_again_until_it_is_valid(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [""]
+
+    def read() -> str:
+        if errors[0]:
+            raise ConfigurationError(errors[0])
+        return "valid"
+
+    watched = WatchedFiles("it", [tmp_path], read)
+    errors[0] = "the disk failed"
+    watched.refresh()
+    assert (watched.value, watched.error) == ("valid", "")
+    (tmp_path / "change").touch()
+    for _ in range(2):
+        watched.refresh()
+    assert (watched.value, watched.error) == ("valid", "the disk failed")
+    errors[0] = ""
+    for _ in range(2):
+        watched.refresh()
+    assert watched.error == ""
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
 def test_a_hung_disk_delays_neither_a_request_nor_the_exit(tmp_path: Path) -> None:
     token = token_file(tmp_path / "token", "right")
-    refreshing, hung = threading.Event(), threading.Event()
+    reached, hung = threading.Event(), threading.Event()
 
-    class HungFile(TokenFile):
-        def refresh(self) -> None:
-            if threading.current_thread() is not threading.main_thread():
-                refreshing.set()
-                hung.wait()
+    def hang() -> None:
+        reached.set()
+        hung.wait()
 
-    refresher = FileRefresher([HungFile(tmp_path / "other").refresh, token.refresh])
-    refresher.start()
     try:
-        assert refreshing.wait(patient(10))
-        assert token.matches(b"right")
-        refresher.stop()
+        with refreshing([hang, token.refresh]):
+            assert reached.wait(patient(10))
+            assert token.matches(b"right")
     finally:
         hung.set()

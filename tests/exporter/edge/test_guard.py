@@ -25,7 +25,7 @@ from gpumem_exporter.edge.request_guard import (
     OwnNames,
     Rule,
 )
-from gpumem_exporter.edge.tokens import TokenFile
+from gpumem_exporter.edge.watched_files import TokenFile
 from tests.support.exchanges import state_from
 
 REPORTS = "/api/v1/reports"
@@ -87,9 +87,7 @@ def pass_through(
         elif message["body"]:
             exchange.problem = json.loads(message["body"])
 
-    token_file = TokenFile(token) if token else None
-    if token_file is not None:
-        token_file.refresh()
+    token_file = TokenFile("--x.token-file", token) if token else None
     rule = Rule("things", "--x.token-file", token_file)
     callers = Callers(rule, 1000)
     guard = Guard(route, {}, OwnNames(["node-7"]), rule, callers, exchange.outcomes.append, LIMITS, loopback_only)

@@ -13,7 +13,6 @@ import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.edge.web_access import WebAccess
-from gpumem_exporter.settings_sources import load_settings
 from tests.support.certificates import authority, folder
 from tests.support.paths import REPOSITORY
 
@@ -26,11 +25,11 @@ TLS = "tls_server_config: {cert_file: tls.crt, key_file: tls.key"
 
 
 def refusal(folder: Path, text: str) -> str:
-    """The error of `serve` for this file, without the name of the file."""
+    """The error for this file, without the name of the file."""
     path = folder / "web.yml"
     path.write_text(text)
     with pytest.raises(ConfigurationError) as refused:
-        load_settings({"web.config.file": str(path)}, {})
+        WebAccess(path)
     message = str(refused.value)
     assert "\n" not in message
     assert message.startswith(str(path))

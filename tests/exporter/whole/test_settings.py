@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ def written(path: Path, text: str) -> str:
 
 @pytest.mark.parametrize("text", ["web.config.file: {}", "web: {{config: {{file: {}}}}}"])
 def test_the_key_of_the_web_configuration_is_web_config_file(tmp_path: Path, text: str) -> None:
-    web = written(tmp_path / "web.yml", "{}")
+    web = str(tmp_path / "web.yml")
     file = written(tmp_path / "c.yaml", text.format(web))
     assert load_settings({"config.file": file}, {}).web_config_file == web
     assert load_settings({"web.config.file": web}, {}) == load_settings({}, {"GPUMEM_WEB_CONFIG_FILE": web})
@@ -127,18 +125,3 @@ def test_an_error_in_the_configuration_file_names_the_file(tmp_path: Path, text:
     message = refused({"config.file": file})
     assert message.startswith(file)
     assert [part for part in named if part not in message] == [], message
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [(None, os.strerror(errno.ENOENT)), (" \n", "empty"), ("s3cret\nb", "one")],
-)
-def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: str | None, named: str) -> None:
-    path = tmp_path / "token"
-    if content is not None:
-        path.touch(0o600)
-        path.write_text(content)
-    text = refused({"report.token-file": str(path)})
-    assert text.startswith(f"--report.token-file: {str(path)!r}")
-    assert named in text
-    assert "s3cret" not in text
