@@ -19,8 +19,8 @@ from typing import Any
 from unittest import mock
 
 from gpumem_exporter.actions.action_options import ACTIONS
+from gpumem_exporter.application import COMMANDS
 from gpumem_exporter.cli.program import PROGRAM
-from gpumem_exporter.commands import COMMANDS
 from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.events import event_log
 from gpumem_exporter.features.oom.oom_metrics import OOM
@@ -33,8 +33,8 @@ from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.collector_types import Metric
 from gpumem_exporter.metrics.instruments import Registry
 from gpumem_exporter.metrics.registry import described
+from gpumem_exporter.serve_command import settings_model
 from gpumem_exporter.settings import ACTION_WORDS
-from gpumem_exporter.settings_sources import settings_model
 
 HERE = Path(__file__).resolve().parent
 CHART_SCHEMA = HERE.parent / "deploy" / "helm" / "gpumem-exporter" / "values.schema.json"

@@ -61,7 +61,7 @@ def openapi_document() -> str:
     from gpumem_exporter.app import create_app
     from gpumem_exporter.demo import DemoNode
     from gpumem_exporter.runtime import Runtime
-    from gpumem_exporter.settings_sources import load_settings
+    from gpumem_exporter.serve_command import load_settings
 
     node = DemoNode()
     return json.dumps(create_app(Runtime(load_settings({}, {}), provider=node.provider, host=node.host)).openapi())

@@ -69,21 +69,12 @@ def create_app(runtime: Runtime) -> FastAPI:
     )
 
     @functools.cache
-    def described(*, users: bool) -> dict[str, Any]:
+    def described() -> dict[str, Any]:
         from gpumem_exporter.openapi import describe
 
-        return describe(
-            app,
-            telemetry_path=settings.web_telemetry_path,
-            action_token=runtime.callers.rule.token is not None,
-            report_token=runtime.reports_rule.token is not None,
-            users=users,
-        )
+        return describe(app, settings.web_telemetry_path)
 
-    # At the first request, and after a reload that has added or removed all users.
-    app.openapi = lambda: described(  # type: ignore[method-assign]  # as FastAPI documents it
-        users=runtime.web is not None and len(runtime.web.users) > 0
-    )
+    app.openapi = described  # type: ignore[method-assign]  # as FastAPI documents it
     return app
 
 

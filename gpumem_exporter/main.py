@@ -22,7 +22,6 @@ from gpumem_exporter.cli.program import (
     one_line,
     replace_missing_characters,
 )
-from gpumem_exporter.commands import COMMANDS
 
 _CREDENTIALS = "; give a token with --token-file, or a password with --url http://USER:PASSWORD@HOST:PORT"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -31,22 +30,20 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in the words after the program's name and return its exit code. Without words, print the help."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    name = words[0] if words and words[0] in COMMANDS else ""
-    prefix = f"{PROGRAM} {name}".rstrip()
     _open_closed_output()
     replace_missing_characters(sys.stdout)
     try:
         code = _dispatch(words)
         sys.stdout.flush()
     except ConfigurationError as error:
-        return _fail(prefix, str(error), WRONG_USAGE)
+        return _fail(words, str(error), WRONG_USAGE)
     except ExporterAnswerError as error:
         # A value that only the exporter could check is invalid.
         wrong = error.status == http.client.UNPROCESSABLE_ENTITY
         hint = _CREDENTIALS if error.status == http.client.UNAUTHORIZED else ""
-        return _fail(prefix, f"{error}{hint}", WRONG_USAGE if wrong else FAILED)
+        return _fail(words, f"{error}{hint}", WRONG_USAGE if wrong else FAILED)
     except GpumemError as error:
-        return _fail(prefix, str(error), FAILED)
+        return _fail(words, str(error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -57,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in _DISK_FULL:
             raise
         _discard_output()
-        return _fail(prefix, f"cannot write: {error.strerror}", FAILED)
+        return _fail(words, f"cannot write: {error.strerror}", FAILED)
     return code
 
 
@@ -93,6 +90,9 @@ def _dispatch(words: list[str]) -> int:
         gc.enable()
 
 
-def _fail(prefix: str, message: str, code: int) -> int:
+def _fail(words: list[str], message: str, code: int) -> int:
+    from gpumem_exporter.application import COMMANDS
+
+    prefix = f"{PROGRAM} {words[0]}" if words[:1] and words[0] in COMMANDS else PROGRAM
     print(f"{prefix}: {one_line(message)}", file=sys.stderr)
     return code

@@ -30,31 +30,14 @@ _SCHEMES = {
     "password": {
         "type": "http",
         "scheme": "basic",
-        "description": "A user of `--web.config.file`. Clients of the unix socket need no password.",
+        "description": "A user of `--web.config.file`. Clients of the unix socket and those with the token of "
+        "`--action.token-file` need no password.",
     },
 }
 
 
-def describe(
-    app: FastAPI, *, telemetry_path: str, action_token: bool, report_token: bool, users: bool
-) -> dict[str, Any]:
-    """Return the OpenAPI document of an exporter that has these token files, and users with passwords."""
-
-    def credentials(method: str, path: str) -> list[dict[str, list[str]]]:
-        """Return the alternatives for a request, which has at most one credential."""
-        reports = is_report(method.upper(), path)
-        if reports and report_token:
-            names = ["reportToken"]
-        elif not reports and is_restricted(path) and action_token:
-            names = ["actionToken"]
-        elif users:
-            names = ["password", "actionToken"] if action_token else ["password"]
-        elif reports:
-            names = ["", "reportToken"]
-        else:
-            names = ["", "actionToken"] if is_restricted(path) else []
-        return [{name: []} if name else {} for name in names]
-
+def describe(app: FastAPI, telemetry_path: str) -> dict[str, Any]:
+    """Return the OpenAPI document, with the credentials that open each route, depending on the exporter's files."""
     document = get_openapi(
         title=app.title,
         version=app.version,
@@ -66,9 +49,9 @@ def describe(
         for method, operation in operations.items():
             # FastAPI's summary is the name of the function.
             operation["summary"] = operation["description"].partition("\n")[0].rstrip(".")
-            operation["security"] = credentials(method, path)
-    schemes = {name: scheme for name, scheme in _SCHEMES.items() if name != "password" or users}
-    document.setdefault("components", {})["securitySchemes"] = schemes
+            token = "reportToken" if is_report(method.upper(), path) else "actionToken" if is_restricted(path) else ""
+            operation["security"] = [{name: []} if name else {} for name in dict.fromkeys(("", token, "password"))]
+    document.setdefault("components", {})["securitySchemes"] = _SCHEMES
     schemas = document["components"].setdefault("schemas", {})
     report = GenerateJsonSchema(ref_template=_REF).generate(report_core_schema())
     _, replies = TypeAdapter.json_schemas(

@@ -2,7 +2,7 @@
 
 One rule derives the three names from a field of `Settings`: `report_max_processes` is the flag
 `--report.max-processes`, the variable `GPUMEM_REPORT_MAX_PROCESSES` and the key `report.max-processes`.
-Each feature has a model of its own settings; `settings_sources` reads all of them as one.
+Each feature has a model of its own settings; `serve_command` reads all of them as one.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ Part = TypeVar("Part", bound=SettingsModel)
 
 
 class Settings(SettingsModel):
-    """The settings of the core; `settings_sources` adds the fields of the features."""
+    """The settings of the core; `serve_command` adds the fields of the features."""
 
     web_listen_address: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_addresses)] = Field(
         default=(":9844",), description="TCP addresses to listen on; `:9844` is port 9844 of every address"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.commands import COMMANDS
+from gpumem_exporter.application import COMMANDS
 from gpumem_exporter.features import NAMES, features
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_python
@@ -19,7 +19,7 @@ import json, sys
 sys.path.insert(0, {copy!r})
 import gpumem_exporter
 assert gpumem_exporter.__file__.startswith({copy!r}), gpumem_exporter.__file__
-from gpumem_exporter.commands import COMMANDS
+from gpumem_exporter.application import COMMANDS
 from gpumem_exporter.demo import DemoNode
 from tests.support.running_exporter import running_exporter
 

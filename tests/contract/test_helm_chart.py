@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.serve_command import load_settings
 from gpumem_exporter.settings import environment_name
-from gpumem_exporter.settings_sources import load_settings
 from tests.support.helm import CHART, Cluster, Objects, running_cluster
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool

@@ -17,10 +17,10 @@ from gpumem_client.profile.owners import TESTED_TORCH
 from gpumem_client.wire.protocol import ACTION_OF_COMMAND
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.kinds import COMMAND_NAMES
-from gpumem_exporter.commands import COMMANDS
+from gpumem_exporter.application import COMMANDS
 from gpumem_exporter.features.policy.policy_routes import RULE
+from gpumem_exporter.serve_command import settings_model
 from gpumem_exporter.settings import setting_key
-from gpumem_exporter.settings_sources import settings_model
 from tests.support.metrics_list import METRICS
 from tests.support.packages import PACKAGES
 from tests.support.paths import REPOSITORY

@@ -33,7 +33,7 @@ from gpumem_exporter.demo.process import SimulatedProcess, Workload
 from gpumem_exporter.edge.peer import Peer
 from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.runtime import Runtime
-from gpumem_exporter.settings_sources import load_settings
+from gpumem_exporter.serve_command import load_settings
 from tests.support.exchanges import state_from
 from tests.support.paths import REPOSITORY
 

@@ -25,9 +25,9 @@ from gpumem_exporter.edge.uvicorn_server import LimitedServer
 from gpumem_exporter.errors import NvmlNotSupportedError, NvmlUnavailableError
 from gpumem_exporter.node.provider import DeviceIdentity
 from gpumem_exporter.runtime import Runtime
+from gpumem_exporter.serve_command import load_settings
 from gpumem_exporter.serving import build_server
 from gpumem_exporter.settings import setting_key
-from gpumem_exporter.settings_sources import load_settings
 from tests.support.builders import MIB, UUIDS, NobodyHost
 from tests.support.exporter_process import Metrics
 from tests.support.waiting import eventually, patient

@@ -6,8 +6,8 @@ import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError
 from gpumem_exporter import __version__
+from gpumem_exporter.application import COMMANDS
 from gpumem_exporter.cli.program import PROGRAM
-from gpumem_exporter.commands import COMMANDS
 from gpumem_exporter.main import main
 
 

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 
 from gpumem_exporter.main import main
+from gpumem_exporter.serve_command import settings_model
 from gpumem_exporter.settings import Settings
-from gpumem_exporter.settings_sources import settings_model
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.action_options import ACTIONS, DEFAULT_ACTIONS, OUTSIDE_ACTIONS
-from gpumem_exporter.settings_sources import load_settings
+from gpumem_exporter.serve_command import load_settings
 
 
 def refused(flags: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> str:
