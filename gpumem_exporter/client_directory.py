@@ -16,7 +16,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -49,17 +49,17 @@ def put_client(folder: Path) -> None:
         ClientDirectoryError: another user could change what jobs import, or the folder cannot be written.
     """
     try:
-        with umask(0o022), _opened(folder) as opened:
-            _make_folder(opened / _BYTECODE)
+        with umask(0o022):
+            _make_safe(folder)
+            _make_folder(folder / _BYTECODE)
             files = _files()
-            version = f"{__version__}-{_digest(files)}"
-            if not _is_complete(opened / version, files):
-                _write_version(opened, version, files)
-            _require_safe(folder, opened)
-            link, target = opened / _LINK, Path(version, _ENTRY)
+            version = f"{__version__}-{hashlib.sha256(repr(files).encode()).hexdigest()[:12]}"
+            if not _is_complete(folder / version, files):
+                _write_version(folder, version, files)
+            link, target = folder / _LINK, Path(version, _ENTRY)
             if not link.is_symlink() or link.readlink() != target:
                 # A job that is starting gets all of one version: its link is replaced at once.
-                new = opened / f".{_LINK}.{os.getpid()}"
+                new = folder / f".{_LINK}.{os.getpid()}"
                 new.unlink(missing_ok=True)
                 new.symlink_to(target)
                 new.replace(link)
@@ -71,21 +71,20 @@ def put_client(folder: Path) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[Path]:
-    """Make the folder if it is missing, and yield a path that keeps naming this folder. Raises OSError."""
-    _require_safe_parents(folder)
-    # In a sticky folder, another user may make the folder first: what counts is the owner of the folder that is open.
+def _make_safe(folder: Path) -> None:
+    """Make the folder if it is missing. Raises OSError if another user could replace the folder or a file in it."""
+    # From the top: no other user can replace a folder whose parents and owner are checked.
+    for parent in reversed(folder.parents):
+        _require_own(parent, may_be_sticky=True)
     _make_folder(folder)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        opened = Path(f"/proc/self/fd/{descriptor}")
-        _require_safe(folder, opened)
-        if (opened / _LINK).exists() and not (opened / _LINK).is_symlink():
-            raise OSError(0, f"{_LINK} in it is a file of another program: name an empty folder")
-        yield opened
-    finally:
-        os.close(descriptor)
+    _require_own(folder)
+    # The folder may have been writable for others before.
+    for path, *names in os.walk(folder):
+        for each in (Path(path, name) for name in chain(*names)):
+            with contextlib.suppress(FileNotFoundError):
+                _require_own(each, may_be_link=True)
+    if (folder / _LINK).exists() and not (folder / _LINK).is_symlink():
+        raise OSError(0, f"{_LINK} in it is a file of another program: name an empty folder")
 
 
 def _make_folder(folder: Path) -> None:
@@ -94,35 +93,17 @@ def _make_folder(folder: Path) -> None:
         folder.chmod(0o755)
 
 
-def _require_safe_parents(folder: Path) -> None:
-    if Path(os.path.realpath(folder)) != folder:
-        raise OSError(0, f"a part of it is a symbolic link: name the real folder {os.path.realpath(folder)}")
-    for each in folder.parents:
-        _require_own(each, each.lstat(), may_be_sticky=True)
-
-
-def _require_safe(folder: Path, opened: Path) -> None:
-    """Raise OSError if a user other than root and this one could replace the folder or a file in it.
-
-    `opened` is another name of the folder, which nobody can give to another one.
-    """
-    _require_safe_parents(folder)
-    _require_own(folder, opened.stat())
-    if not os.path.samestat(folder.lstat(), opened.stat()):
-        raise OSError(0, "it was replaced meanwhile")
-    # The folder may have been writable for others before.
-    for path, *names in os.walk(opened):
-        for each in (Path(path, name) for name in chain(*names)):
-            with contextlib.suppress(FileNotFoundError):
-                _require_own(folder / each.relative_to(opened), each.lstat())
-
-
-def _require_own(each: Path, status: os.stat_result, *, may_be_sticky: bool = False) -> None:
+def _require_own(each: Path, *, may_be_sticky: bool = False, may_be_link: bool = False) -> None:
+    """Raise OSError if a user other than root and this one could replace a folder or a file, or change it."""
+    status = each.lstat()
+    is_link = stat.S_ISLNK(status.st_mode)
+    if is_link and not may_be_link:
+        raise OSError(0, f"{each} is a symbolic link: name the real folder {os.path.realpath(each)}")
     if status.st_uid not in (0, os.geteuid()):
         raise OSError(0, f"{each} belongs to {user_name(status.st_uid)}, who could change what jobs import")
-    mode = 0 if stat.S_ISLNK(status.st_mode) else stat.S_IMODE(status.st_mode)
+    mode = stat.S_IMODE(status.st_mode)
     # In a sticky folder, such as /tmp, only the owner can replace an entry.
-    if mode & WRITABLE_BY_OTHERS and not (may_be_sticky and mode & stat.S_ISVTX):
+    if mode & WRITABLE_BY_OTHERS and not is_link and not (may_be_sticky and mode & stat.S_ISVTX):
         raise OSError(0, f"others may write to {each} (mode {mode:04o}) and change what jobs import; chmod go-w {each}")
 
 
@@ -130,17 +111,7 @@ def _files() -> dict[str, bytes]:
     """Return the text of each module of the installed client by its path."""
     package = Path(str(importlib.resources.files(_PACKAGE)))
     modules = sorted(package.rglob("*.py"))
-    files = {f"{_PACKAGE}/{module.relative_to(package).as_posix()}": module.read_bytes() for module in modules}
-    if _ENTRY not in files:
-        raise OSError(0, f"{package} is not complete: install gpumem-client again")
-    return files
-
-
-def _digest(files: Mapping[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for path, text in files.items():
-        digest.update(b"%s\0%d\0%s" % (path.encode(), len(text), text))
-    return digest.hexdigest()[:12]
+    return {f"{_PACKAGE}/{module.relative_to(package).as_posix()}": module.read_bytes() for module in modules}
 
 
 def _is_complete(version: Path, files: Mapping[str, bytes]) -> bool:
@@ -161,10 +132,6 @@ def _write_version(folder: Path, version: str, files: Mapping[str, bytes]) -> No
             file.write_bytes(text)
         for each in (new, *new.rglob("*")):
             each.chmod(0o755 if each.is_dir() else 0o644)  # a default ACL replaces the umask
-        try:
-            if (folder / version).is_dir():  # with changes
-                (folder / version).rename(Path(made, "changed"))
-            new.rename(folder / version)
-        except OSError:
-            if not _is_complete(folder / version, files):  # or a second exporter has just written it
-                raise
+        if (folder / version).is_dir():  # with changes
+            (folder / version).rename(Path(made, "changed"))
+        new.rename(folder / version)
