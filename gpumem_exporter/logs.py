@@ -58,16 +58,11 @@ def _logfmt_line(items: Mapping[str, Any]) -> str:
 
 def _json_line(items: Mapping[str, Any]) -> str:
     line = json.dumps(items, default=str, ensure_ascii=False)
-    return line if line.isprintable() else "".join(map(_escaped, line))
+    # Control and bidirectional characters would change how a terminal shows the line.
+    return line if line.isprintable() else json.dumps(items, default=str)
 
 
 def _quoted(value: Any) -> str:
     text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     plain = text and all(c.isprintable() and c not in ' "=\\' for c in text)
     return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
-
-
-def _escaped(character: str) -> str:
-    """Return a character for JSON."""
-    # Control and bidirectional characters would change how a terminal shows the line.
-    return character if character.isprintable() else json.dumps(character)[1:-1]

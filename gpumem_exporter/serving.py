@@ -9,7 +9,7 @@ import logging
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,36 +61,21 @@ def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = 
     # FastAPI tries this import for each parameter of a route, also with the first request, to recognize models of
     # pydantic's version 1. It continues without them, which saves 30 ms of CPU and 2 MB.
     sys.modules.setdefault("pydantic.v1", None)  # type: ignore[arg-type]
-    if settings.action_allow and "empty_cache" not in settings.action_allow:
-        allowed = ", ".join(settings.action_allow)
-        _log.warning("action.allow turns empty_cache off", extra={"fields": {"allowed": allowed, "fix": "add default"}})
     try:
-        listeners, settings = _listen(settings)
-    except BindError as error:
+        with contextlib.ExitStack() as stack:
+            listeners, settings = _listen(settings)
+            stack.enter_context(listeners)
+            if demo and not listeners.unix_path:
+                # Where the simulated processes can report without a certificate and a password.
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpumem-demo-"))
+                listeners.add_unix(f"{folder}/exporter.sock")
+            if settings.client_directory:
+                # After the socket, whose folder it may be in, and before jobs can connect.
+                put_client(Path(settings.client_directory))
+            return _run_demo(settings, listeners, demo_processes) if demo else _run_node(settings, listeners)
+    except (BindError, ClientDirectoryError) as error:
         sys.stderr.write(f"gpumem-exporter: {error}\n")
         return 1
-    with listeners:
-        if settings.client_directory:
-            # After the socket, whose folder it may be in, and before jobs can connect.
-            try:
-                put_client(Path(settings.client_directory))
-            except ClientDirectoryError as error:
-                sys.stderr.write(f"gpumem-exporter: {error}\n")
-                return 1
-        if demo:
-            return _run_demo(settings, listeners, demo_processes)
-        from gpumem_exporter.node.pynvml_provider import PynvmlProvider
-
-        runtime = Runtime(
-            settings,
-            provider=PynvmlProvider(),
-            host=LinuxHost(),
-            pods=PodResources.of_this_node(),
-            driver_pids=DriverPids.of_this_exporter(),
-            socket_file=listeners.socket_file,
-            real_processes=True,
-        )
-        return serve(runtime, listeners)
 
 
 def _listen(settings: Settings) -> tuple[Listeners, Settings]:
@@ -102,33 +87,35 @@ def _listen(settings: Settings) -> tuple[Listeners, Settings]:
     return listeners, settings.model_copy(update=found)
 
 
+def _run_node(settings: Settings, listeners: Listeners) -> int:
+    from gpumem_exporter.node.pynvml_provider import PynvmlProvider
+
+    runtime = Runtime(
+        settings,
+        provider=PynvmlProvider(),
+        host=LinuxHost(),
+        pods=PodResources.of_this_node(),
+        driver_pids=DriverPids.of_this_exporter(),
+        socket_file=listeners.socket_file,
+        real_processes=True,
+    )
+    return serve(runtime, listeners)
+
+
 def _run_demo(settings: Settings, listeners: Listeners, processes: int | None) -> int:
     from gpumem_exporter.demo import DemoNode, workloads_of
 
     node = DemoNode() if processes is None else DemoNode(workloads=workloads_of(processes))
-    with demo_url(listeners) as url:
-        try:
-            # The past of many processes would take seconds.
-            past = node.past if processes is None else lambda _: ()
-            runtime = Runtime(
-                settings, provider=node.provider, host=node.host, socket_file=listeners.socket_file, past=past
-            )
-            token = runtime.reports_rule.token
-            report_token = token.value.decode() if token is not None else None
-            return serve(runtime, listeners, on_started=lambda: node.start(url, report_token=report_token))
-        finally:
-            node.stop(0.5)
-
-
-@contextlib.contextmanager
-def demo_url(listeners: Listeners) -> Iterator[str]:
-    """Yield the URL of a unix socket, where the simulated processes can report without a certificate and a password."""
-    if listeners.unix_path:
-        yield f"unix://{listeners.unix_path}"
-    else:
-        with tempfile.TemporaryDirectory(prefix="gpumem-demo-") as folder:
-            listeners.add_unix(f"{folder}/exporter.sock")
-            yield f"unix://{listeners.unix_path}"
+    # The past of many processes would take seconds.
+    past = node.past if processes is None else lambda _: ()
+    runtime = Runtime(settings, provider=node.provider, host=node.host, socket_file=listeners.socket_file, past=past)
+    token = runtime.reports_rule.token
+    report_token = token.value.decode() if token is not None else None
+    url = f"unix://{listeners.unix_path}"
+    try:
+        return serve(runtime, listeners, on_started=lambda: node.start(url, report_token=report_token))
+    finally:
+        node.stop(0.5)
 
 
 def serve(runtime: Runtime, listeners: Listeners, *, on_started: Callable[[], None] = lambda: None) -> int:
@@ -169,9 +156,6 @@ def build_server(
     def started() -> None:
         names = ",".join(listeners.names(tls=web is not None and web.tls() is not None))
         _log.info("listening", extra={"fields": {"addresses": names, "version": app.version}})
-        if listeners.on_all_addresses:
-            fields = {"loopback_only": "--web.listen-address 127.0.0.1:9844"}
-            _log.info("listening on every address: other machines can read the page", extra={"fields": fields})
         on_started()
 
     return LimitedServer(

@@ -125,14 +125,6 @@ class Listeners:
             for sock in self.sockets
         )
 
-    @property
-    def on_all_addresses(self) -> bool:
-        """Whether a socket listens on every address of the machine."""
-        return any(
-            sock.family != socket.AF_UNIX and ipaddress.ip_address(sock.getsockname()[0]).is_unspecified
-            for sock in self.sockets
-        )
-
     def __enter__(self) -> Listeners:
         return self
 

@@ -24,9 +24,10 @@ import trustme
 
 from gpumem_client.wire.errors import ExporterUntrustedError
 from gpumem_client.wire.http import Answer, Connection
-from gpumem_exporter.edge.listeners import bind
+from gpumem_exporter import serving as serving_module
+from gpumem_exporter.edge.listeners import Listeners
 from gpumem_exporter.features.fleet.prometheus import Prometheus
-from gpumem_exporter.serving import demo_url
+from gpumem_exporter.serve_command import load_settings
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
@@ -118,13 +119,20 @@ def test_tcp_requires_tls_and_the_unix_socket_does_not(start_https: StartHttps, 
         assert exporter.process.stop() == 0  # with a connection that is open
 
 
-def test_the_demo_reports_on_a_private_unix_socket() -> None:
-    with bind(["127.0.0.1:0"]) as listeners:
-        with demo_url(listeners) as url:
-            path = Path(url.removeprefix("unix://"))
-            assert path.is_socket()
-            assert path.parent.stat().st_mode & 0o077 == 0
-        assert not path.parent.exists()
+def test_the_demo_reports_on_a_private_unix_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Path] = []
+
+    def look(_: object, listeners: Listeners, __: object) -> int:
+        found.append(Path(listeners.unix_path))
+        assert found[0].is_socket()
+        assert found[0].parent.stat().st_mode & 0o077 == 0
+        return 0
+
+    monkeypatch.setattr(serving_module, "_run_demo", look)
+    monkeypatch.setattr(serving_module, "configure_logging", lambda *_: None)
+    settings = load_settings({"web.listen-address": "127.0.0.1:0"}, {})
+    assert serving_module.run(settings, demo=True) == 0
+    assert not found[0].parent.exists()
 
 
 def test_prometheus_scrapes_it_with_a_password(start_https: StartHttps, folder: Path, tmp_path: Path) -> None:
