@@ -178,50 +178,43 @@ def _field_error(error: Any, skip: int, *, suggests: bool) -> FieldError:
 def install_problem_handlers(app: FastAPI, paths: Collection[str]) -> None:
     """Turn every error of an application into a problem document. An unknown path is compared with `paths`."""
     app.state.paths = paths
-    app.add_exception_handler(ProblemError, _problem)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(Exception, _server_error)
+    for error in (ProblemError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(error, _answer)
 
 
-async def _problem(_: Request, error: Any) -> Response:
-    response: Response = error.response()
-    return response
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = _http_problem(request, error)
+    elif isinstance(error, RequestValidationError):
+        error = ProblemError.of_validation(error.errors(), skip=1)
+    elif not isinstance(error, ProblemError):
+        error = ProblemError(ProblemCode.INTERNAL, "internal error; see the exporter's log")
+    return error.response()
 
 
-async def _http_error(request: Request, error: Any) -> Response:
+def _http_problem(request: Request, error: HTTPException) -> ProblemError:
     path = request.url.path
     if error.status_code == 405:
         allowed = ", ".join(_accepted_methods(request))
         detail = f"{path} does not accept {request.method}; use {allowed}"
-        return ProblemError(ProblemCode.WRONG_METHOD, detail, {"Allow": allowed}).response()
+        return ProblemError(ProblemCode.WRONG_METHOD, detail, {"Allow": allowed})
     if error.status_code == 400:  # of FastAPI: the body is not text, or nested too deeply
-        return ProblemError(ProblemCode.NOT_JSON, f"the body is not JSON: {error.__cause__}; {_SEE}").response()
+        return ProblemError(ProblemCode.NOT_JSON, f"the body is not JSON: {error.__cause__}; {_SEE}")
     paths = request.app.state.paths
     accepted = _SEE if "/docs" in paths else f"the paths are {', '.join(paths)}"
-    detail = f"no such path: {path}; {did_you_mean(path, paths, accepted)}"
-    return ProblemError(ProblemCode.UNKNOWN_PATH, detail).response()
+    return ProblemError(ProblemCode.UNKNOWN_PATH, f"no such path: {path}; {did_you_mean(path, paths, accepted)}")
 
 
 def _accepted_methods(request: Request) -> list[str]:
     """Return every method of a path; Starlette's error has the methods of one of its routes."""
-    accepted = [
+    accepted = {
         method
         for method in ("DELETE", "GET", "PATCH", "POST", "PUT")
-        if any(
-            route.matches({**request.scope, "method": method})[0] is Match.FULL for route in request.app.router.routes
-        )
-    ]
+        for route in request.app.router.routes
+        if route.matches({**request.scope, "method": method})[0] is Match.FULL
+    }
     # The guard answers HEAD wherever GET is accepted.
-    return sorted({*accepted, "HEAD"} if "GET" in accepted else accepted)
-
-
-async def _validation_error(_: Request, error: Any) -> Response:
-    return ProblemError.of_validation(error.errors(), skip=1).response()
-
-
-async def _server_error(*_: object) -> Response:
-    return ProblemError(ProblemCode.INTERNAL, "internal error; see the exporter's log").response()
+    return sorted(accepted | {"HEAD"} if "GET" in accepted else accepted)
 
 
 def retry_after(seconds: float) -> str:

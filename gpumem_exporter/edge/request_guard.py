@@ -65,7 +65,15 @@ class Rule:
         401: a missing or wrong token. 403: the exporter has no token and cannot identify the user.
         """
         if self.token is not None:
-            return None if self.matches_token(headers) else self._unauthorized(headers)
+            if self.matches_token(headers):
+                return None
+            wrong = headers.get(b"authorization", b"").lower().startswith(b"bearer")
+            return ProblemError(
+                ProblemCode.WRONG_TOKEN if wrong else ProblemCode.TOKEN_REQUIRED,
+                f"{self.what}: {'wrong token' if wrong else 'a token is required'}; send the token of the exporter's "
+                f"{self.flag} as `Authorization: Bearer TOKEN`",
+                {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
+            )
         if peer.uid is not None:
             return None
         place = f"from {peer.host}"
@@ -81,15 +89,6 @@ class Rule:
         """Return whether a request has this rule's token."""
         scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
         return self.token is not None and scheme.lower() == b"bearer" and self.token.matches(presented.strip())
-
-    def _unauthorized(self, headers: Mapping[bytes, bytes]) -> ProblemError:
-        bearer = headers.get(b"authorization", b"").lower().startswith(b"bearer")
-        wrong = "wrong token" if bearer else "a token is required"
-        return ProblemError(
-            ProblemCode.WRONG_TOKEN if bearer else ProblemCode.TOKEN_REQUIRED,
-            f"{self.what}: {wrong}; send the token of the exporter's {self.flag} as `Authorization: Bearer TOKEN`",
-            {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,28 +194,21 @@ def _host(authority: str) -> str:
 
 def require_own_page(headers: Mapping[bytes, bytes]) -> None:
     """Raise a ProblemError (403) for a request that a browser marks as made by another site's page."""
-    origin = headers.get(b"origin")
-    if origin is not None:
-        page = origin.decode("latin-1")
-        scheme, separator, authority = page.lower().partition("://")
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        if not separator or scheme not in ("http", "https") or authority != host:
-            raise ProblemError(
-                ProblemCode.FOREIGN_PAGE,
-                f"requests from the web page {page[:200]!r} are refused: open the exporter's own page",
-            )
-    if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+    host = headers.get(b"host", b"").lower()
+    foreign = headers.get(b"origin", b"http://" + host).lower() not in (b"http://" + host, b"https://" + host)
+    if foreign or headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
         raise ProblemError(
             ProblemCode.FOREIGN_PAGE, "requests from other sites' web pages are refused: open the exporter's own page"
         )
 
 
+_RESTRICTED = tuple(f"{path}/" for path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, PROFILES_PATH, RELOAD_PATH))
+_RESTRICTED_BELOW = (f"{JOBS_PATH}/", f"{NVML_PATH}/", f"{PROCESSES_PATH}/")
+
+
 def is_restricted(path: str) -> bool:
     """Return whether the rule for actions guards a path."""
-    folders = (ACTIONS_PATH, EVENTS_PATH, JOBS_PATH, NVML_PATH, PROCESSES_PATH, PROFILES_PATH)
-    return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, PROFILES_PATH, RELOAD_PATH) or path.startswith(
-        tuple([f"{folder}/" for folder in folders])
-    )
+    return f"{path}/".startswith(_RESTRICTED) or path.startswith(_RESTRICTED_BELOW)
 
 
 def is_report(method: str, path: str) -> bool:
@@ -252,14 +244,15 @@ class Guard:
         try:
             guarded = await self._admit(scope, path)
             if guarded and method == "POST":
-                receive = _replay(await read_body(scope, receive, self.body_limits.get(path, MAX_BODY_BYTES)), receive)
+                body = await read_body(scope, receive, self.body_limits.get(path, MAX_BODY_BYTES))
+                if body is None:
+                    return
+                receive = _replay(body, receive)
         except ProblemError as problem:
             _log.debug("%s %s refused: %s %s", method, path, problem.status, problem.detail)
             if path == REPORTS_PATH:
                 self.on_report_refused(_OUTCOMES.get(problem.status, "invalid"))
             await problem.response()(scope, receive, send)
-            return
-        except DisconnectedError:
             return
         if method == "HEAD":
             scope = {**scope, "method": "GET"}  # the server sends no body
@@ -317,10 +310,6 @@ class Guard:
         await self.web.users.authenticate(headers.get(b"authorization", b""), exchange.owner)
 
 
-class DisconnectedError(Exception):
-    """The client disconnected before its body was complete."""
-
-
 def _require_json(headers: Mapping[bytes, bytes], encoding: bytes) -> None:
     # A web page cannot send this media type to another site without that site's permission.
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
@@ -333,8 +322,8 @@ def _require_json(headers: Mapping[bytes, bytes], encoding: bytes) -> None:
         raise ProblemError(ProblemCode.WRONG_MEDIA_TYPE, f"expected {expected}")
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Read the whole body. Raises ProblemError if it is longer than `limit` bytes, or DisconnectedError."""
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes | None:
+    """Read the whole body; None if the client disconnects. Raises ProblemError if it is longer than `limit` bytes."""
     # A body without a length is refused before, and the parser cuts off what is longer than its length.
     if int(dict(scope["headers"]).get(b"content-length", b"0")) > limit:
         detail = f"the body is longer than {limit} bytes, the maximum of this route; send a shorter one, or several"
@@ -344,7 +333,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise DisconnectedError
+            return None
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)

@@ -167,14 +167,8 @@ class Client(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Parse what was read, within the limit of a request's head."""
-        connection = self._requests.connection
-        connection.receive(nbytes)
         self._requests.data_received(bytes(self._server.read_buffer[:nbytes]))
-        connection.check_head()
-
-    def eof_received(self) -> None:
-        """Close the connection: its client sends no more."""
-        self._requests.eof_received()
+        self._requests.connection.receive(nbytes)
 
     def pause_writing(self) -> None:
         """Let replies wait for the client."""

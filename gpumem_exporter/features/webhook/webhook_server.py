@@ -18,7 +18,7 @@ from gpumem_exporter.edge.certificate import watched_certificate
 from gpumem_exporter.edge.connections import Limits
 from gpumem_exporter.edge.listeners import bind, parse_listen_address
 from gpumem_exporter.edge.problems import ProblemCode, ProblemError, install_problem_handlers
-from gpumem_exporter.edge.request_guard import DisconnectedError, read_body
+from gpumem_exporter.edge.request_guard import read_body
 from gpumem_exporter.edge.uvicorn_server import LimitedServer
 from gpumem_exporter.edge.watched_files import refreshing
 from gpumem_exporter.edge.web_config import Tls
@@ -111,6 +111,8 @@ class _Reviews:
         """Return the reply to a request with an AdmissionReview."""
         try:
             body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
+            if body is None:
+                return Response(status_code=400)  # for no reader
             thread = self._long if len(body) > _LONG_BYTES else self._short
             reply = await asyncio.get_running_loop().run_in_executor(thread, self._review, body, forbidden)
             return Response(reply, media_type="application/json")
@@ -119,8 +121,6 @@ class _Reviews:
         except (ValueError, RecursionError):
             detail = "the body is not JSON; expected an AdmissionReview"
             raise ProblemError(ProblemCode.NOT_A_REVIEW, detail) from None
-        except DisconnectedError:
-            return Response(status_code=400)  # for no reader
 
     def _review(self, body: bytes, forbidden: str) -> bytes:
         if body.count(b"{") + body.count(b"[") > MAX_OBJECTS:
