@@ -39,12 +39,12 @@ _SPARE_FILES = 128
 # The limit of open files that is set where the hard limit allows more: connections are counted, so more is no use.
 _MAX_FILES = 8192
 
-_HEADERS = [
-    ("X-Content-Type-Options", "nosniff"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-    ("Referrer-Policy", "no-referrer"),
-    ("X-Frame-Options", "DENY"),
-]
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+}
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +151,6 @@ def build_server(
     # A reporter sends its next request after one interval, a scraper usually within a minute.
     idle_seconds = max(limits.idle_seconds, int(2 * settings.report_interval) + 1)
     web: WebAccess | None = runtime.web
-    configured = web.headers if web is not None else {}
 
     def started() -> None:
         names = ",".join(listeners.names(tls=web is not None and web.tls() is not None))
@@ -159,12 +158,12 @@ def build_server(
         on_started()
 
     return LimitedServer(
-        web.with_headers(app) if web is not None else app,
+        app,
         limits=replace(limits, idle_seconds=idle_seconds),
         tls=web.tls if web is not None else lambda: None,
         on_started=started,
         on_stopping=runtime.held_requests.stop,
-        headers=[(name, value) for name, value in _HEADERS if name not in configured],
+        headers={**_HEADERS, **(web.headers if web is not None else {})},
         timeout_graceful_shutdown=_STOP_SECONDS,
     )
 

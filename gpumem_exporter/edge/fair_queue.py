@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from functools import partial
@@ -121,12 +121,14 @@ class Turns:
 class FairRequests:
     """The middleware at the edge: owners take turns, and each step of a request has its time."""
 
-    def __init__(self, app: ASGIApp, connections: Connections) -> None:
+    def __init__(self, app: ASGIApp, connections: Connections, replaced: Iterable[str] = ()) -> None:
         limits = connections.limits
         self._app = app
         self._connections = connections
         self._bodies = Turns(limits.bodies, running_of_owner=max(1, limits.bodies // 4))
         self._reads = Turns(limits.reads)
+        # The names of the headers that uvicorn adds.
+        self._replaced = frozenset(name.lower().encode() for name in replaced)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on the request.
@@ -164,6 +166,9 @@ class FairRequests:
             # A client that sends or reads slowly, or follows a stream, would occupy the turn.
             await exchange.turn.aclose()
             waits_for_turn = False
+            if message["type"] == "http.response.start":
+                kept = [header for header in message["headers"] if header[0].lower() not in self._replaced]
+                message = {**message, "headers": kept}
             # A client that expects a reply sends the body only afterwards.
             if not arrived and message["type"] == "http.response.start" and not is_chunked and b"expect" not in headers:
                 await _drop_body(receive_in_turn)

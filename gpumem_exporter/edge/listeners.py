@@ -75,7 +75,7 @@ class SocketFile:
 
     path: str
     owned: bool = True
-    """Whether the exporter created the file, and deletes it at its end. systemd keeps the files of its sockets."""
+    """Whether the exporter created the file. systemd creates the files of its sockets."""
     _status: os.stat_result = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,18 +94,19 @@ class SocketFile:
         return f"the socket {self.path} was replaced by {owner}: remove that file and restart {creator}"
 
     def remove(self) -> None:
-        """Delete the file, unless it was replaced or belongs to systemd."""
-        if self.owned and not self.error():
+        """Delete the file, unless it was replaced."""
+        if not self.error():
             with contextlib.suppress(OSError):
                 Path(self.path).unlink()
 
 
-@dataclass(slots=True)
-class Listeners:
-    """Bound sockets and their URLs. A context manager that closes them."""
+class Listeners(contextlib.ExitStack):
+    """Bound sockets and their URLs. Its end closes them, and deletes the file of a unix socket that it created."""
 
-    sockets: list[socket.socket] = field(default_factory=list)
-    socket_file: SocketFile | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.sockets: list[socket.socket] = []
+        self.socket_file: SocketFile | None = None
 
     @property
     def unix_path(self) -> str:
@@ -125,19 +126,9 @@ class Listeners:
             for sock in self.sockets
         )
 
-    def __enter__(self) -> Listeners:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all sockets, and delete the file of a unix socket that was created here and not replaced."""
-        for sock in self.sockets:
-            sock.close()
-        if self.socket_file is not None:
-            self.socket_file.remove()
-            self.socket_file = None
+    def add(self, sock: socket.socket) -> None:
+        """Add a socket that listens."""
+        self.sockets.append(self.enter_context(sock))
 
     def add_unix(self, path: str) -> None:
         """Listen on a unix socket. The file of a killed exporter is replaced, the file of a running one is not.
@@ -151,11 +142,12 @@ class Listeners:
             _require_own_folder(Path(path).parent)
             _remove_unused_socket(path)
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self.sockets.append(sock)
+            self.add(sock)
             # Mode 0666: each request is authorized by the credentials of the peer or by a token.
             with umask(0o111):
                 sock.bind(path)
             self.socket_file = SocketFile(path)
+            self.callback(self.socket_file.remove)
             sock.listen(BACKLOG)
         except OSError as error:
             raise BindError(f"cannot listen on {path}: {_reason(error)}") from error
@@ -167,14 +159,12 @@ class Listeners:
                 # One socket for both families, unless the kernel has no IPv6.
                 both = socket.has_dualstack_ipv6()
                 family = socket.AF_INET6 if both else socket.AF_INET
-                self.sockets.append(
-                    socket.create_server(("", address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-                )
+                self.add(socket.create_server(("", address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both))
                 return
             # A name such as localhost has one address of each family, and each of them gets a socket.
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, _, _, _, where in dict.fromkeys(found):
-                self.sockets.append(socket.create_server(where, family=family, backlog=BACKLOG))
+                self.add(socket.create_server(where, family=family, backlog=BACKLOG))
         except OSError as error:
             fix = f"{_by_whom(address)}{_IN_USE}" if error.errno == errno.EADDRINUSE else ""
             raise BindError(f"cannot listen on {address}: {_reason(error)}{fix}") from error
@@ -257,7 +247,7 @@ def take_systemd_sockets(environ: MutableMapping[str, str] = os.environ) -> List
     """Take over the sockets that systemd passes by socket activation: sd_listen_fds(3).
 
     Removes the variables from the environment. Raises BindError without a socket, or with one that the exporter cannot
-    listen on; then all of them are closed.
+    listen on.
     """
     # Removed, so that children do not use the sockets.
     pid, count, *_ = (environ.pop(name, "") for name in _SYSTEMD_VARIABLES)
@@ -268,12 +258,8 @@ def take_systemd_sockets(environ: MutableMapping[str, str] = os.environ) -> List
             "without a program in between"
         )
     listeners = Listeners()
-    try:
-        for descriptor in range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(count)):
-            _add_from_systemd(listeners, descriptor)
-    except BindError:
-        listeners.close()
-        raise
+    for descriptor in range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(count)):
+        _add_from_systemd(listeners, descriptor)
     return listeners
 
 
@@ -289,7 +275,7 @@ def _add_from_systemd(listeners: Listeners, descriptor: int) -> None:
         sock = socket.socket(fileno=descriptor)
     except OSError:
         raise wrong from None
-    listeners.sockets.append(sock)
+    listeners.add(sock)
     listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     families = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
     if not listening or sock.type != socket.SOCK_STREAM or sock.family not in families:

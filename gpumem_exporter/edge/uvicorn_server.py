@@ -14,7 +14,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -43,7 +43,8 @@ _log = logging.getLogger(__name__)
 class LimitedServer(uvicorn.Server):
     """uvicorn with limits for everything that clients can make it keep.
 
-    `tls` returns the context for a new TCP connection, None without TLS. The unix socket never uses TLS.
+    `tls` returns the context for a new TCP connection, None without TLS. The unix socket never uses TLS. Every reply
+    has the `headers`, in place of headers of the application with the same name.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LimitedServer(uvicorn.Server):
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
         on_started: Callable[[], None],
         on_stopping: Callable[[], None] = lambda: None,
+        headers: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         self.connections = Connections(limits)
@@ -68,7 +70,8 @@ class LimitedServer(uvicorn.Server):
         # uvicorn calls it with the arguments of its own protocol.
         options["http"] = lambda **given: Client(self, _Requests(**given))
         options["timeout_keep_alive"] = int(limits.idle_seconds)
-        super().__init__(uvicorn.Config(FairRequests(app, self.connections), **options))
+        options["headers"] = list((headers or {}).items())
+        super().__init__(uvicorn.Config(FairRequests(app, self.connections, headers or ()), **options))
 
     def stop(self) -> None:
         """Let the server exit. Any thread may call this."""

@@ -7,10 +7,7 @@ import logging
 import ssl
 from pathlib import Path
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.edge.certificate import watched_certificate
 from gpumem_exporter.edge.users import Users
 from gpumem_exporter.edge.watched_files import WatchedFiles
 from gpumem_exporter.edge.web_config import WebConfig, read_web_config
@@ -61,21 +58,6 @@ class WebAccess:
             raise ConfigurationError(f"{self._path}: TLS on or off and other headers need a restart")
         return config, certificate
 
-    def with_headers(self, app: ASGIApp) -> ASGIApp:
-        """Return an application that sets the headers on every reply, in place of headers with the same name."""
-        headers = {name.lower().encode(): value.encode() for name, value in self.headers.items()}
-
-        async def application(scope: Scope, receive: Receive, send: Send) -> None:
-            async def send_with_headers(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    others = [(name, value) for name, value in message["headers"] if name.lower() not in headers]
-                    message = {**message, "headers": [*others, *headers.items()]}
-                await send(message)
-
-            await app(scope, receive, send_with_headers)
-
-        return application if headers else app
-
     def refresh(self) -> None:
         """Read the certificate, the key and the client authorities again if their files changed. In any thread."""
         # The web configuration itself is read only on SIGHUP: half of a file could be a valid one without users.
@@ -92,4 +74,4 @@ class WebAccess:
 def _read(path: Path) -> tuple[WebConfig, WatchedFiles[ssl.SSLContext] | None]:
     config = read_web_config(path)
     tls = config.tls_server_config
-    return config, None if tls is None else watched_certificate(tls, f"{path}: tls_server_config")
+    return config, None if tls is None else WatchedFiles(f"{path}: tls_server_config", tls.files.values(), tls.context)

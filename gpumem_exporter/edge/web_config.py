@@ -1,4 +1,4 @@
-"""Reads `--web.config.file`, the web configuration of Prometheus' exporter-toolkit.
+"""Reads `--web.config.file`, the web configuration of Prometheus' exporter-toolkit, and the certificate that it names.
 
 Its format is https://prometheus.io/docs/prometheus/latest/configuration/https/. Keys of that format that this exporter
 does not support are errors.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_error
 
 # The headers that can be set, and their permitted values; none if every value is permitted.
@@ -23,6 +25,12 @@ _PERMITTED_HEADERS: Mapping[str, tuple[str, ...]] = {
     "X-Content-Type-Options": ("nosniff",),
     "X-Frame-Options": ("deny", "sameorigin"),
     "X-XSS-Protection": (),
+}
+
+_CLIENT_CERTIFICATE = {
+    "NoClientCert": ssl.CERT_NONE,
+    "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
+    "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
 
 _HASH = re.compile(r"\$2[aby]\$(?P<cost>\d\d)\$[./A-Za-z0-9]{53}")
@@ -57,6 +65,54 @@ class Tls(FileSection):
                 "other",
             )
         return self
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files by the key of each."""
+        named = {"cert_file": self.cert_file, "key_file": self.key_file, "client_ca_file": self.client_ca_file}
+        return {key: path for key, path in named.items() if path is not None}
+
+    def context(self) -> ssl.SSLContext:
+        """Return a context of what the files contain now. Raises ConfigurationError if one is missing or invalid."""
+        for key, path in self.files.items():
+            _check_file(key, path)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3 if self.min_version == "TLS13" else ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.set_alpn_protocols(["http/1.1"])
+        subject = (
+            f"the certificate of cert_file '{self.cert_file}' and the key of key_file '{self.key_file}' do not match"
+        )
+        try:
+            # Without a password, OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(self.cert_file, self.key_file, password="")
+            if self.client_ca_file is not None:
+                subject = f"client_ca_file '{self.client_ca_file}'"
+                context.load_verify_locations(self.client_ca_file)
+        except OSError as error:
+            # Such as KEY_VALUES_MISMATCH, of OpenSSL.
+            reason = getattr(error, "reason", None) or error.strerror or str(error)
+            raise ConfigurationError(f"{subject}: {' '.join(reason.replace('_', ' ').lower().split())}") from None
+        # A resumed session skips the verification, but a session belongs to its context: after an authority was
+        # removed, there is another.
+        context.verify_mode = _CLIENT_CERTIFICATE[self.client_auth_type]
+        return context
+
+
+def _check_file(key: str, path: Path) -> None:
+    """Raise ConfigurationError with the file that is wrong: OpenSSL's errors name no file."""
+    reason = ""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+    else:
+        if key != "key_file" and b"-----BEGIN CERTIFICATE-----" not in content:
+            reason = "expected a certificate in PEM"
+        if key == "key_file" and (b"PRIVATE KEY-----" not in content or b"ENCRYPTED" in content):
+            reason = "expected a private key in PEM, without a passphrase"
+    if reason:
+        raise ConfigurationError(f"{key} '{path}': {reason}")
 
 
 class HttpServer(FileSection):

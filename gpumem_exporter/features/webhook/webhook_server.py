@@ -14,13 +14,12 @@ from fastapi import FastAPI, Request, Response
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter import __version__
-from gpumem_exporter.edge.certificate import watched_certificate
 from gpumem_exporter.edge.connections import Limits
 from gpumem_exporter.edge.listeners import bind, parse_listen_address
 from gpumem_exporter.edge.problems import ProblemCode, ProblemError, install_problem_handlers
 from gpumem_exporter.edge.request_guard import read_body
 from gpumem_exporter.edge.uvicorn_server import LimitedServer
-from gpumem_exporter.edge.watched_files import refreshing
+from gpumem_exporter.edge.watched_files import WatchedFiles, refreshing
 from gpumem_exporter.edge.web_config import Tls
 from gpumem_exporter.features.webhook.review import FORBIDDEN, NotAReviewError, answer
 from gpumem_exporter.logs import configure_logging
@@ -66,7 +65,7 @@ def run(
         raise ConfigurationError(f"invalid --socket.host-path {host_path!r}: expected an absolute path")
     configure_logging(log_level, log_format)
     tls = Tls.model_construct(cert_file=certificate_file, key_file=key_file)
-    certificate = watched_certificate(tls, "the webhook's certificate")
+    certificate = WatchedFiles("the webhook's certificate", tls.files.values(), tls.context)
     with bind([address]) as listeners, refreshing([certificate.refresh]):
         fields = {"addresses": ",".join(listeners.names(tls=True)), "version": __version__}
         server = LimitedServer(

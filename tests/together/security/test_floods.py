@@ -97,7 +97,7 @@ def test_a_socket_has_its_mode_from_the_start(tmp_path: Path, umask: int, monkey
         os.umask(before)
 
 
-def test_a_replaced_socket_is_logged_once_and_degrades_the_health(tmp_path: Path) -> None:
+def test_a_replaced_socket_degrades_the_health_and_is_kept(tmp_path: Path) -> None:
     with contextlib.closing(ExporterProcess(tmp_path)) as exporter:
         assert exporter.get("/health")["checks"]["socket"] == {"status": "ok", "detail": str(exporter.socket)}
         with contextlib.closing(Connection(exporter.tcp_url, timeout_seconds=patient(30))) as tcp:
@@ -109,9 +109,7 @@ def test_a_replaced_socket_is_logged_once_and_degrades_the_health(tmp_path: Path
                 check = json.loads(tcp.request("GET", "/health").body)["checks"]["socket"]
                 assert check["status"] == "degraded"
                 assert change in check["detail"]
-                wait_for(lambda change=change: f"was {change}" in exporter.log(), "the log line")  # type: ignore[misc]
         assert exporter.stop() == 0
-        assert exporter.log().count("level=error") == 2
         assert exporter.socket.exists(), "the file of another process"
 
 
