@@ -149,7 +149,7 @@ def build_server(
     app, settings = create_app(runtime), runtime.settings
     limits = limits or Limits(max_connections=_max_connections(2 * settings.report_max_processes + 256))
     # A reporter sends its next request after one interval, a scraper usually within a minute.
-    idle_seconds = max(limits.idle_seconds, int(2 * settings.report_interval) + 1)
+    limits = replace(limits, idle_seconds=max(limits.idle_seconds, int(2 * settings.report_interval) + 1))
     web: WebAccess | None = runtime.web
 
     def started() -> None:
@@ -159,7 +159,7 @@ def build_server(
 
     return LimitedServer(
         app,
-        limits=replace(limits, idle_seconds=idle_seconds),
+        limits=limits,
         tls=web.tls if web is not None else lambda: None,
         on_started=started,
         on_stopping=runtime.held_requests.stop,

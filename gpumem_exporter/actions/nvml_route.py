@@ -23,7 +23,7 @@ from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.edge.connections import Exchange
-from gpumem_exporter.edge.fair_queue import Held, HeldRequests
+from gpumem_exporter.edge.fair_queue import HeldRequests
 from gpumem_exporter.edge.problems import problems
 from gpumem_exporter.edge.replies import iso_time, json_reply, json_response
 from gpumem_exporter.edge.request_guard import NVML_PATH
@@ -101,7 +101,7 @@ def nvml_router(
         end_seconds = time.monotonic() + body.wait_seconds
         # The poller is a thread and wakes no request; it may hang.
         while not poller.status(clock()).request_applied and time.monotonic() < end_seconds:
-            if await held_requests.hold(NVML_PATH, _RECHECK_SECONDS, request.receive) is not Held.LATE:
+            if await held_requests.hold(NVML_PATH, _RECHECK_SECONDS, request.receive) != "late":
                 break
         try:
             held = list(await asyncio.to_thread(open_driver_files))

@@ -7,9 +7,8 @@ import contextlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum, auto
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,15 +24,9 @@ _PIECE_BYTES = 64 << 10
 _DROPPED_BYTES = 4 << 20
 
 
-class Held(Enum):
-    """Why a request is held no longer."""
-
-    WOKEN = auto()
-    """What it waits for has happened, or the exporter stops."""
-    LATE = auto()
-    """The time is over."""
-    GONE = auto()
-    """The client disconnected."""
+Held: TypeAlias = Literal["woken", "late", "gone"]
+"""Why a request is held no longer: what it waits for has happened or the exporter stops; the time is over; the client
+disconnected."""
 
 
 class HeldRequests:
@@ -49,14 +42,14 @@ class HeldRequests:
     async def hold(self, key: Hashable, seconds: float, receive: Receive) -> Held:
         """Hold a request, whose body has been read, until `wake(key)` and for this time at most."""
         if self._stopping:
-            return Held.WOKEN
+            return "woken"
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held[key].add(woken)
         # uvicorn does not cancel the handler of a client that disconnected; `receive` reports it.
         disconnected = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((woken, disconnected), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            return Held.WOKEN if woken.done() else Held.GONE if disconnected.done() else Held.LATE
+            return "woken" if woken.done() else "gone" if disconnected.done() else "late"
         finally:
             disconnected.cancel()
             self._held[key].discard(woken)

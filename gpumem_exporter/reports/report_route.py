@@ -27,7 +27,7 @@ from gpumem_exporter.core.recorders import ErrorRecorder, Journal, ProcessRecord
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.edge.connections import Exchange
-from gpumem_exporter.edge.fair_queue import Held, HeldRequests, Turns
+from gpumem_exporter.edge.fair_queue import HeldRequests, Turns
 from gpumem_exporter.edge.problems import FieldError, ProblemCode, ProblemError
 from gpumem_exporter.errors import (
     ForeignProcessError,
@@ -169,8 +169,7 @@ class ReportsRoute:
         if not commands and not cancelled and hold_seconds > 0:
             # A process has one connection: an earlier request that is still held has no client any more.
             self.held_requests.wake(process.key)
-            held = await self.held_requests.hold(process.key, hold_seconds, receive)
-            if held is Held.GONE:
+            if await self.held_requests.hold(process.key, hold_seconds, receive) == "gone":
                 self.presence.connection_lost(process)
                 return None
             commands, cancelled = self.dispatcher.commands(process), self.dispatcher.cancelled(process)
