@@ -25,23 +25,19 @@ class NvmlPermissionError(NvmlError):
     """This user may not read the value."""
 
 
-class ReportRefusedError(GpumemError):
-    """The exporter rejects a valid report."""
-
-
-class ForeignProcessError(ReportRefusedError):
+class ForeignProcessError(GpumemError):
     """The sender may not report for the process: it belongs to another user, or it is another process."""
 
 
-class ReporterSupersededError(ReportRefusedError):
+class ReporterSupersededError(GpumemError):
     """A newer reporter represents the same process: the program was replaced, or the pid was reused."""
 
 
-class TooManyProcessesError(ReportRefusedError):
+class TooManyProcessesError(GpumemError):
     """`--report.max-processes`, or one user's share of the page, is reached; the report is counted as dropped."""
 
 
-class UnknownDeviceError(ReportRefusedError):
+class UnknownDeviceError(GpumemError):
     """The driver has none of the devices in the report."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hmac
 import secrets
 from collections.abc import Mapping
@@ -48,9 +49,10 @@ class Users:
             )
         code, reason = ProblemCode.PASSWORD_REQUIRED, "basic authentication with a name and a password is required"
         if scheme.lower() == b"basic":
-            if await self.admit(_decoded(encoded), owner):
-                return
             code, reason = ProblemCode.WRONG_PASSWORD, "wrong name or password"
+            with contextlib.suppress(binascii.Error):
+                if await self.admit(base64.b64decode(encoded.strip(), validate=True), owner):
+                    return
         raise ProblemError(code, f"{reason}; the users are in the exporter's --web.config.file", _CHALLENGE_BASIC)
 
     async def admit(self, credentials: bytes, owner: Owner) -> bool:
@@ -79,10 +81,3 @@ class Users:
         if right:
             self._remembered.add(digest)
         return right
-
-
-def _decoded(encoded: bytes) -> bytes:
-    try:
-        return base64.b64decode(encoded.strip(), validate=True)
-    except binascii.Error:
-        return b""

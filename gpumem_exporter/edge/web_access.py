@@ -28,7 +28,7 @@ class WebAccess:
         self._reading = asyncio.Lock()
         self.users = Users(config.basic_auth_users)
         """The users of the TCP addresses; empty if every client may use them."""
-        self.headers = config.http_server_config.headers
+        self.headers = _headers(config)
 
     def tls(self) -> ssl.SSLContext | None:
         """Return the context for a new connection; None without TLS."""
@@ -54,7 +54,7 @@ class WebAccess:
     def _read_again(self) -> tuple[WebConfig, WatchedFiles[ssl.SSLContext] | None]:
         config, certificate = _read(self._path)
         # A mistake in the file would otherwise let clients send their passwords without encryption.
-        if (certificate is None) != (self._certificate is None) or config.http_server_config.headers != self.headers:
+        if (certificate is None) != (self._certificate is None) or _headers(config) != self.headers:
             raise ConfigurationError(f"{self._path}: TLS on or off and other headers need a restart")
         return config, certificate
 
@@ -75,3 +75,7 @@ def _read(path: Path) -> tuple[WebConfig, WatchedFiles[ssl.SSLContext] | None]:
     config = read_web_config(path)
     tls = config.tls_server_config
     return config, None if tls is None else WatchedFiles(f"{path}: tls_server_config", tls.files.values(), tls.context)
+
+
+def _headers(config: WebConfig) -> dict[str, str]:
+    return config.http_server_config.headers.model_dump(by_alias=True, exclude_none=True)

@@ -9,23 +9,13 @@ from __future__ import annotations
 import importlib.util
 import re
 import ssl
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_error
-
-# The headers that can be set, and their permitted values; none if every value is permitted.
-_PERMITTED_HEADERS: Mapping[str, tuple[str, ...]] = {
-    "Content-Security-Policy": (),
-    "Strict-Transport-Security": (),
-    "X-Content-Type-Options": ("nosniff",),
-    "X-Frame-Options": ("deny", "sameorigin"),
-    "X-XSS-Protection": (),
-}
 
 _CLIENT_CERTIFICATE = {
     "NoClientCert": ssl.CERT_NONE,
@@ -115,27 +105,31 @@ def _check_file(key: str, path: Path) -> None:
         raise ConfigurationError(f"{key} '{path}': {reason}")
 
 
+def _one_line(value: str) -> str:
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError("expected printable ASCII characters in one line")
+    return value
+
+
+_Text = Annotated[str, AfterValidator(_one_line)]
+
+
+class Headers(FileSection):
+    """The headers of every reply that can be set."""
+
+    content_security_policy: _Text | None = Field(default=None, alias="Content-Security-Policy")
+    strict_transport_security: _Text | None = Field(default=None, alias="Strict-Transport-Security")
+    x_content_type_options: Literal["nosniff"] | None = Field(default=None, alias="X-Content-Type-Options")
+    x_frame_options: Literal["deny", "sameorigin"] | None = Field(default=None, alias="X-Frame-Options")
+    x_xss_protection: _Text | None = Field(default=None, alias="X-XSS-Protection")
+
+
 class HttpServer(FileSection):
-    """The headers of every reply."""
+    """What is true for every reply."""
 
     # The exporter offers HTTP/1.1 only. A client that prefers HTTP/2 learns that in the handshake.
     http2: Flag = True
-    headers: dict[str, str] = Field(default_factory=dict)
-
-    @field_validator("headers")
-    @classmethod
-    def _check_headers(cls, headers: dict[str, str]) -> dict[str, str]:
-        for name, value in headers.items():
-            permitted = _PERMITTED_HEADERS.get(name)
-            if permitted is None:
-                names = ", ".join(_PERMITTED_HEADERS)
-                raise section_error(name, f"the header {name[:64]!r} cannot be set; the headers are {names}")
-            if permitted and value not in permitted:
-                expected = " or ".join(permitted)
-                raise section_error(name, f"{name}: {value[:64]!r} is invalid: expected {expected}")
-            if not (value.isascii() and value.isprintable()):
-                raise section_error(name, f"{name}: expected printable ASCII characters in one line")
-        return headers
+    headers: Headers = Headers()
 
 
 class WebConfig(FileSection):

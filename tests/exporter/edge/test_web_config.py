@@ -67,7 +67,7 @@ def test_the_settings_are_applied(folder: Path) -> None:
         ),
         (
             "http_server_config: {headers: {X-Frame-Options: DENY}}",
-            r":1: .*X-Frame-Options: 'DENY'.*deny or sameorigin",
+            r":1: .*X-Frame-Options: 'DENY'.*'deny' or 'sameorigin'",
         ),
         ('http_server_config: {headers: {X-XSS-Protection: "0\\r\\nX: y"}}', r":1: .*X-XSS-Protection: .*ASCII"),
         ("tls_server_config:\n", r":1: tls_server_config: has no value"),
