@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import logging
 import os
 import re
 import socket
 import stat
 from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpumem_client.wire.errors import GpumemError
@@ -21,9 +20,9 @@ from gpumem_client.wire.trust import WRITABLE_BY_OTHERS
 BACKLOG = 1024
 PROBE_SECONDS = 1.0
 _IN_USE = "; if that is not an exporter, choose another --web.listen-address"
-_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
-
-_log = logging.getLogger(__name__)
+_ADDRESS = re.compile(
+    r"(\[(?P<ipv6>[^]]+)\]|(?P<name>[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?)?):(?P<port>[0-9]{1,5})"
+)
 _FIRST_DESCRIPTOR = 3
 _SYSTEMD_VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID")
 
@@ -46,18 +45,12 @@ class ListenAddress:
 
 def parse_listen_address(text: str) -> ListenAddress:
     """Parse an address, or raise ValueError with the accepted forms. With port 0 the kernel chooses the port."""
-    wrong = ValueError("expected HOST:PORT, [IPV6]:PORT or :PORT")
-    host, separator, port = text.strip().rpartition(":")
-    if not separator or not port.isascii() or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
-        raise wrong
-    if host.startswith("[") and host.endswith("]"):
-        try:
-            return ListenAddress(str(ipaddress.IPv6Address(host[1:-1])), int(port))
-        except ValueError:
-            raise wrong from None
-    if host and not _HOST_NAME.fullmatch(host):
-        raise wrong
-    return ListenAddress(host, int(port))
+    found = _ADDRESS.fullmatch(text.strip())
+    with contextlib.suppress(ValueError):
+        if found is not None and int(found["port"]) <= 65535:
+            host = str(ipaddress.IPv6Address(found["ipv6"])) if found["ipv6"] else found["name"] or ""
+            return ListenAddress(host, int(found["port"]))
+    raise ValueError("expected HOST:PORT, [IPV6]:PORT or :PORT")
 
 
 def is_loopback(host: str) -> bool:
@@ -69,29 +62,23 @@ class BindError(GpumemError):
     """The exporter cannot listen on an address; the message is one line."""
 
 
-@dataclass(slots=True)
 class SocketFile:
     """The file of the unix socket, by whose path clients connect. It is the file that is at the path now."""
 
-    path: str
-    owned: bool = True
-    """Whether the exporter created the file. systemd creates the files of its sockets."""
-    _status: os.stat_result = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._status = os.lstat(self.path)
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._status = os.lstat(path)
 
     def error(self) -> str:
         """Return why clients do not reach this exporter by the path; empty if they do."""
-        creator = "the exporter" if self.owned else "its socket unit"
+        restart = "restart the exporter, or the socket unit of systemd that made it"
         try:
             found = os.lstat(self.path)
         except OSError as error:
-            return f"the socket {self.path} was removed ({_reason(error)}): restart {creator}"
+            return f"the socket {self.path} was removed ({_reason(error)}): {restart}"
         if os.path.samestat(found, self._status):
             return ""
-        owner = user_name(found.st_uid)
-        return f"the socket {self.path} was replaced by {owner}: remove that file and restart {creator}"
+        return f"the socket {self.path} was replaced by {user_name(found.st_uid)}: remove that file and {restart}"
 
     def remove(self) -> None:
         """Delete the file, unless it was replaced."""
@@ -284,4 +271,4 @@ def _add_from_systemd(listeners: Listeners, descriptor: int) -> None:
         path = sock.getsockname()
         if listeners.unix_path or not os.path.lexists(path):
             raise BindError("--web.systemd-socket: the exporter takes one unix socket, and it must have a path")
-        listeners.socket_file = SocketFile(path, owned=False)
+        listeners.socket_file = SocketFile(path)
