@@ -24,10 +24,7 @@ import trustme
 
 from gpumem_client.wire.errors import ExporterUntrustedError
 from gpumem_client.wire.http import Answer, Connection
-from gpumem_exporter import serving as serving_module
-from gpumem_exporter.edge.listeners import Listeners
 from gpumem_exporter.features.fleet.prometheus import Prometheus
-from gpumem_exporter.serve_command import load_settings
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
@@ -117,22 +114,6 @@ def test_tcp_requires_tls_and_the_unix_socket_does_not(start_https: StartHttps, 
     with closing(Connection(exporter.url(), timeout_seconds=patient(30))) as connection:
         assert connection.request("GET", "/health").status == 200
         assert exporter.process.stop() == 0  # with a connection that is open
-
-
-def test_the_demo_reports_on_a_private_unix_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Path] = []
-
-    def look(_: object, listeners: Listeners, __: object) -> int:
-        found.append(Path(listeners.unix_path))
-        assert found[0].is_socket()
-        assert found[0].parent.stat().st_mode & 0o077 == 0
-        return 0
-
-    monkeypatch.setattr(serving_module, "_run_demo", look)
-    monkeypatch.setattr(serving_module, "configure_logging", lambda *_: None)
-    settings = load_settings({"web.listen-address": "127.0.0.1:0"}, {})
-    assert serving_module.run(settings, demo=True) == 0
-    assert not found[0].parent.exists()
 
 
 def test_prometheus_scrapes_it_with_a_password(start_https: StartHttps, folder: Path, tmp_path: Path) -> None:
