@@ -28,8 +28,7 @@ class Renderer:
 
     async def render(self, build: Callable[[], bytes]) -> bytes:
         """Return what `build` returns in the thread."""
-        async with self._turn:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, build)
+        return await self.render_shared(object(), build)
 
     async def render_shared(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
         """Return what `build` returns in the thread, for all calls with an equal key that arrive before its start."""

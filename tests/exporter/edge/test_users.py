@@ -8,7 +8,7 @@ import bcrypt
 import pytest
 
 from gpumem_exporter.edge.problems import ProblemError
-from gpumem_exporter.edge.users import UNKNOWN_USER, Users
+from gpumem_exporter.edge.web_access import UNKNOWN_USER, Users
 
 ADA = bcrypt.hashpw(b"secret", bcrypt.gensalt(4)).decode()
 BOB = bcrypt.hashpw("pässword".encode(), bcrypt.gensalt(5)).decode().replace("$2b$", "$2y$")
