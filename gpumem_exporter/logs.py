@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -22,11 +22,16 @@ class LogFormatter(logging.Formatter):
 
     def __init__(self, log_format: str = "logfmt") -> None:
         super().__init__()
-        self._line = _json_line if log_format == "json" else _logfmt_line
+        self._is_json = log_format == "json"
 
     def format(self, record: logging.LogRecord) -> str:
         """Render one record."""
-        return self._line(dict(self._items(record)))
+        items = dict(self._items(record))
+        if not self._is_json:
+            return " ".join(f"{key}={_quoted(value)}" for key, value in items.items())
+        line = json.dumps(items, default=str, ensure_ascii=False)
+        # Control and bidirectional characters would change how a terminal shows the line.
+        return line if line.isprintable() else json.dumps(items, default=str)
 
     def _items(self, record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
         yield "ts", self.formatTime(record)
@@ -49,17 +54,6 @@ def configure_logging(level: str, log_format: str) -> None:
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
-
-
-def _logfmt_line(items: Mapping[str, Any]) -> str:
-    """Return `ts=… level=info logger=… msg=…`; a value is quoted if needed."""
-    return " ".join(f"{key}={_quoted(value)}" for key, value in items.items())
-
-
-def _json_line(items: Mapping[str, Any]) -> str:
-    line = json.dumps(items, default=str, ensure_ascii=False)
-    # Control and bidirectional characters would change how a terminal shows the line.
-    return line if line.isprintable() else json.dumps(items, default=str)
 
 
 def _quoted(value: Any) -> str:

@@ -117,7 +117,9 @@ class Runtime:
         senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)
         self.view = NodeView(clock=clock, wall_clock=wall_clock)
         self.renderer = Renderer()
-        self.own_names = OwnNames(_own_names(settings))
+        machine = socket.gethostname()
+        listening = [parse_listen_address(address) for address in settings.web_listen_address]
+        self.own_names = OwnNames([machine, machine.partition(".")[0], *(each.host for each in listening)])
         self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
         self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)
         self.web = _web_access(settings)
@@ -153,12 +155,13 @@ class Runtime:
             report_interval_seconds=settings.report_interval,
             on_ended=self._note_ends,
         )
+        collectors = settings.of(CollectorSettings)
         self.exposition = Exposition(
             self.registry,
             [collector for parts in self.features.values() for collector in parts.collectors],
             version=__version__,
             source=provider.source,
-            off=_collectors_off(settings),
+            off=[name for name in COLLECTORS if not getattr(collectors, f"collector_{name}")],
             hide_identities=settings.web_hide_identities,
         )
         self.reports = ReportsRoute(
@@ -230,11 +233,6 @@ class Runtime:
         return checks
 
 
-def _collectors_off(settings: Settings) -> list[str]:
-    collectors = settings.of(CollectorSettings)
-    return [name for name in COLLECTORS if not getattr(collectors, f"collector_{name}")]
-
-
 def _web_access(settings: Settings) -> WebAccess | None:
     if not settings.web_config_file:
         return None
@@ -245,9 +243,3 @@ def _web_access(settings: Settings) -> WebAccess | None:
 
 def _rule(what: str, flag: str, token_file: str) -> Rule:
     return Rule(what, flag, TokenFile(flag, Path(token_file)) if token_file else None)
-
-
-def _own_names(settings: Settings) -> list[str]:
-    machine = socket.gethostname()
-    listening = [parse_listen_address(address).host for address in settings.web_listen_address]
-    return [machine, machine.partition(".")[0], *listening]

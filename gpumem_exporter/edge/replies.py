@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from typing import Any
@@ -53,14 +53,13 @@ def encoded(document: Mapping[str, object], *, separators: tuple[str, str] = (",
     """Return a document as JSON; the items of its lists are encoded one by one."""
     # Python lets the event loop run between two items, but not within one call of the encoder.
     comma, colon = separators
-    return f"{{{comma.join(_fields(document, comma, colon))}}}".encode("utf-8", "replace")
+    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=separators).encode
 
+    def text(value: object) -> str:
+        return f"[{comma.join(map(encode, value))}]" if isinstance(value, (list, tuple)) else encode(value)
 
-def _fields(document: Mapping[str, object], comma: str, colon: str) -> Iterator[str]:
-    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(comma, colon)).encode
-    for name, value in document.items():
-        text = f"[{comma.join(map(encode, value))}]" if isinstance(value, (list, tuple)) else encode(value)
-        yield f"{encode(name)}{colon}{text}"
+    fields = comma.join(f"{encode(name)}{colon}{text(value)}" for name, value in document.items())
+    return f"{{{fields}}}".encode("utf-8", "replace")
 
 
 def json_response(document: Mapping[str, object] | bytes, status: int = 200) -> Response:

@@ -57,7 +57,8 @@ class WatchedFiles(Generic[Value]):
             if self._when_invalid is not None:
                 self.value = self._when_invalid
             if str(error) != self.error:
-                _log.error("%s: not read again: %s", self._where, error)
+                in_force = "what it contained before" if self._when_invalid is None else "nothing"
+                _log.error("%s: %s; %s is in force", self._where, error, in_force)
             self.error = str(error)
         else:
             self.error = ""
