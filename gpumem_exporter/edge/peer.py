@@ -78,8 +78,9 @@ class PeerPlaces:
 
     def __init__(self, holders: SocketHolders | None = None) -> None:
         self._holders = holders or SocketHolders(own_places())
-        self._wanted: dict[SocketOwner, asyncio.Future[Place]] = {}
-        self._search: asyncio.Task[None] | None = None
+        self._wanted: set[SocketOwner] = set()
+        self._found: dict[SocketOwner, set[Place]] = {}
+        self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "gpumem-peers")
         self._rests_until_seconds = 0.0
 
@@ -88,16 +89,14 @@ class PeerPlaces:
 
         The place is unknown if the exporter cannot see which processes hold the socket.
         """
-        # Over loopback the kernel names only the user of a socket, so the search reads the descriptors of processes. It
-        # runs in one thread of its own, and a pass serves all connections that wait for one: however many connections a
-        # user opens, another user's waits for the current pass and the next one.
         if peer.where is None and peer.tcp is not None:
-            waiting = self._wanted.get(peer.tcp)
-            if waiting is None:
-                waiting = self._wanted[peer.tcp] = asyncio.get_running_loop().create_future()
-            if self._search is None or self._search.done():
-                self._search = asyncio.ensure_future(self._search_all())
-            place = await asyncio.shield(waiting)
+            self._wanted.add(peer.tcp)
+            async with self._turn:
+                # Turns come in the order of the calls: this one's socket was in the last pass, or is in the next one.
+                if peer.tcp in self._wanted:
+                    await self._search()
+                places = self._found.get(peer.tcp, set())
+            place = next(iter(places)) if len(places) == 1 else UNKNOWN
             peer.where = PeerPlace(place, certain=self._holders.created_in(peer.tcp) is not None)
         return peer.where or PeerPlace(UNKNOWN, certain=False)
 
@@ -107,22 +106,20 @@ class PeerPlaces:
             return None
         return PeerPlace(place, certain=self._holders.created_in(peer.tcp) is not None)
 
-    async def _search_all(self) -> None:
+    async def _search(self) -> None:
+        """Find all sockets that are wanted now."""
+        # Over loopback the kernel names only the user of a socket, so the search reads the descriptors of processes. It
+        # runs in one thread of its own, and a pass serves all connections that wait for one: however many connections a
+        # user opens, another user's waits for the current pass and the next one.
         loop = asyncio.get_running_loop()
-        while self._wanted:
-            # At most half of the time, so that connections without end do not use a core.
-            await asyncio.sleep(self._rests_until_seconds - loop.time())
-            wanted, self._wanted = self._wanted, {}
-            found: dict[SocketOwner, set[Place]] = {}
-            started_seconds = loop.time()
-            try:
-                found = await loop.run_in_executor(self._thread, self._holders.places, tuple(wanted))
-            finally:
-                self._rests_until_seconds = 2 * loop.time() - started_seconds
-                for owner, waiting in wanted.items():
-                    places = found.get(owner, set())
-                    if not waiting.done():
-                        waiting.set_result(places.pop() if len(places) == 1 else UNKNOWN)
+        # At most half of the time, so that connections without end do not use a core.
+        await asyncio.sleep(self._rests_until_seconds - loop.time())
+        wanted, self._wanted, self._found = self._wanted, set(), {}
+        started_seconds = loop.time()
+        try:
+            self._found = await loop.run_in_executor(self._thread, self._holders.places, tuple(wanted))
+        finally:
+            self._rests_until_seconds = 2 * loop.time() - started_seconds
 
 
 @cache
