@@ -24,7 +24,7 @@ from gpumem_exporter.cli.program import (
 )
 
 _CREDENTIALS = "; give a token with --token-file, or a password with --url http://USER:PASSWORD@HOST:PORT"
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CANNOT_WRITE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,14 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(words, str(error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of the output exited, such as `head`.
-        _discard_output()
-        return FAILED
     except OSError as error:
-        if error.errno not in _DISK_FULL:
+        if error.errno not in _CANNOT_WRITE:
             raise
-        _discard_output()
+        # So that the interpreter does not fail on the buffered output at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if error.errno == errno.EPIPE:  # the reader of the output exited, such as `head`
+            return FAILED
         return _fail(words, f"cannot write: {error.strerror}", FAILED)
     return code
 
@@ -63,11 +62,6 @@ def _open_closed_output() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-
-
-def _discard_output() -> None:
-    """Send the buffered output to /dev/null, so that the interpreter does not fail on it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _dispatch(words: list[str]) -> int:
