@@ -65,44 +65,30 @@ class Tls(FileSection):
     def context(self) -> ssl.SSLContext:
         """Return a context of what the files contain now. Raises ConfigurationError if one is missing or invalid."""
         for key, path in self.files.items():
-            _check_file(key, path)
+            try:
+                path.read_bytes()  # OpenSSL's errors name no file
+            except OSError as error:
+                raise ConfigurationError(f"{key} '{path}': {error.strerror}") from None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3 if self.min_version == "TLS13" else ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_RENEGOTIATION
         context.set_alpn_protocols(["http/1.1"])
-        subject = (
-            f"the certificate of cert_file '{self.cert_file}' and the key of key_file '{self.key_file}' do not match"
-        )
+        subject = f"cert_file '{self.cert_file}' and key_file '{self.key_file}'"
+        expected = "expected a certificate and its private key in PEM, without a passphrase"
         try:
             # Without a password, OpenSSL would ask for one on the terminal.
             context.load_cert_chain(self.cert_file, self.key_file, password="")
             if self.client_ca_file is not None:
-                subject = f"client_ca_file '{self.client_ca_file}'"
+                subject, expected = f"client_ca_file '{self.client_ca_file}'", "expected certificates in PEM"
                 context.load_verify_locations(self.client_ca_file)
         except OSError as error:
-            # Such as KEY_VALUES_MISMATCH, of OpenSSL.
-            reason = getattr(error, "reason", None) or error.strerror or str(error)
-            raise ConfigurationError(f"{subject}: {' '.join(reason.replace('_', ' ').lower().split())}") from None
+            reason = getattr(error, "reason", None)  # of OpenSSL, such as KEY_VALUES_MISMATCH
+            because = f" ({reason.replace('_', ' ').lower()})" if reason else ""
+            raise ConfigurationError(f"{subject}: {expected}{because}") from None
         # A resumed session skips the verification, but a session belongs to its context: after an authority was
         # removed, there is another.
         context.verify_mode = _CLIENT_CERTIFICATE[self.client_auth_type]
         return context
-
-
-def _check_file(key: str, path: Path) -> None:
-    """Raise ConfigurationError with the file that is wrong: OpenSSL's errors name no file."""
-    reason = ""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        reason = error.strerror or str(error)
-    else:
-        if key != "key_file" and b"-----BEGIN CERTIFICATE-----" not in content:
-            reason = "expected a certificate in PEM"
-        if key == "key_file" and (b"PRIVATE KEY-----" not in content or b"ENCRYPTED" in content):
-            reason = "expected a private key in PEM, without a passphrase"
-    if reason:
-        raise ConfigurationError(f"{key} '{path}': {reason}")
 
 
 def _one_line(value: str) -> str:
