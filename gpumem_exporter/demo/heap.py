@@ -72,7 +72,7 @@ class SimulatedHeap(HeapReader):
         """Return the blocks of each device, and the recorded entries of each device, oldest first."""
         return self.blocks(stacks), [list(slot.trace) for slot in self._process.slots]
 
-    def naming(self, addresses_read: Callable[[], None] = lambda: None, **_: float) -> tuple[Naming, tuple[str, ...]]:
+    def naming(self, addresses_read: Callable[[], object] = lambda: None, **_: float) -> Naming:
         """Return the owners of all tensors that objects of the program hold."""
         started_us = time.time_ns() // 1000
         addresses_read()
@@ -88,8 +88,7 @@ class SimulatedHeap(HeapReader):
                     named = name.format(counts[kind]), f"4096x{tensor.block.size_bytes // 8192}", "bfloat16"
                     owners[index, tensor.block.address] = Owner(kind, *named)
                     counts[kind] += 1
-        addresses = {i: sorted(at for device, at in owners if device == i) for i in self._process.devices()}
-        return Naming(started_us, time.time_ns() // 1000, addresses, owners), ()
+        return Naming(started_us, time.time_ns() // 1000, owners)
 
 
 class SimulatedRecorder(Recorder):

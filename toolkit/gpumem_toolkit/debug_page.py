@@ -13,7 +13,7 @@ from typing import Any
 
 from gpumem_client import memory_summary
 from gpumem_client.hooks.out_of_memory import latest_oom
-from gpumem_client.profile.latest import latest_owners
+from gpumem_client.profile.aggregate import latest_owners
 from gpumem_client.wire.units import human_bytes
 
 _log = logging.getLogger("gpumem_toolkit")

@@ -10,7 +10,6 @@ from dataclasses import replace
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.guest_safety import log
 from gpumem_client.profile.heap_reader import HeapReader
-from gpumem_client.profile.latest import note_profile
 from gpumem_client.profile.profile_types import Profile
 from gpumem_client.profile.profiler import Recording, live_profile
 from gpumem_client.profile.recorder import Recorder
@@ -84,7 +83,6 @@ class Profiling:
                 profile = self._profile(command)
             if profile is None:
                 return None
-            note_profile(profile)
             sent_id = self._send(replace(profile, step=self._sampler.step))
         except CommandRefusedError as error:
             return self._end(command, "refused", str(error), error.reason_code)

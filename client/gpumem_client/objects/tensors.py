@@ -55,14 +55,8 @@ class TensorReader:
 
         For the thread that trains, or while none does: see `place`, which has no size and is for any thread.
         """
-        if not self.is_cuda(tensor):
-            return None
-        try:
-            storage = self.base.untyped_storage(tensor)
-            address = storage.data_ptr()
-            return StorageOf(self.base.get_device(tensor), address, storage.nbytes()) if address else None
-        except (RuntimeError, NotImplementedError, AttributeError):
-            return None  # the parts of a sparse tensor are separate tensors
+        place = self.place(tensor)
+        return None if place is None else StorageOf(*place, self.base.untyped_storage(tensor).nbytes())
 
     def place(self, tensor: Any) -> tuple[int, int] | None:
         """Return the device of a tensor on a CUDA device, and the address at which its storage starts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from gpumem_client.profile.heap_blocks import resting
@@ -30,7 +30,7 @@ def encode(profile: Profile, process: ProcessIdentity) -> bytes:
     """Return the document as gzip. If it is too long, the smallest rows are merged until it fits."""
     kept = min(len(profile.rows), MAX_ROWS)
     while True:
-        text = _text(_document(with_rows(profile, kept), process))
+        text = _text(_with_rows(profile, kept), process)
         compressor = zlib.compressobj(6, zlib.DEFLATED, _GZIP)
         body = compressor.compress(text) + compressor.flush()
         excess = max(
@@ -44,33 +44,27 @@ def encode(profile: Profile, process: ProcessIdentity) -> bytes:
         kept = int(kept * min(_LEAST_SHRINKING, 0.9 / excess))
 
 
-def with_rows(profile: Profile, kept: int) -> Profile:
-    """Return the profile with its `kept` largest rows; the others are one row of the kind `merged` on each device."""
-    if kept >= len(profile.rows):
-        return _without_unused(profile)
-    rows = sorted(profile.rows, key=lambda row: max(row.live_bytes, row.peak_bytes or 0), reverse=True)
-    owners = [*profile.owners, Owner("merged")]
+def _with_rows(profile: Profile, kept: int) -> Profile:
+    """Return the profile with its `kept` largest rows, and with the stacks, frames and owners that they have.
+
+    The other rows are one row of the kind `merged` on each device.
+    """
+    rows = list(profile.rows)
+    if kept < len(rows):
+        rows.sort(key=lambda row: max(row.live_bytes, row.peak_bytes or 0), reverse=True)
     merged: dict[int, Row] = {}
     for row in resting(rows[kept:]):
-        before = merged.get(row.device, Row(row.device, row.pool, None, len(owners) - 1, 0, 0, None, None))
+        before = merged.get(row.device, Row(row.device, row.pool, None, len(profile.owners), 0, 0, None, None))
         merged[row.device] = before._replace(
             pool=row.pool if row.pool == before.pool else "default",
             live_bytes=before.live_bytes + row.live_bytes,
             live_blocks=before.live_blocks + row.live_blocks,
-            peak_bytes=_sum(before.peak_bytes, row.peak_bytes),
-            peak_blocks=_sum(before.peak_blocks, row.peak_blocks),
+            peak_bytes=None if row.peak_bytes is None else (before.peak_bytes or 0) + row.peak_bytes,
+            peak_blocks=None if row.peak_blocks is None else (before.peak_blocks or 0) + row.peak_blocks,
         )
-    return _without_unused(replace(profile, rows=(*rows[:kept], *merged.values()), owners=tuple(owners)))
-
-
-def _sum(first: int | None, second: int | None) -> int | None:
-    return second if first is None else first if second is None else first + second
-
-
-def _without_unused(profile: Profile) -> Profile:
-    """Return the profile without the stacks, frames and owners that no row has."""
-    stacks = _used(row.stack for row in profile.rows)
-    owners = _used(row.owner for row in profile.rows)
+    rows = [*rows[:kept], *merged.values()]
+    every_owner = (*profile.owners, Owner("merged"))
+    stacks, owners = _used(row.stack for row in rows), _used(row.owner for row in rows)
     frames = _used(number for stack in stacks for number in profile.stacks[stack])
     return replace(
         profile,
@@ -79,11 +73,11 @@ def _without_unused(profile: Profile) -> Profile:
                 stack=None if row.stack is None else stacks[row.stack],
                 owner=None if row.owner is None else owners[row.owner],
             )
-            for row in resting(profile.rows)
+            for row in resting(rows)
         ),
         stacks=tuple(tuple(frames[number] for number in profile.stacks[stack]) for stack in resting(stacks)),
         frames=tuple(profile.frames[frame] for frame in frames),
-        owners=tuple(profile.owners[owner] for owner in owners),
+        owners=tuple(every_owner[owner] for owner in owners),
     )
 
 
@@ -96,14 +90,10 @@ def _used(numbers: Iterable[int | None]) -> dict[int, int]:
     return used
 
 
-def _document(profile: Profile, process: ProcessIdentity) -> dict[str, Any]:
-    document: dict[str, Any] = {field.name: getattr(profile, field.name) for field in fields(profile)}
-    devices = [{field.name: getattr(device, field.name) for field in fields(device)} for device in profile.devices]
-    return {"format": FORMAT, "process": to_wire(process), **document, "devices": devices}
-
-
-def _text(document: dict[str, Any]) -> bytes:
+def _text(profile: Profile, process: ProcessIdentity) -> bytes:
     """Return the document as JSON."""
+    devices = [vars(device) for device in profile.devices]
+    document: dict[str, Any] = {"format": FORMAT, "process": to_wire(process), **vars(profile), "devices": devices}
     # Item by item: encoding the document at once would keep the GIL for its whole length.
     encode_item = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
     members = []

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, Callable, Iterator, Tuple
+from typing import Any, Callable, Iterator
 
 from gpumem_client import torch_access
 from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.steps import process_steps
 from gpumem_client.objects.referrers import instance_dictionary, items_of
 from gpumem_client.objects.tensors import TensorReader
-
-Place = Tuple[int, int]
-"""The index of a device, and the address at which a storage starts."""
+from gpumem_client.profile.aggregate import Place
 
 # The longest time between two looks at whether the reporter stops.
 _LOOK_SECONDS = 0.05

@@ -42,13 +42,12 @@ def consumed(items: list[_Item]) -> Iterator[_Item]:
 
 
 class Stacks:
-    """The recorded stacks and their frames, each once. A stack is its number in `stacks`."""
+    """The recorded stacks and their frames, each once, with their numbers."""
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.stacks: list[tuple[int, ...]] = []
-        self._frame_numbers: dict[Frame, int] = {}
-        self._stack_numbers: dict[tuple[int, ...], int] = {}
+        self.frames: dict[Frame, int] = {}
+        self.stacks: dict[tuple[int, ...], int] = {}
+        """By the numbers of their frames, the innermost frame first."""
         # By the ids of torch's frames, which are kept, so that no other object gets such an id.
         self._seen: dict[tuple[int, ...], tuple[int, Sequence[Mapping[str, Any]]]] = {}
 
@@ -57,24 +56,14 @@ class Stacks:
         if not frames:
             return None
         ids = tuple(map(id, frames))  # torch makes one object for equal frames of a snapshot
-        seen = self._seen.get(ids)
-        if seen is None:
-            seen = self._seen[ids] = self._add(frames), frames
-        return seen[0]
+        if ids not in self._seen:
+            stack = tuple([self.frames.setdefault(_frame(each), len(self.frames)) for each in frames])
+            self._seen[ids] = self.stacks.setdefault(stack, len(self.stacks)), frames
+        return self._seen[ids][0]
 
-    def _add(self, frames: Sequence[Mapping[str, Any]]) -> int:
-        stack = []
-        for each in frames:
-            text = str(each["name"])[:MAX_TEXT_LENGTH], str(each["filename"])[-MAX_TEXT_LENGTH:]
-            frame = Frame(*text, int(each["line"]))
-            number = self._frame_numbers.setdefault(frame, len(self.frames))
-            if number == len(self.frames):
-                self.frames.append(frame)
-            stack.append(number)
-        number = self._stack_numbers.setdefault(tuple(stack), len(self.stacks))
-        if number == len(self.stacks):
-            self.stacks.append(tuple(stack))
-        return number
+
+def _frame(frame: Mapping[str, Any]) -> Frame:
+    return Frame(str(frame["name"])[:MAX_TEXT_LENGTH], str(frame["filename"])[-MAX_TEXT_LENGTH:], int(frame["line"]))
 
 
 class Block(NamedTuple):
@@ -100,11 +89,6 @@ class DeviceBlocks:
     reserved_bytes: int = 0
     fragmented_bytes: int | None = None
     """Free bytes of segments that blocks in use keep from the driver."""
-
-    @property
-    def allocated_bytes(self) -> int:
-        """What torch counts as allocated."""
-        return sum(block.size_bytes for block in self.allocated.values())
 
 
 def read_blocks(segments: list[dict[str, Any]], stacks: Stacks) -> dict[int, DeviceBlocks]:

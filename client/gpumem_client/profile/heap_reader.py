@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import gc
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator
-from gpumem_client.allocator.heap_sum import Heap
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.profile.aggregate import Naming
 from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks, read_blocks
 from gpumem_client.profile.lifetimes import SplitRules
-from gpumem_client.profile.owners import GRADIENT_SECONDS, TESTED_TORCH, is_tested, name_storages
+from gpumem_client.profile.owners import GRADIENT_SECONDS, name_storages
 from gpumem_client.profile.profile_types import ProfiledDevice
 from gpumem_client.uninterrupted import GENERATIONS, Slices, Uninterrupted, take_turns
 from gpumem_client.wire.errors import CommandRefusedError
@@ -59,8 +57,8 @@ class HeapReader:
         """
         with self._exclusively():
             first()
-            segments, heaps = self._snapshot()
-        return self._blocks(segments, heaps, stacks)
+            segments = self._read(torch_access.snapshot_segments)
+        return self._blocks(segments, stacks)
 
     def history(self, stacks: Stacks) -> tuple[dict[int, DeviceBlocks], list[list[dict[str, Any]]]]:
         """Return the blocks of each device, and the recorded entries of each device index, oldest first.
@@ -71,50 +69,33 @@ class HeapReader:
             CommandRefusedError: this allocator has no snapshot.
         """
         with self._exclusively():
-            segments, heaps = self._snapshot()
+            segments = self._read(torch_access.snapshot_segments)
             traces = self._read(torch_access.snapshot_traces)
-        return self._blocks(segments, heaps, stacks), traces
+        return self._blocks(segments, stacks), traces
 
     def naming(
         self,
-        addresses_read: Callable[[], None] = lambda: None,
+        addresses_read: Callable[[], object] = lambda: None,
         *,
         gradient_seconds: float = GRADIENT_SECONDS,
         search_seconds: float = 0.0,
-    ) -> tuple[Naming, tuple[str, ...]]:
-        """Name the owners of all storages. Returns also notes about what could not be seen.
-
-        `addresses_read` is called once the addresses are known, before the search for referrers. See `name_storages`.
-        """
-        if not is_tested(self._torch):
-            addresses_read()
-            first, last = (".".join(map(str, version)) for version in TESTED_TORCH)
-            why = f"owners are not named with torch {self._torch.__version__}: tested are {first} to {last}"
-            return Naming(0, 0, {}, {}), (why,)
-        read_us: list[int] = []
-
-        def read(started_us: int) -> None:
-            read_us.extend((started_us, time.time_ns() // 1000))
-            addresses_read()
-
-        named = name_storages(
+    ) -> Naming:
+        """Name the owners of all storages: see `name_storages`."""
+        return name_storages(
             self._torch,
             Slices(torch_access.stopping, self._paused),
-            addresses_read=read,
+            addresses_read=addresses_read,
             gradient_seconds=gradient_seconds,
             search_seconds=search_seconds,
         )
-        addresses: dict[int, list[int]] = {}
-        for index, address in sorted(named.owners):
-            addresses.setdefault(index, []).append(address)
-        return Naming(read_us[0], read_us[1], addresses, named.owners, named.graph), named.notes
 
-    def profiled(self, index: int, blocks: DeviceBlocks) -> ProfiledDevice:
+    def profiled(self, index: int, blocks: DeviceBlocks, peak_bytes: int | None = None) -> ProfiledDevice:
         """Return a device with the bytes of its blocks."""
         return ProfiledDevice(
             uuid=self._allocator.uuid(index),
-            allocated_bytes=blocks.allocated_bytes,
+            allocated_bytes=sum(block.size_bytes for block in blocks.allocated.values()),
             reserved_bytes=blocks.reserved_bytes,
+            peak_bytes=peak_bytes,
             segments=blocks.segments,
             fragmented_bytes=blocks.fragmented_bytes,
         )
@@ -149,21 +130,17 @@ class HeapReader:
         """
         states = [self._allocator.state(index) for index in self._allocator.devices()]
         blocks = sum(known(state, name) or 0 for state in states for name in ("active", "inactive_split"))
-        objects = self._count_objects()
         of_object = _SEARCHED_OBJECT_SECONDS if searches else _OBJECT_SECONDS
-        if objects * of_object > PAUSE_SECONDS_MAX:
-            raise CommandRefusedError(
-                f"a reading of {objects:,} objects would stop the interpreter for about {objects * of_object:.1f} s;"
-                " use force to accept that",
-                ReasonCode.TOO_MANY_OBJECTS,
-            )
-        seconds = blocks * _BLOCK_SECONDS
-        if seconds > PAUSE_SECONDS_MAX:
-            raise CommandRefusedError(
-                f"a snapshot of {blocks:,} blocks would stop the interpreter for about {seconds:.1f} s;"
-                " use force to accept that",
-                ReasonCode.TOO_MANY_BLOCKS,
-            )
+        for work, count, each_seconds, code in (
+            ("reading of {:,} objects", self._count_objects(), of_object, ReasonCode.TOO_MANY_OBJECTS),
+            ("snapshot of {:,} blocks", blocks, _BLOCK_SECONDS, ReasonCode.TOO_MANY_BLOCKS),
+        ):
+            if count * each_seconds > PAUSE_SECONDS_MAX:
+                raise CommandRefusedError(
+                    f"a {work.format(count)} would stop the interpreter for about {count * each_seconds:.1f} s;"
+                    " use force to accept that",
+                    code,
+                )
 
     def _count_objects(self) -> int:
         counted = Uninterrupted()
@@ -171,18 +148,13 @@ class HeapReader:
         self._paused(counted.run())
         return sum(sizes)
 
-    def _snapshot(self) -> tuple[list[dict[str, Any]], Mapping[int, Heap]]:
-        segments = self._read(torch_access.snapshot_segments)
-        return segments, self._allocator.heaps(segments)
-
-    def _blocks(
-        self, segments: list[dict[str, Any]], heaps: Mapping[int, Heap], stacks: Stacks
-    ) -> dict[int, DeviceBlocks]:
+    def _blocks(self, segments: list[dict[str, Any]], stacks: Stacks) -> dict[int, DeviceBlocks]:
+        heaps = self._allocator.heaps(segments)
         devices = read_blocks(segments, stacks)
         for index, device in devices.items():
-            returnable = heaps[index].returnable_bytes
-            if returnable is not None:
-                device.fragmented_bytes = device.reserved_bytes - device.allocated_bytes - returnable
+            heap = heaps[index]
+            if heap.returnable_bytes is not None:
+                device.fragmented_bytes = heap.reserved_bytes - heap.allocated_bytes - heap.returnable_bytes
         return {index: device for index, device in sorted(devices.items()) if self._allocator.uuid(index)}
 
     def _read(self, snapshot: Callable[..., _Result]) -> _Result:

@@ -7,12 +7,12 @@ CUDACachingAllocator.cpp have these rules. The functions are pure.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_client.profile.heap_blocks import Block, DeviceBlocks, Stacks, consumed, pool_name, resting
+from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks, consumed, pool_name, resting
 
 BEFORE = -1
 """The index of what happened before the first entry."""
@@ -34,63 +34,32 @@ class SplitRules:
     """Whether sizes can be derived: not with `roundup_power2_divisions`."""
 
 
+@dataclass(eq=False)
 class Lifetime:
     """One allocation of a block."""
 
-    __slots__ = (
-        *("address", "size_bytes", "requested_bytes", "pool", "stack"),
-        *("allocated_at", "allocated_us", "freed_at", "freed_us"),
-    )
-
-    def __init__(
-        self, address: int, size_bytes: int, requested_bytes: int, pool: str, stack: int | None = None
-    ) -> None:
-        self.address = address
-        self.size_bytes = size_bytes
-        """0 until it is known."""
-        self.requested_bytes = requested_bytes
-        self.pool = pool
-        self.stack = stack
-        self.allocated_at = BEFORE
-        """The index of the entry."""
-        self.allocated_us = 0
-        """Microseconds since the epoch; 0 if it is not known."""
-        self.freed_at: int | None = None
-        """None if it is still allocated."""
-        self.freed_us: int | None = None
+    address: int
+    size_bytes: int
+    """0 until it is known."""
+    requested_bytes: int
+    pool: str
+    stack: int | None = None
+    allocated_at: int = BEFORE
+    """The index of the entry."""
+    allocated_us: int = 0
+    """Microseconds since the epoch; 0 if it is not known."""
+    freed_at: int | None = None
+    """None if it is still allocated."""
+    freed_us: int | None = None
 
     def lived_at(self, index: int) -> bool:
         """Whether it was allocated right after this entry."""
         return self.allocated_at <= index and (self.freed_at is None or self.freed_at > index)
 
-
-@dataclass
-class History:
-    """The allocations of a device that lived at some time of the history."""
-
-    lifetimes: list[Lifetime]
-    exact: bool
-    """Whether the entries, the sizes and the snapshots agree."""
-
-    def highest(self) -> tuple[int, int]:
-        """Return the most bytes that were allocated at one time, and the index of the entry after which they were."""
-        changes: list[tuple[int, int]] = []
-        at_start = 0
-        for life in self.lifetimes:
-            size = life.size_bytes
-            if life.allocated_at == BEFORE:
-                at_start += size
-            else:
-                changes.append((life.allocated_at, size))
-            if life.freed_at is not None:
-                changes.append((life.freed_at, -size))
-        changes.sort()
-        now, highest, index = at_start, at_start, BEFORE
-        for at, change in changes:
-            now += change
-            if now > highest:
-                highest, index = now, at
-        return highest, index
+    def is_in(self, blocks: DeviceBlocks) -> bool:
+        """Whether these blocks have it, or another allocation that looks the same."""
+        block = blocks.allocated.get(self.address)
+        return block is not None and block.requested_bytes == self.requested_bytes
 
 
 def living(blocks: DeviceBlocks, earlier: DeviceBlocks) -> list[Lifetime]:
@@ -98,13 +67,10 @@ def living(blocks: DeviceBlocks, earlier: DeviceBlocks) -> list[Lifetime]:
 
     What was not allocated then, or with another size, has a time of allocation in the far future.
     """
-    lifetimes = []
-    for address, block in resting(blocks.allocated.items()):
-        life = Lifetime(address, block.size_bytes, block.requested_bytes, block.pool, block.stack)
-        before = earlier.allocated.get(address)
-        if before is None or before.requested_bytes != block.requested_bytes:
-            life.allocated_us = _FAR_FUTURE
-        lifetimes.append(life)
+    lifetimes = [Lifetime(address, *block) for address, block in resting(blocks.allocated.items())]
+    for life in resting(lifetimes):
+        if not life.is_in(earlier):
+            life.allocated_at, life.allocated_us = BEFORE + 1, _FAR_FUTURE
     return lifetimes
 
 
@@ -119,53 +85,56 @@ def between_snapshots(entries: list[dict[str, Any]], *, from_first: bool) -> lis
     return entries[snapshots[0] + 1 if from_first else 0 : snapshots[-1]]
 
 
-def read_history(
-    entries: list[dict[str, Any]],
-    end: DeviceBlocks,
-    stacks: Stacks,
-    rules: SplitRules,
-    start: DeviceBlocks | None = None,
-) -> History:
-    """Return the allocations of one device between two snapshots, or up to a snapshot if `start` is None.
+class History:
+    """The allocations of one device between two snapshots, or up to a snapshot if `start` is None.
 
     Empties the entries.
     """
-    reader = _Reader(end, stacks, rules)
-    index = len(entries)
-    for entry in resting(consumed(entries)):
-        index -= 1
-        reader.undo(index, entry)
-    reader.reach(start)
-    return History(reader.lifetimes, reader.exact and rules.known)
 
-
-class _Reader:
-    """The heap at one place of the history, from its end to its start."""
-
-    def __init__(self, end: DeviceBlocks, stacks: Stacks, rules: SplitRules) -> None:
+    def __init__(
+        self,
+        entries: list[dict[str, Any]],
+        end: DeviceBlocks,
+        stacks: Stacks,
+        rules: SplitRules,
+        start: DeviceBlocks | None = None,
+    ) -> None:
         self.lifetimes: list[Lifetime] = []
-        self.exact = True
+        self.exact = rules.known
+        """Whether the entries, the sizes and the snapshots agree."""
         self._stacks = stacks
         self._rules = rules
+        # The heap at one place of the history, from its end to its start.
         self._in_use: dict[int, Lifetime] = {}
-        self._pending: set[int] = set()
-        self._size_when_freed: dict[int, int] = {}
-        self._starts: list[int] = []
-        self._ends: dict[int, int] = {}
-        # For each classic segment, the addresses of its large blocks in use.
-        self._large: dict[int, set[int]] = {}
-        for address, size in end.classic_segments.items():
-            self._add_segment(address, size)
+        self._pending = set(end.pending)
+        # Sorted: the large blocks in use, and the classic segments with the addresses after them.
+        self._large: list[int] = []
+        self._segments = sorted((address, address + size) for address, size in end.classic_segments.items())
         for blocks in (end.allocated, end.pending):
             for address, block in blocks.items():
-                life = Lifetime(address, block.size_bytes, block.requested_bytes, block.pool, block.stack)
-                self._occupy(life)
-                if blocks is end.pending:
-                    self._pending.add(address)
-                else:
-                    self.lifetimes.append(life)
+                self._occupy(Lifetime(address, *block))
+        self.lifetimes += [life for address, life in self._in_use.items() if address in end.allocated]
+        index = len(entries)
+        for entry in resting(consumed(entries)):
+            index -= 1
+            self._undo(index, entry)
+        self._reach(start)
 
-    def undo(self, index: int, entry: Mapping[str, Any]) -> None:
+    def highest(self) -> tuple[int, int]:
+        """Return the most bytes that were allocated at one time, and the index of the entry after which they were."""
+        changes: list[tuple[int, int]] = []
+        for life in self.lifetimes:
+            changes.append((life.allocated_at, life.size_bytes))
+            if life.freed_at is not None:
+                changes.append((life.freed_at, -life.size_bytes))
+        now, highest, index = 0, 0, BEFORE
+        for at, change in sorted(changes):
+            now += change
+            if now > highest:
+                highest, index = now, at
+        return highest, index
+
+    def _undo(self, index: int, entry: Mapping[str, Any]) -> None:
         """Go back over one entry."""
         action = entry["action"]
         address: int = entry.get("addr", 0)
@@ -177,28 +146,26 @@ class _Reader:
             self.exact = self.exact and address not in self._in_use
             self._occupy(Lifetime(address, 0, entry["size"], pool_name(entry.get("pool_id"))))
             self._pending.add(address)
-        elif action == "segment_alloc":
-            self._remove_segment(address)
+        elif action == "segment_alloc" and (address, address + entry["size"]) in self._segments:
+            self._segments.remove((address, address + entry["size"]))
         elif action == "segment_free":
-            self._add_segment(address, entry["size"])
+            insort(self._segments, (address, address + entry["size"]))
 
-    def reach(self, start: DeviceBlocks | None) -> None:
+    def _reach(self, start: DeviceBlocks | None) -> None:
         """Compare with the blocks at the start of the history, and take their sizes."""
         for address in self._pending:
             self._in_use.pop(address, None)
         if start is not None:
             self.exact = self.exact and start.allocated.keys() == self._in_use.keys()
         for address, life in self._in_use.items():
-            known: Block | None = None if start is None else start.allocated.get(address)
+            known = None if start is None else start.allocated.get(address)
             if known is not None:
                 self.exact = self.exact and life.size_bytes in (0, known.size_bytes)
                 life.size_bytes = life.size_bytes or known.size_bytes
                 life.stack = known.stack if life.stack is None else life.stack
-            elif not life.size_bytes:
-                # Its allocation is older than the history. Between the block and the next one, a rest that was not
-                # split off is at most `REST_BYTES_MAX` long, and no other large block would fit there.
-                sizes = (self._size(address, life.requested_bytes), self._size_when_freed.get(address, 0))
-                life.size_bytes = max(sizes)
+            # Otherwise its allocation is older than the history. Before the next block may be a rest that was not split
+            # off, of at most `REST_BYTES_MAX`.
+            life.size_bytes = life.size_bytes or self._size(address, life.requested_bytes)
 
     def _undo_allocation(self, index: int, entry: Mapping[str, Any], address: int) -> None:
         life = self._in_use.get(address)
@@ -213,9 +180,8 @@ class _Reader:
         stack = self._stacks.number(entry.get("frames", ()))
         life.stack = life.stack if stack is None else stack
         del self._in_use[address]
-        segment = self._segment(address)
-        if segment is not None:
-            self._large[segment].discard(address)
+        if life.requested_bytes > _SMALL_BYTES:
+            del self._large[bisect_left(self._large, address)]
 
     def _undo_free(self, index: int, entry: Mapping[str, Any], address: int) -> None:
         life = self._in_use.get(address)
@@ -227,41 +193,21 @@ class _Reader:
         # Without stacks for frees, torch records the stack of the allocation.
         life.stack = self._stacks.number(entry.get("frames", ())) if life.stack is None else life.stack
         self.lifetimes.append(life)
-        if not life.size_bytes:
-            self._size_when_freed[address] = self._size(address, life.requested_bytes)
 
     def _occupy(self, life: Lifetime) -> None:
         self._in_use[life.address] = life
         if life.requested_bytes > _SMALL_BYTES:
-            segment = self._segment(life.address)
-            if segment is not None:
-                self._large[segment].add(life.address)
+            insort(self._large, life.address)
 
     def _size(self, address: int, requested_bytes: int) -> int:
         """Return the size of a block, if its neighbors now are its neighbors at its allocation."""
         rounded = max(1, -(-requested_bytes // _ROUNDING_BYTES)) * _ROUNDING_BYTES
-        segment = self._segment(address)
-        if rounded <= _SMALL_BYTES or self._rules.expandable or segment is None:
-            return rounded
-        following = [each for each in self._large[segment] if each > address]
-        room = min(following, default=self._ends[segment]) - address
+        place = bisect_right(self._segments, (address + 1,)) - 1
+        end = self._segments[place][1] if place >= 0 else 0
+        if rounded <= _SMALL_BYTES or self._rules.expandable or end <= address:
+            return rounded  # not in a classic segment of the large pool
+        following = bisect_right(self._large, address)
+        room = min(end, *self._large[following : following + 1], end) - address
         most = self._rules.max_split_bytes
         split = room - rounded > REST_BYTES_MAX and (most is None or rounded < most)
         return rounded if split else room
-
-    def _segment(self, address: int) -> int | None:
-        """Return the start of the classic segment of an address."""
-        place = bisect_right(self._starts, address) - 1
-        if place < 0 or address >= self._ends[self._starts[place]]:
-            return None
-        return self._starts[place]
-
-    def _add_segment(self, address: int, size_bytes: int) -> None:
-        insort(self._starts, address)
-        self._ends[address] = address + size_bytes
-        self._large[address] = set()
-
-    def _remove_segment(self, address: int) -> None:
-        if address in self._ends:
-            self._starts.remove(address)
-            del self._ends[address], self._large[address]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +11,8 @@ from gpumem_client.guest_safety import log
 from gpumem_client.profile.aggregate import Rows
 from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks
 from gpumem_client.profile.heap_reader import HeapReader
-from gpumem_client.profile.lifetimes import BEFORE, REST_BYTES_MAX, Lifetime, between_snapshots, read_history
-from gpumem_client.profile.profile_types import Owner, Profile, ProfiledDevice
+from gpumem_client.profile.lifetimes import BEFORE, REST_BYTES_MAX, History, Lifetime, between_snapshots
+from gpumem_client.profile.profile_types import Profile, ProfiledDevice
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.protocol import OutOfMemory
 
@@ -75,54 +74,51 @@ class OomMoments:
             return None
         # The handler in the allocating thread has only noted the error. This thread follows the history back from its
         # own snapshot to the entry of the error, so it knows also the blocks that the error has freed.
-        heap, stacks = self._heap, Stacks()
+        heap, stacks, index = self._heap, Stacks(), error.device
         heap.pause_seconds = 0.0
         devices, traces = heap.history(stacks)
         afterwards: dict[int, DeviceBlocks] = {}
         # No step ends now: the error has ended it.
-        naming, notes = heap.naming(lambda: afterwards.update(heap.blocks(Stacks())), gradient_seconds=0)
-        later = afterwards.get(error.device, DeviceBlocks())
-        end = devices.get(error.device)
-        entries = between_snapshots(traces[error.device], from_first=False) or []
+        naming = heap.naming(lambda: afterwards.update(heap.blocks(Stacks())), gradient_seconds=0)
+        later, before = (found.get(index, DeviceBlocks()) for found in (afterwards, self._before))
+        entries = between_snapshots(traces[index], from_first=False) or []
         traces.clear()
         at = _place(error, entries)
-        if end is None or at is None:
+        if index not in devices or at is None:
             log.debug("no profile of out-of-memory error %d: its entry was overwritten", error.oom.number)
             return None
-        history = read_history(entries, end, stacks, heap.split_rules(error.device))
+        history = History(entries, devices[index], stacks, heap.split_rules(index))
         lifetimes = [life for life in history.lifetimes if life.lived_at(at)]
         for life in lifetimes:
-            block = later.allocated.get(life.address)
-            if life.freed_at is None and (block is None or block.requested_bytes != life.requested_bytes):
+            if life.freed_at is None and not life.is_in(later):
                 life.freed_us = 0  # at an unknown time, perhaps before the search for owners
-        rows = Rows(stacks, [naming])
-        rows.add(error.device, 0, lifetimes, functools.partial(self._unnamed, error.device), live_at=at)
-        allocated_bytes = sum(life.size_bytes for life in lifetimes)
-        rest = _rest(error, lifetimes, allocated_bytes)
-        if rest:
-            rows.add_rest(0, Owner("unseen", "rounded up by the allocator"), rest)
-        elif allocated_bytes != getattr(error.oom.sample, "allocated_bytes", None):
-            notes = (*notes, "other threads allocated or freed memory while the error was raised")
+        sample = error.oom.sample
+        missing_bytes = ((sample and sample.allocated_bytes) or 0) - sum(life.size_bytes for life in lifetimes)
+        # Blocks that were allocated before the first entry, and freed after the error, may be larger than requested by
+        # an amount that the history does not show.
+        unsure = sum(life.allocated_at == BEFORE and life.freed_at is not None for life in lifetimes)
+        rest_bytes = missing_bytes if 0 < missing_bytes <= unsure * REST_BYTES_MAX else 0
         device = ProfiledDevice(
             uuid=error.oom.uuid,
-            allocated_bytes=allocated_bytes + rest,
-            reserved_bytes=getattr(error.oom.sample, "reserved_bytes", None),
+            allocated_bytes=sum(life.size_bytes for life in lifetimes) + rest_bytes,
+            reserved_bytes=None if sample is None else sample.reserved_bytes,
         )
+
+        def unnamed(life: Lifetime) -> str:
+            return "before" if life.is_in(before) and life.allocated_at == BEFORE else "backward"
+
+        rows = Rows(stacks, [naming])
+        rows.add(index, device, lifetimes, unnamed, live_at=at, rest_bytes=rest_bytes)
+        other_threads = "other threads allocated or freed memory while the error was raised"
         return rows.profile(
             id=os.urandom(8).hex(),
             cause="out_of_memory",
-            devices=(device,),
             oom_number=error.oom.number,
             age_seconds=self._clock() - error.noted_seconds,
             pause_seconds=heap.pause_seconds,
             step=error.oom.step,
-            notes=notes,
+            notes=(other_threads,) if missing_bytes != rest_bytes else (),
         )
-
-    def _unnamed(self, index: int, life: Lifetime) -> str:
-        block = self._before.get(index, DeviceBlocks()).allocated.get(life.address)
-        before = block is not None and block.requested_bytes == life.requested_bytes
-        return "before" if before and life.allocated_at == BEFORE else "backward"
 
 
 def _place(error: _Error, entries: Sequence[Mapping[str, Any]]) -> int | None:
@@ -132,11 +128,3 @@ def _place(error: _Error, entries: Sequence[Mapping[str, Any]]) -> int | None:
         if entry["action"] == "oom" and entry.get("time_us", 0) <= error.noted_us:
             return index if error.noted_us - entry.get("time_us", 0) < _LATE_US else None
     return None
-
-
-def _rest(error: _Error, lifetimes: Sequence[Lifetime], allocated_bytes: int) -> int:
-    """Return the bytes of blocks that are larger than requested by an amount that the history does not show."""
-    # These are blocks that were allocated before its first entry, and freed after the error.
-    unsure = sum(life.allocated_at == BEFORE and life.freed_at is not None for life in lifetimes)
-    missing = (getattr(error.oom.sample, "allocated_bytes", None) or 0) - allocated_bytes
-    return missing if 0 < missing <= unsure * REST_BYTES_MAX else 0

@@ -7,26 +7,21 @@ user's code. What refers to the other tensors is searched only on request.
 from __future__ import annotations
 
 import gc
+import math
 import re
 import time
 from itertools import chain
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 from gpumem_client import torch_access
 from gpumem_client.objects.holders import Holders, ids_of, name_of_class, read_holders
 from gpumem_client.objects.referrers import GRAPH, NO_REFERRER, describe_referrers
 from gpumem_client.objects.tensors import TensorReader, subclasses
-from gpumem_client.profile.gradients import Gradients, Place
+from gpumem_client.profile.aggregate import Naming, Place
+from gpumem_client.profile.gradients import Gradients
 from gpumem_client.profile.heap_blocks import resting
 from gpumem_client.profile.profile_types import Owner
-from gpumem_client.profile.tensor_paths import (
-    Model,
-    NamedTensor,
-    cache_part_types,
-    cache_types,
-    models_of,
-    nested_tensors,
-)
+from gpumem_client.profile.tensor_paths import Model, NamedTensor, cache_part_types, cache_types, models_of
 from gpumem_client.uninterrupted import Slices
 
 TESTED_TORCH = ((2, 9), (2, 15))
@@ -40,40 +35,28 @@ _DEPTH_MAX, _KEY_MAX = 4, 60
 _NAMED_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules", "state", "param_groups"})
 
 
-class Named(NamedTuple):
-    """The owners of the storages that Python objects hold."""
-
-    owners: Mapping[Place, Owner]
-    """By the index of the device and the address at which the storage starts, which may lie within a block."""
-    graph: str = ""
-    """What keeps an autograd graph, and with it storages that no Python object refers to; empty if it is not known."""
-    notes: tuple[str, ...] = ()
-    """What could not be seen and why, for people."""
-
-
-def is_tested(torch: Any) -> bool:
-    """Whether CI runs the tests with this release of torch."""
-    numbers = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
-    return numbers is not None and TESTED_TORCH[0] <= (int(numbers[1]), int(numbers[2])) <= TESTED_TORCH[1]
-
-
 def name_storages(
     torch: Any,
     slices: Slices,
     *,
-    addresses_read: Callable[[int], object] = lambda _: None,
+    addresses_read: Callable[[], object] = lambda: None,
     gradient_seconds: float = GRADIENT_SECONDS,
     search_seconds: float = 0.0,
-) -> Named:
+) -> Naming:
     """Name the storages of all CUDA tensors that Python objects hold.
 
     Any thread may call this, also beside training. It first waits up to `gradient_seconds` for the end of a step, at
     which the gradients are read, and then keeps the GIL for about as long as a full garbage collection does.
 
-    Addresses change while training runs. `addresses_read` is called as soon as all are read, with the time when their
-    reading began, in microseconds since the epoch. After that, what refers to the tensors without an owner is searched
-    for up to `search_seconds`.
+    Addresses change while training runs. `addresses_read` is called as soon as all are read. After that, what refers to
+    the tensors without an owner is searched for up to `search_seconds`.
     """
+    version = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
+    if version is None or not TESTED_TORCH[0] <= (int(version[1]), int(version[2])) <= TESTED_TORCH[1]:
+        addresses_read()
+        first, last = (".".join(map(str, each)) for each in TESTED_TORCH)
+        why = f"owners are not named with torch {torch.__version__}: tested are {first} to {last}"
+        return Naming(0, 0, {}, notes=(why,))
     gradients = Gradients(torch)
     if gradient_seconds > 0:
         gradients.wait(gradient_seconds, slices.stopping)
@@ -82,12 +65,13 @@ def name_storages(
     with torch_access.without_torch_function(torch):
         types = (*modules, *optimizers, *cache_types(), *cache_part_types())
         read = read_holders(torch, TensorReader(torch), types, slices)
-    addresses_read(started_us)
-    naming = _Naming(read)
-    named_optimizers = naming.instances(optimizers)
-    naming.add_models(naming.instances(modules), named_optimizers, gradients)
-    naming.add_caches()
-    naming.add_variables()
+    ended_us = time.time_ns() // 1000
+    addresses_read()
+    owners = _Owners(read)
+    named_optimizers = owners.instances(optimizers)
+    owners.add_models(owners.instances(modules), named_optimizers, gradients)
+    owners.add_caches()
+    owners.add_variables()
     notes = []
     if gc.get_freeze_count():
         notes.append("gc.freeze() hides objects from the search for owners")
@@ -98,11 +82,11 @@ def name_storages(
         why = f"made a step within {gradient_seconds:g} s" if gradient_seconds > 0 else "could be waited for"
         notes.append(f"gradients are not named: of {len(named_optimizers)} optimizers, {missing} {why}")
     if search_seconds > 0:
-        notes += naming.search(torch, slices, search_seconds)
-    return Named(naming.owners(), naming.graph, tuple(notes))
+        notes += owners.search(torch, slices, search_seconds)
+    return Naming(started_us, ended_us, owners.found(), owners.graph, tuple(notes))
 
 
-class _Naming:
+class _Owners:
     """The owners of storages, found in what was read. Refers to no object of the job."""
 
     def __init__(self, read: Holders) -> None:
@@ -113,19 +97,18 @@ class _Naming:
         self._more: dict[Place, int] = {}
         texts: dict[Any, tuple[str, str]] = {}
         for each, device, address, item_bytes, shape, dtype in resting(read.tensors):
-            if address:
-                key = tuple(shape), dtype
-                if key not in texts:
-                    texts[key] = "x".join(map(str, shape)) or "1", str(dtype).replace("torch.", "")
-                self._tensors[each] = (device, address), texts[key], item_bytes * _product(shape)
+            key = tuple(shape), dtype
+            if key not in texts:
+                texts[key] = "x".join(map(str, shape)) or "1", str(dtype).replace("torch.", "")
+            self._tensors[each] = (device, address), texts[key], item_bytes * math.prod(shape)
         self._wrapped = dict(read.wrapped)
         self._containers = dict(read.containers)
         # The containers whose tensors have names.
         self._named: set[int] = set()
-        self._children: dict[int, list[tuple[object, int]]] = {}
+        self._children: dict[int, dict[object, int]] = {}
         self.graph = ""
         for holder, key, child in resting(chain.from_iterable(read.children)):
-            self._children.setdefault(holder, []).append((key, child))
+            self._children.setdefault(holder, {})[key] = child
 
     def instances(self, types: Iterable[type]) -> dict[int, str]:
         """Return the names of the classes of the found instances of these types, by id."""
@@ -142,9 +125,7 @@ class _Naming:
             for name, tensor in model.parameters:
                 parameters.setdefault(tensor, name)
         for optimizer, name in optimizers.items():
-            own = dict(self._children.get(optimizer, ()))
-            groups = nested_tensors(own.get("param_groups", 0), f"{name}.param_groups", self._is_tensor, self._children)
-            for path, tensor in groups:
+            for path, tensor in self._nested(self._child(optimizer, "param_groups"), f"{name}.param_groups"):
                 parameters.setdefault(tensor, path)
         for model in models:
             self._add("parameters", model.parameters)
@@ -160,22 +141,21 @@ class _Naming:
         """Name the tensors of KV caches."""
         for kind, attribute in cache_types().items():
             for cache, name in self.instances([kind]).items():
-                own = dict(self._children.get(cache, ()))
-                holder, path = (own.get(attribute, 0), f"{name}.{attribute}") if attribute else (cache, name)
-                self._add("kv_cache", nested_tensors(holder, path, self._is_tensor, self._children))
+                holder, path = (self._child(cache, attribute), f"{name}.{attribute}") if attribute else (cache, name)
+                self._add("kv_cache", self._nested(holder, path))
 
     def add_variables(self) -> None:
         """Name the tensors in global variables, in attributes, and in local variables, and in containers there."""
         functions = len(self._read.frames)
         for number, module in enumerate(self._read.globals):
-            for name, child in self._children.get(-1 - functions - number, ()):
+            for name, child in self._children.get(-1 - functions - number, {}).items():
                 self._add_below(child, f"{name}, a global of {module}")
         for instance, kind in sorted(self._read.instances, key=lambda each: each[0]):
-            for name, child in self._children.get(instance, ()):
+            for name, child in self._children.get(instance, {}).items():
                 if name not in _NAMED_ATTRIBUTES:
                     self._add_below(child, f"attribute {name} of a {name_of_class(kind)}")
         for number, (file, line, function) in enumerate(self._read.frames):
-            for name, child in self._children.get(-1 - number, ()):
+            for name, child in self._children.get(-1 - number, {}).items():
                 self._add_below(child, f"local variable {name} at {file}:{line} in {function}")
 
     def search(self, torch: Any, slices: Slices, seconds: float) -> list[str]:
@@ -205,7 +185,7 @@ class _Naming:
         missing = len(wanted) - sum(place in self._owners for place in wanted)
         return [f"the search ended before it named {missing:,} tensors"] if missing else []
 
-    def owners(self) -> dict[Place, Owner]:
+    def found(self) -> dict[Place, Owner]:
         """Return the owners of all storages of tensors."""
         found = {place: Owner("unsearched", "", *texts) for place, texts, _ in self._tensors.values()}
         found.update(self._owners)
@@ -229,11 +209,22 @@ class _Naming:
 
     def _states(self, optimizers: Mapping[int, str], parameters: Mapping[int, str]) -> Iterator[NamedTensor]:
         for optimizer, kind in optimizers.items():
-            states = self._children.get(dict(self._children.get(optimizer, ())).get("state", 0), ())
-            for at, (parameter, state) in enumerate(states):
+            states = self._children.get(self._child(optimizer, "state"), {})
+            for at, (parameter, state) in enumerate(states.items()):
                 owner = parameters.get(parameter, f"parameter {at}")  # type: ignore[call-overload]
-                for name, tensor in nested_tensors(state, kind, self._is_tensor, self._children):
+                for name, tensor in self._nested(state, kind):
                     yield f"{name} {owner}", tensor
+
+    def _child(self, holder: int, key: str) -> int:
+        return self._children.get(holder, {}).get(key, 0)
+
+    def _nested(self, each: int, name: str, depth: int = 0) -> Iterator[NamedTensor]:
+        """Yield the tensors in an object and in what it holds, with their paths."""
+        if self._is_tensor(each):
+            yield name, each
+        elif depth <= _DEPTH_MAX:
+            for key, child in self._children.get(each, {}).items():
+                yield from self._nested(child, f"{name}.{key}", depth + 1)
 
     def _is_tensor(self, each: int) -> bool:
         return each in self._tensors or (each in self._wrapped and each not in self._containers)
@@ -252,7 +243,7 @@ class _Naming:
         elif each in self._containers and each not in self._named and depth <= _DEPTH_MAX:
             self._named.add(each)
             kind = self._containers[each].__name__
-            for key, child in self._children.get(each, ()):
+            for key, child in self._children.get(each, {}).items():
                 under = f" under {key[:_KEY_MAX]!r}" if type(key) is str else ""
                 self._add_below(child, f"{kind}{under} in {name}", depth + 1)
 
@@ -273,10 +264,3 @@ class _Naming:
             self._owners[place] = Owner(kind, name, *(self._tensors[parts[0]][1] if parts else ("", "")))
         elif owner.kind == kind and kind != "tensors" and owner.name != name:
             self._more[place] = self._more.get(place, 0) + 1
-
-
-def _product(shape: Iterable[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -6,13 +6,12 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from gpumem_client.profile.aggregate import Naming, Rows
 from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks
 from gpumem_client.profile.heap_reader import HeapReader
-from gpumem_client.profile.lifetimes import BEFORE, History, Lifetime, between_snapshots, living, read_history
+from gpumem_client.profile.lifetimes import BEFORE, History, Lifetime, between_snapshots, living
 from gpumem_client.profile.profile_types import Profile
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.errors import CommandRefusedError
@@ -22,6 +21,7 @@ from gpumem_client.wire.reason_codes import ReasonCode
 _AT_END = 1 << 62
 # The history has space for more entries than end a recording, by one part in this number.
 _SPARE_PART = 4
+_NO_PEAK = "the highest moment is not known, because the recorded history is not complete"
 
 
 def live_profile(heap: HeapReader, profile_id: str, cause: str, *, search_seconds: float = 0.0) -> Profile:
@@ -34,18 +34,17 @@ def live_profile(heap: HeapReader, profile_id: str, cause: str, *, search_second
     stacks = Stacks()
     # Twice, because training goes on during the search for owners: only a block that both snapshots have can be named.
     earlier = heap.blocks(Stacks())
-    require_device(earlier)
+    _require_device(earlier)
     devices: dict[int, DeviceBlocks] = {}
-    naming, notes = heap.naming(lambda: devices.update(heap.blocks(stacks)), search_seconds=search_seconds)
+    naming = heap.naming(lambda: devices.update(heap.blocks(stacks)), search_seconds=search_seconds)
     rows = Rows(stacks, [naming])
-    for number, (index, blocks) in enumerate(devices.items()):
+    for index, blocks in devices.items():
         lifetimes = living(blocks, earlier.get(index, DeviceBlocks()))
-        rows.add(index, number, lifetimes, lambda _: "unseen", live_at=0)
-    profiled = tuple(heap.profiled(index, blocks) for index, blocks in devices.items())
-    return rows.profile(id=profile_id, cause=cause, devices=profiled, pause_seconds=heap.pause_seconds, notes=notes)
+        rows.add(index, heap.profiled(index, blocks), lifetimes, lambda _: "unseen", live_at=_AT_END)
+    return rows.profile(id=profile_id, cause=cause, pause_seconds=heap.pause_seconds)
 
 
-def require_device(devices: Mapping[int, DeviceBlocks]) -> None:
+def _require_device(devices: Mapping[int, DeviceBlocks]) -> None:
     """Check that there is a device to profile.
 
     Raises:
@@ -74,7 +73,7 @@ class Recording:
         try:
             first = functools.partial(recorder.start, entries_enough + entries_enough // _SPARE_PART)
             self._start = heap.blocks(self._stacks, first=first)
-            require_device(self._start)
+            _require_device(self._start)
         except BaseException:
             recorder.end()
             raise
@@ -82,15 +81,12 @@ class Recording:
         self._entries_before = heap.entries()
         self._namings: list[Naming] = []
         self._name_seconds = 0.0
-        self._notes: list[str] = []
 
     def name(self, addresses_read: Callable[[], None] = lambda: None, *, search_seconds: float = 0.0) -> None:
         """Name the owners of what is allocated now. `addresses_read` is called before the longer part of it."""
         started_seconds = self._clock()
-        naming, notes = self._heap.naming(addresses_read, search_seconds=search_seconds)
+        self._namings.insert(0, self._heap.naming(addresses_read, search_seconds=search_seconds))
         self._name_seconds = self._clock() - started_seconds
-        self._namings.insert(0, naming)
-        self._notes += notes
 
     def full_seconds(self) -> float:
         """Return the seconds until it must end, so that its history is complete at the rate until now."""
@@ -128,39 +124,32 @@ class Recording:
             if not taken:
                 self._recorder.end()
         ended_seconds, devices, traces = taken[0]
-        rows = Rows(self._stacks, self._namings)
-        profiled, with_peak = [], []
-        for number, (index, blocks) in enumerate(devices.items()):
-            history = self._history(index, blocks, traces)
-            peak_bytes, peak_at = history.highest() if history.exact else (None, None)
-            if peak_at is not None:
-                with_peak.append(number)
-            rows.add(index, number, history.lifetimes, _unnamed, live_at=_AT_END, peak_at=peak_at)
-            profiled.append(replace(heap.profiled(index, blocks), peak_bytes=peak_bytes))
-        if len(with_peak) < len(devices):
-            self._notes.append("the highest moment is not known, because the recorded history is not complete")
+        rows, complete = Rows(self._stacks, self._namings), True
+        for index, blocks in devices.items():
+            lifetimes, peak_bytes, peak_at = self._lifetimes(index, blocks, traces)
+            complete = complete and peak_bytes is not None
+            device = heap.profiled(index, blocks, peak_bytes)
+            rows.add(index, device, lifetimes, _unnamed, live_at=_AT_END, peak_at=peak_at)
         return rows.profile(
-            with_peak,
             id=profile_id,
             cause=cause,
-            devices=tuple(profiled),
             age_seconds=self._clock() - ended_seconds,
             recorded_seconds=round(ended_seconds - self.started_seconds, 3),
             pause_seconds=heap.pause_seconds,
-            notes=tuple(dict.fromkeys(self._notes)),
+            notes=() if complete else (_NO_PEAK,),
         )
 
-    def _history(self, index: int, blocks: DeviceBlocks, traces: list[list[dict[str, Any]]]) -> History:
+    def _lifetimes(
+        self, index: int, blocks: DeviceBlocks, traces: list[list[dict[str, Any]]]
+    ) -> tuple[list[Lifetime], int | None, int | None]:
+        """Return the allocations of a device, and the bytes and the index of its highest moment, None if unknown."""
         entries = between_snapshots(traces[index] if index < len(traces) else [], from_first=True)
         traces[index : index + 1] = [[]]
         start = self._start.get(index, DeviceBlocks())
-        if entries is not None:
-            return read_history(entries, blocks, self._stacks, self._heap.split_rules(index), start)
-        # The first entries were overwritten. What is allocated now is known all the same.
-        lifetimes = living(blocks, start)
-        for life in lifetimes:
-            life.allocated_at = BEFORE if not life.allocated_us else 0
-        return History(lifetimes, exact=False)
+        if entries is None:  # the first ones were overwritten; what is allocated now is known all the same
+            return living(blocks, start), None, None
+        history = History(entries, blocks, self._stacks, self._heap.split_rules(index), start)
+        return (history.lifetimes, *(history.highest() if history.exact else (None, None)))
 
 
 def _unnamed(life: Lifetime) -> str:

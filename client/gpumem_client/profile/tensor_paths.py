@@ -1,16 +1,16 @@
-"""Paths of the tensors in models, optimizers and KV caches, from what was read of them: ids and text only."""
+"""Paths of the tensors in models, and the classes of KV caches."""
 
 from __future__ import annotations
 
 import sys
-from typing import Callable, Iterator, List, Mapping, NamedTuple, Tuple
+from typing import Dict, Mapping, NamedTuple, Tuple
 
 from gpumem_client.objects.tensors import subclasses
 
 NamedTensor = Tuple[str, int]
 """A path and the id of a tensor."""
-Children = Mapping[int, List[Tuple[object, int]]]
-"""By the id of a holder: the keys and ids of what it holds."""
+Children = Mapping[int, Dict[object, int]]
+"""By the id of a holder: the ids of what it holds, by key."""
 
 # Children of a module that wraps one other module: compiled modules, FSDP1, activation checkpointing. They are left out
 # of paths, so that a parameter has the name that the model's author gave it.
@@ -24,7 +24,6 @@ _CACHES = (
     ("sglang.srt.mem_cache.memory_pool", "KVCache", ""),
 )
 _CACHE_PART = ("transformers.cache_utils", "CacheLayerMixin")
-_NESTED_MAX = 4
 
 
 class Model(NamedTuple):
@@ -38,38 +37,32 @@ class Model(NamedTuple):
 
 def models_of(modules: Mapping[int, str], children: Children) -> list[Model]:
     """Return the models that these modules belong to. A module that several models share is in the first of them."""
-    parts = {module: dict(children.get(module, ())) for module in modules}
-    below = {child for own in parts.values() for _, child in children.get(own.get("_modules", 0), ())}
-    roots = [module for module in modules if module not in below]
-    seen: set[int] = set()
+
+    def parts(module: int, attribute: str) -> Mapping[object, int]:
+        return children.get(children.get(module, {}).get(attribute, 0), {})
+
+    below = {child for module in modules for child in parts(module, "_modules").values()}
+    models, seen = [], set()
     # Modules that contain each other have no root, so every module is tried.
-    return [_model(root, modules, parts, children, seen) for root in (*roots, *modules) if root not in seen]
-
-
-def _model(
-    root: int,
-    modules: Mapping[int, str],
-    parts: Mapping[int, Mapping[object, int]],
-    children: Children,
-    seen: set[int],
-) -> Model:
-    found = Model(modules[root], [], [])
-    waiting = [(root, "")]
-    while waiting:
-        module, path = waiting.pop()
-        own = parts.get(module)
-        if own is None or module in seen:
+    for root in (*(module for module in modules if module not in below), *modules):
+        if root in seen:
             continue
-        seen.add(module)
-        name = modules[module]
-        if not path:
-            found = found._replace(name=name)
-        for tensors, kind in ((found.parameters, "_parameters"), (found.buffers, "_buffers")):
-            tensors += [(f"{path}{key}", tensor) for key, tensor in children.get(own.get(kind, 0), ())]
-        wrapped = (*_TRANSPARENT, "module") if name in _PARALLEL else _TRANSPARENT
-        contained = children.get(own.get("_modules", 0), [])
-        waiting += [(child, path if key in wrapped else f"{path}{key}.") for key, child in reversed(contained)]
-    return found
+        found = Model(modules[root], [], [])
+        waiting = [(root, "")]
+        while waiting:
+            module, path = waiting.pop()
+            if module in seen or module not in modules:
+                continue
+            seen.add(module)
+            name = modules[module]
+            found = found if path else found._replace(name=name)
+            for tensors, kind in ((found.parameters, "_parameters"), (found.buffers, "_buffers")):
+                tensors += [(f"{path}{key}", tensor) for key, tensor in parts(module, kind).items()]
+            wrapped = (*_TRANSPARENT, "module") if name in _PARALLEL else _TRANSPARENT
+            contained = reversed([*parts(module, "_modules").items()])
+            waiting += [(child, path if key in wrapped else f"{path}{key}.") for key, child in contained]
+        models.append(found)
+    return models
 
 
 def cache_types() -> dict[type, str]:
@@ -80,17 +73,6 @@ def cache_types() -> dict[type, str]:
 def cache_part_types() -> list[type]:
     """Return the loaded classes of the layers of a KV cache."""
     return _loaded(*_CACHE_PART)
-
-
-def nested_tensors(
-    holder: int, name: str, is_tensor: Callable[[int], bool], children: Children, depth: int = 0
-) -> Iterator[NamedTensor]:
-    """Yield the tensors in an object and in what it holds, with their paths."""
-    if is_tensor(holder):
-        yield name, holder
-    elif depth <= _NESTED_MAX:
-        for key, child in children.get(holder, ()):
-            yield from nested_tensors(child, f"{name}.{key}", is_tensor, children, depth + 1)
 
 
 def _loaded(module: str, name: str) -> list[type]:
