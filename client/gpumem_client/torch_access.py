@@ -175,25 +175,6 @@ def statistics_of(torch: Any) -> Statistics:
     return Statistics(torch)
 
 
-def driver_uuid(index: int) -> str:
-    """Return the UUID of a device from CUDA's driver, without a prefix, for torch before 2.5; empty if it is unknown.
-
-    CUDA must be initialized. Creates no context.
-    """
-    import ctypes
-
-    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        # Since CUDA 11.4, and the only one that knows MIG devices.
-        if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetUuid_v2(uuid, device):
-            return ""
-    except (OSError, AttributeError):
-        return ""
-    digits = bytes(uuid).hex()
-    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
-
-
 def rank_and_size() -> tuple[int, int] | None:
     """Return the rank of this process in torch's default process group, and the number of ranks; None without a group.
 
@@ -262,51 +243,20 @@ def has_gil() -> bool:
     return enabled()
 
 
-def take_snapshot(torch: Any) -> dict[str, Any]:
-    """Return all segments, blocks and traces, as memory_viz reads them. Imports nothing.
-
-    Raises:
-        AttributeError, RuntimeError: the allocator has no snapshot.
-    """
-    return _snapshot(torch)
-
-
-def snapshot_segments(torch: Any, paused: Callable[[float], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Return the segments of all devices, as `torch.cuda.memory_snapshot()` does. Imports nothing.
-
-    Keeps the GIL for 0.5 µs per block, and for 2 µs per block with a recorded stack. `paused` receives the seconds.
-
-    Raises:
-        AttributeError, RuntimeError: the allocator has no snapshot.
-    """
-    # Traces may have hundreds of thousands of entries: 727 ms instead of 0.2 ms (pytorch/pytorch#172672).
-    segments: list[dict[str, Any]] = _snapshot(torch, traces=False, paused=paused)["segments"]
-    return segments
-
-
-def snapshot_traces(torch: Any, paused: Callable[[float], None] = lambda _: None) -> list[list[dict[str, Any]]]:
-    """Return the recorded history of each device, oldest entry first. Imports nothing.
-
-    Keeps the GIL for 5 µs per entry. `paused` receives the seconds.
-
-    Raises:
-        AttributeError, RuntimeError: the allocator has no snapshot.
-    """
-    traces: list[list[dict[str, Any]]] = _snapshot(torch, _NO_POOL, paused=paused)["device_traces"]
-    return traces
-
-
-def _snapshot(
+def take_snapshot(
     torch: Any,
     pool: tuple[int, int] | None = None,
     *,
     traces: bool = True,
     paused: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Call torch's snapshot such that it imports nothing and runs no garbage collection.
+    """Return segments, blocks and traces, as memory_viz reads them. Imports nothing, and runs no garbage collection.
 
     The objects of the result would start collections, which take four times as long as the snapshot. Torch takes a pool
-    from 2.8 on, and leaves out traces from 2.11 on.
+    from 2.8 on, and leaves out traces from 2.11 on. `paused` receives the seconds for which this keeps the GIL.
+
+    Raises:
+        AttributeError, RuntimeError: the allocator has no snapshot.
     """
     arguments: tuple[Any, ...] = ()
     parameters = inspect.signature(torch.cuda.memory_snapshot).parameters
@@ -331,6 +281,25 @@ def _snapshot(
             names.pop("_inductor", None)
         raise
     return taken[0]
+
+
+def snapshot_segments(torch: Any, paused: Callable[[float], None] = lambda _: None) -> list[dict[str, Any]]:
+    """Return the segments of all devices, as `torch.cuda.memory_snapshot()` does: see `take_snapshot`.
+
+    Keeps the GIL for 0.5 µs per block, and for 2 µs per block with a recorded stack.
+    """
+    # Traces may have hundreds of thousands of entries: 727 ms instead of 0.2 ms (pytorch/pytorch#172672).
+    segments: list[dict[str, Any]] = take_snapshot(torch, traces=False, paused=paused)["segments"]
+    return segments
+
+
+def snapshot_traces(torch: Any, paused: Callable[[float], None] = lambda _: None) -> list[list[dict[str, Any]]]:
+    """Return the recorded history of each device, oldest entry first: see `take_snapshot`.
+
+    Keeps the GIL for 5 µs per entry.
+    """
+    traces: list[list[dict[str, Any]]] = take_snapshot(torch, _NO_POOL, paused=paused)["device_traces"]
+    return traces
 
 
 def start_history(torch: Any, entries_max: int) -> None:

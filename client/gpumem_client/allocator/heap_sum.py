@@ -47,13 +47,13 @@ class Heap:
 def read_heaps(
     segments: Iterable[Mapping[str, Any]],
     *,
-    large_pages: Collection[int] = (LARGE_PAGE_BYTES,),
+    large_page: int | None = LARGE_PAGE_BYTES,
     dead_pools: Collection[PoolId] = (),
 ) -> dict[int, Heap]:
     """Return the heap of each device index, from the result of `torch.cuda.memory_snapshot()`.
 
-    `large_pages` are the page sizes that expandable segments of the large pool may have: a segment keeps the size that
-    was set when it was made. `dead_pools` are private pools that no graph uses.
+    `large_page` is the page size of expandable segments in the large pool; None if they may have several. `dead_pools`
+    are private pools that no graph uses.
     """
     # As `release_cached_blocks` and `ExpandableSegment::unmap` in c10's CUDACachingAllocator.cpp: a clear waits for
     # blocks that are pending on another stream. It then releases classic segments without a block in use, and of
@@ -75,7 +75,7 @@ def read_heaps(
             heap.pool_segments.append(PoolSegment(segment["address"], total, allocated, pool, expandable))
             if pool not in dead_pools:
                 continue
-        returnable = _returnable(segment, large_pages)
+        returnable = _returnable(segment, large_page)
         if returnable is None or heap.returnable_bytes is None:
             heap.returnable_bytes = None
         else:
@@ -83,16 +83,14 @@ def read_heaps(
     return heaps
 
 
-def _returnable(segment: Mapping[str, Any], large_pages: Collection[int]) -> int | None:
+def _returnable(segment: Mapping[str, Any], large_page: int | None) -> int | None:
     total: int = segment["total_size"]
     if not segment["allocated_size"]:
         return total
     if not segment.get("is_expandable"):
         return 0
-    pages = (_SMALL_PAGE_BYTES,) if segment["segment_type"] == "small" else large_pages
-    # A segment consists of whole pages, so its page size divides its size.
-    answers = {_whole_pages(segment["blocks"], page) for page in pages if total % page == 0}
-    return answers.pop() if len(answers) == 1 else None
+    page = _SMALL_PAGE_BYTES if segment["segment_type"] == "small" else large_page
+    return None if page is None else _whole_pages(segment["blocks"], page)
 
 
 def _whole_pages(blocks: Iterable[Mapping[str, Any]], page: int) -> int:

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Dict, NamedTuple, Tuple
+from typing import NamedTuple
 
-from gpumem_client.allocator.heap_sum import Heap, PoolId, PoolSegment
+from gpumem_client.allocator.heap_sum import Heap, PoolSegment
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.protocol import DeviceSample
 
@@ -30,7 +30,6 @@ _NEEDED = {
 }
 # The metrics of a statistic that change with each segment or page.
 _LAYOUT = ("current", "allocated", "freed")
-_PoolsLayout = Dict[PoolId, Tuple[int, ...]]
 # A walk that used t seconds of CPU is repeated after 500 t at the earliest: 0.2 % of a core.
 _WALK_SHARE = 500
 # A heap with more blocks is not walked: the snapshot keeps the GIL, 5 to 7 ms for 10,000 blocks and 135 to 210 ms for
@@ -43,10 +42,9 @@ class _Walk(NamedTuple):
 
     heap: Heap
     version: tuple[int, ...]
-    layout: tuple[int, ...] | None
-    """None if a segment came or went between the statistics and the walk: then the two do not belong together."""
-    pools: _PoolsLayout | None
-    """None also without statistics of pools."""
+    pools: object
+    """See `_pools_layout`. None if a segment came or went between the statistics and the walk: then the two do not
+    belong together."""
 
 
 class Reclaimable:
@@ -100,7 +98,7 @@ class Reclaimable:
         self._walked_pools = pools_version
         for index, state in states.items():
             if _complete(state):
-                self._segments_seen[index] = _segments_ever(state)
+                self._segments_seen[index] = state["num_device_alloc"]
                 self._learn(index, state, heaps.get(index, Heap()))
 
     def bytes(self, index: int, state: DeviceState) -> int | None:
@@ -110,8 +108,7 @@ class Reclaimable:
         reserved: int = state["reserved_bytes"]["current"]
         allocated: int = state["allocated_bytes"]["current"]
         if self.exact_from_statistics(index, state):
-            split: int = state["inactive_split_bytes"]["current"]
-            return reserved - allocated - split
+            return _free_segments(state)
         walk = self._walks.get(index)
         if walk is None or walk.heap.returnable_bytes is None:
             return None
@@ -121,17 +118,13 @@ class Reclaimable:
 
     def unused_bytes(self, index: int, state: DeviceState) -> int | None:
         """Return `bytes` without a walk for classic segments: memory pending on another stream counts as used."""
-        if not self._classic(index, state):
-            return self.bytes(index, state)
-        reserved: int = state["reserved_bytes"]["current"]
-        active: int = state["active_bytes"]["current"]
-        split: int = state["inactive_split_bytes"]["current"]
-        return reserved - active - split
+        return _free_segments(state) if self._classic(index, state) else self.bytes(index, state)
 
     def private_bytes(self, index: int, state: DeviceState) -> int | None:
-        """Return the bytes reserved by private pools; None if a segment was added or removed since the last walk."""
-        heap = self._heap(index, state)
-        return None if heap is None else heap.private_bytes
+        """Return the bytes reserved by private pools; None if that may have changed since the last walk."""
+        listed: int | None = state.get("private_pools_bytes")
+        heap = self._heap(index, state) if listed is None else None
+        return listed if heap is None else heap.private_bytes
 
     def pool_segments(self, index: int, state: DeviceState) -> Collection[PoolSegment] | None:
         """Return the segments of private pools; None if one of them was added or removed since the last walk.
@@ -141,12 +134,8 @@ class Reclaimable:
         # cudaMallocAsync has neither segments nor pools.
         if state.get("private_pools_bytes") == 0 or "segment" not in state:
             return ()
-        pools = _pools_layout(state)
-        if pools is None:
-            heap = self._heap(index, state)
-            return None if heap is None else heap.pool_segments
-        walk = self._walks.get(index)
-        return walk.heap.pool_segments if walk is not None and walk.pools == pools else None
+        heap = self._heap(index, state)
+        return None if heap is None else heap.pool_segments
 
     def exact_from_statistics(self, index: int, state: DeviceState) -> bool:
         """Whether these statistics alone show the exact reclaimable bytes."""
@@ -154,29 +143,23 @@ class Reclaimable:
 
     def _classic(self, index: int, state: DeviceState) -> bool:
         """Whether all segments are classic ones of the default pool."""
-        if not _complete(state):
+        if not _complete(state) or self.private_bytes(index, state) != 0:
             return False
-        private = state.get("private_pools_bytes")
-        if private is None:
-            private = self.private_bytes(index, state)
-        return private == 0 and not self._may_be_expandable(index, state)
+        # A device may have expandable segments, which are mapped by the page and not counted as segments. Not from the
+        # settings: they apply to new segments only, and may change at any time. The counters may be reset, so a device
+        # with expandable segments stays marked for the life of the process.
+        if state["num_device_alloc"] != state["segment"]["allocated"]:
+            self._expandable.add(index)
+        return index not in self._expandable
 
     def _heap(self, index: int, state: DeviceState) -> Heap | None:
-        """Return the last walk's heap; None if a segment was added or removed since."""
+        """Return the last walk's heap; None if a segment of a private pool was added or removed since."""
         walk = self._walks.get(index)
-        return walk.heap if walk is not None and _complete(state) and walk.layout == _layout(state) else None
-
-    def _may_be_expandable(self, index: int, state: DeviceState) -> bool:
-        """Whether the device may have expandable segments, which are mapped by the page and not counted as segments."""
-        # Not from the settings: they apply to new segments only, and may change at any time. The counters may be reset,
-        # so a device with expandable segments stays marked for the life of the process.
-        if _segments_ever(state) != state["segment"]["allocated"]:
-            self._expandable.add(index)
-        return index in self._expandable
+        return walk.heap if walk is not None and walk.pools == _pools_layout(state) else None
 
     def _unproven(self, index: int, state: DeviceState) -> bool:
         """Whether the counters were not observed from 0: before the first look, and after a reset."""
-        taken = _segments_ever(state)
+        taken: int = state["num_device_alloc"]
         before = self._segments_seen.get(index, 0 if state["reserved_bytes"]["current"] == 0 else taken + 1)
         self._segments_seen[index] = max(taken, before)
         return taken < before
@@ -184,9 +167,11 @@ class Reclaimable:
     def _learn(self, index: int, state: DeviceState, heap: Heap) -> None:
         if heap.expandable:
             self._expandable.add(index)
-        layout = _layout(state) if heap.reserved_bytes == state["reserved_bytes"]["current"] else None
-        pools = _pools_layout(state) if heap.private_bytes == state.get("private_pools_bytes") else None
-        self._walks[index] = _Walk(heap, _version(state), layout, pools)
+        if "private_pools_bytes" in state:
+            settled = heap.private_bytes == state["private_pools_bytes"]
+        else:
+            settled = heap.reserved_bytes == state["reserved_bytes"]["current"]
+        self._walks[index] = _Walk(heap, _version(state), _pools_layout(state) if settled else None)
 
 
 def known(state: DeviceState | None, name: str, metric: str = "current") -> int | None:
@@ -213,30 +198,25 @@ def _complete(state: DeviceState) -> bool:
 
 def _version(state: DeviceState) -> tuple[int, ...]:
     """Return a value that changes whenever a block is allocated or freed."""
-    return _segments_ever(state), *(
+    return state["num_device_alloc"], *(
         state[name][metric]
         for name in ("allocated_bytes", "active_bytes", "reserved_bytes")
         for metric in ("current", "allocated", "freed")
     )
 
 
-def _layout(state: DeviceState) -> tuple[int, ...]:
-    """Return a value that changes whenever a segment, or a page of one, is allocated or released."""
-    return tuple(state["reserved_bytes"][metric] for metric in _LAYOUT)
-
-
-def _pools_layout(state: DeviceState) -> _PoolsLayout | None:
-    """Return a value that changes whenever a private pool gets or releases a segment; None before torch 2.13."""
+def _pools_layout(state: DeviceState) -> object:
+    """Return a value that changes whenever a private pool gets or releases a segment; before torch 2.13, any pool."""
     pools = state.get("reserved_bytes_by_private_pools")
     if pools is None:
-        return None
+        return tuple(state["reserved_bytes"][metric] for metric in _LAYOUT)
     return {pool: tuple(stat["all"][metric] for metric in _LAYOUT) for pool, stat in pools.items()}
 
 
-def _segments_ever(state: DeviceState) -> int:
-    """Return the number of allocations from the driver since the counters were last reset."""
-    taken: int = state["num_device_alloc"]
-    return taken
+def _free_segments(state: DeviceState) -> int:
+    """Return the bytes of wholly free segments, if all are classic."""
+    reserved, active, split = (state[f"{name}_bytes"]["current"] for name in ("reserved", "active", "inactive_split"))
+    return int(reserved - active - split)
 
 
 def _blocks(state: DeviceState) -> int:

@@ -7,6 +7,7 @@ start or stop the recording of the allocator's history. If a history was recorde
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import stat
@@ -63,19 +64,10 @@ def _own_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"gpumem-snapshots-{os.getuid()}"
 
 
-def _status(file: Path) -> tuple[float, int]:
-    """Return the time and the bytes of the file; zeros if another process has removed it."""
-    try:
-        status = file.stat()
-    except OSError:
-        return 0.0, 0
-    return status.st_mtime, status.st_size
-
-
 def write_snapshot(allocator: AnyAllocator) -> SnapshotFile:
     """Take a snapshot and write it into `snapshot_folder()`, where the last 64 are kept.
 
-    Together they take at most 2 GiB, and at most a tenth of the space that is free without them.
+    Together they take at most 2 GiB, and at most a tenth of the free space.
 
     Keeps the GIL for about half a microsecond per block.
 
@@ -87,9 +79,10 @@ def write_snapshot(allocator: AnyAllocator) -> SnapshotFile:
     taken["device_traces"] = [trace[-_TRACE_ENTRIES_MAX:] for trace in taken.get("device_traces", ())]
     try:
         file = _next_file(snapshot_folder())
-        most = _make_room(file.parent)
+        space = os.statvfs(file.parent)
+        most = min(_KEPT_BYTES, space.f_bavail * space.f_frsize // _PART_OF_FREE)
         size = write_file(file, taken, most)
-        _make_room(file.parent, new=file)
+        _remove_old(file, most)
     except _TooLargeError:
         raise CommandRefusedError(
             f"the snapshot is larger than {human_bytes(most)}, which snapshots may take in {file.parent}: 2 GiB, or a "
@@ -124,22 +117,20 @@ def _next_file(folder: Path) -> Path:
     return folder / f"gpumem-{os.getpid()}-{taken}-{time.monotonic_ns()}.pickle"
 
 
-def _make_room(folder: Path, new: Path | None = None) -> int:
-    """Remove the oldest files, but not `new`, until the others are within the limits. Returns the limit in bytes."""
+def _remove_old(new: Path, most: int) -> None:
+    """Remove the oldest files beside a new one, such that the others are within the limits."""
     # Also the parts of processes that were killed while they wrote.
-    found = (*folder.glob("gpumem-*.pickle"), *folder.glob(".gpumem-*.pickle.*.part"))
-    files = sorted(found, key=lambda file: (file == new, _status(file)[0]))
-    kept_bytes = sum(_status(file)[1] for file in files)
-    space = os.statvfs(folder)
-    most = min(_KEPT_BYTES, (space.f_bavail * space.f_frsize + kept_bytes) // _PART_OF_FREE)
-    count = len(files) + (new is None)
-    for old in files:
-        if old == new or (count <= _KEPT_FILES and kept_bytes <= most):
-            break
-        kept_bytes, count = kept_bytes - _status(old)[1], count - 1
-        with contextlib.suppress(OSError):
-            old.unlink()
-    return most
+    found = (*new.parent.glob("gpumem-*.pickle"), *new.parent.glob(".gpumem-*.pickle.*.part"))
+    kept = [(math.inf, new.stat().st_size, new)]
+    for file in {*found} - {new}:
+        with contextlib.suppress(OSError):  # another process has removed it
+            kept.append((file.stat().st_mtime, file.stat().st_size, file))
+    kept_bytes = 0
+    for number, (_, size, file) in enumerate(sorted(kept, reverse=True)):
+        kept_bytes += size
+        if file != new and (number >= _KEPT_FILES or kept_bytes > most):
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 class _TooLargeError(Exception):
