@@ -191,7 +191,8 @@ def test_an_engine_without_sleep_mode_or_of_another_version_is_left_alone(core: 
 
 
 def test_the_host_must_have_the_memory_of_the_weights(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sleep, "_weights_bytes", lambda: 1 << 60)
+    weights = SimpleNamespace(tag="weights", handle=(0, 1 << 60))
+    monkeypatch.setattr(sleep, "sleep_segments", lambda: {1: weights})
     refused(lambda: CoreMemory(core).release(keep_weights=False, force=False), ReasonCode.HOST_MEMORY_SHORT)
     CoreMemory(core).release(keep_weights=True, force=False)
 

@@ -121,10 +121,6 @@ BAD = {
     "expandable_segment:True": ["'expandable_segment'", *KEYS],
     "expandable_segments": ["expandable_segments", "True", "False"],
     "expandable_segments:true": ["expandable_segments", "'true'", "True", "False"],
-    "garbage_collection_threshold:1": ["garbage_collection_threshold", "'1'", "0"],
-    "roundup_power2_divisions:3": ["roundup_power2_divisions", "'3'", "[256:1,512:2,1024:4,>:8]"],
-    "roundup_power2_divisions:[256:1,500:2]": ["'[256:1,500:2]'", "[256:1,512:2,1024:4,>:8]"],
-    "pinned_num_register_threads:256": ["pinned_num_register_threads", "'256'", "128"],
     "": ["expandable_segments:True"],
 }
 """Invalid lines, and words that the error contains: the name, the value, and the accepted values."""

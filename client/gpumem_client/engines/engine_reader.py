@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpumem_client.engines.engine_state import EngineFacts, unknown
+from gpumem_client.engines.engine_state import EngineFacts, known
 from gpumem_client.hooks.process_life import loading, process_singleton
 
 if TYPE_CHECKING:
-    from gpumem_client.engines.sglang import Sglang
     from gpumem_client.engines.sleep import CoreMemory
-    from gpumem_client.engines.vllm import Vllm
 
 
 class EngineReader:
@@ -25,50 +23,41 @@ class EngineReader:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._vllm: Vllm | None = None
-        self._sglang: Sglang | None = None
+        self._engines: dict[str, Any] = {}
 
     def look(self) -> None:
         """Search the engine's objects and take its slower counts, as far as their share of a core allows."""
-        with unknown("how to read an inference engine"):
-            self._load()
-        for engine in self._known():
-            with unknown("the objects of an inference engine"):
-                engine.look()
+        known("how to read an inference engine", self._load, None)
+        for engine in self._engines.values():
+            known("the objects of an inference engine", engine.look, None)
 
     def read(self) -> EngineFacts | None:
         """Return what is known about the engine now; None if there is none, or if it was not found."""
-        for engine in self._known():
-            with unknown("the state of an inference engine"):
-                facts = engine.read()
-                if facts is not None:
-                    return facts
+        for engine in list(self._engines.values()):
+            facts: EngineFacts | None = known("the state of an inference engine", engine.read, None)
+            if facts is not None:
+                return facts
         return None
 
     def memory(self) -> CoreMemory | None:
         """Return the memory of the engine if this process can release and resume it; otherwise None."""
-        with unknown("the sleep mode of an inference engine"):
-            return None if self._vllm is None else self._vllm.memory()
-        return None
+        vllm = self._engines.get("vllm")
+        return None if vllm is None else known("the sleep mode of an inference engine", vllm.memory, None)
 
     def segment_components(self) -> Mapping[int, str]:
         """Return the component of each segment of the engine's own pools, by the segment's address."""
-        with unknown("the tags of sleep mode"):
-            return {} if self._vllm is None else self._vllm.segment_components()
-        return {}
+        vllm = self._engines.get("vllm")
+        return {} if vllm is None else known("the tags of sleep mode", vllm.segment_components, {})
 
     def _load(self) -> None:
-        if self._vllm is None and "vllm" in sys.modules:
+        if "vllm" in sys.modules and "vllm" not in self._engines:
             with loading():
                 from gpumem_client.engines.vllm import Vllm
-            self._vllm = Vllm(self._clock)
-        if self._sglang is None and "sglang" in sys.modules:
+            self._engines["vllm"] = Vllm(self._clock)
+        if "sglang" in sys.modules and "sglang" not in self._engines:
             with loading():
                 from gpumem_client.engines.sglang import Sglang
-            self._sglang = Sglang(self._clock)
-
-    def _known(self) -> list[Vllm | Sglang]:
-        return [engine for engine in (self._vllm, self._sglang) if engine is not None]
+            self._engines["sglang"] = Sglang(self._clock)
 
 
 def process_engine() -> EngineReader:

@@ -6,11 +6,12 @@ import functools
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, EngineState
 
+_Result = TypeVar("_Result")
 # An engine serves until it has had no request for this time.
 _SERVING_SECONDS = 10.0
 
@@ -85,9 +86,11 @@ class EngineClock:
         return "idle" if now - (self._active_seconds or now) >= _SERVING_SECONDS else "serving"
 
 
-def unknown(what: str) -> guest_safety:
-    """Return a boundary for reading an engine's objects: if another version lacks them, one debug line says so."""
-    return guest_safety(functools.partial(_note, what))
+def known(what: str, function: Callable[[], _Result], otherwise: _Result) -> _Result:
+    """Return what a reading of an engine's objects returns. If another version lacks them, one debug line says so."""
+    with guest_safety(functools.partial(_note, what)):
+        return function()
+    return otherwise
 
 
 def text(value: Any) -> str:

@@ -45,19 +45,15 @@ class LiveObjects:
         # vLLM freezes its heap once it has started.
         started = time.thread_time()
         codes = {code: name for name, methods in self._methods.items() for code in _codes(name[0], methods)}
-        if codes:
-            for innermost in sys._current_frames().values():  # noqa: SLF001
-                self._search_stack(innermost, codes)
+        for innermost in sys._current_frames().values() if codes else ():  # noqa: SLF001
+            frame: Any = innermost
+            while frame is not None:
+                name = codes.get(frame.f_code)
+                found = None if name is None else frame.f_locals.get("self")
+                if name is not None and isinstance(found, _attribute(*name) or ()):
+                    self._found[name] = weakref.ref(found)
+                frame = frame.f_back
         self._next_search_seconds = self._clock() + (time.thread_time() - started) * _SEARCH_SHARE
-
-    def _search_stack(self, innermost: Any, codes: Mapping[Any, ClassName]) -> None:
-        frame = innermost
-        while frame is not None:
-            name = codes.get(frame.f_code)
-            found = None if name is None else frame.f_locals.get("self")
-            if name is not None and isinstance(found, _attribute(name[0], name[1]) or ()):
-                self._found[name] = weakref.ref(found)
-            frame = frame.f_back
 
 
 def _codes(module: str, methods: Sequence[str]) -> list[Any]:

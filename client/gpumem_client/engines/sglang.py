@@ -8,11 +8,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from gpumem_client import torch_access
-from gpumem_client.engines.engine_state import CacheUse, EngineFacts, text, unknown
+from gpumem_client.engines.engine_state import CacheUse, EngineFacts, known, text
 from gpumem_client.engines.live_objects import LiveObjects
 
 _SCHEDULER = "sglang.srt.managers.scheduler", "Scheduler"
@@ -39,8 +38,9 @@ class Sglang:
         scheduler, torch = self._objects.get(_SCHEDULER), torch_access.initialized_torch()
         if torch is not None and _ready(scheduler) and self._clock() >= self._next_count_seconds:
             started = time.thread_time()
+            model = scheduler.tp_worker.model_runner.model
             # SGLang's own value is a difference of the device's free memory, which other processes change too.
-            self._weights = torch_access.module_bytes(torch, scheduler.tp_worker.model_runner.model)
+            self._weights = torch_access.storage_bytes(torch, [*model.parameters(), *model.buffers()])
             self._next_count_seconds = self._clock() + (time.thread_time() - started) * _COUNT_SHARE
 
     def read(self) -> EngineFacts | None:
@@ -49,23 +49,18 @@ class Sglang:
         if scheduler is None:
             return None
         arguments = getattr(scheduler, "server_args", None)
-        facts = EngineFacts(
+        ready = _ready(scheduler)
+        cache = known("the key-value cache of SGLang", lambda: _cache_use(scheduler), None) if ready else None
+        return EngineFacts(
             "sglang",
             version=text(vars(sys.modules["sglang"]).get("__version__")),
             model=text(getattr(arguments, "served_model_name", None)) or text(getattr(arguments, "model_path", None)),
-            measures=not _ready(scheduler),
-            ready=_ready(scheduler),
+            measures=not ready,
+            ready=ready,
+            held=known("the tensors of SGLang", lambda: self._held(scheduler), {}) if ready else {},
+            requests=known("the requests of SGLang", lambda: _requests(scheduler, cache), None) if ready else None,
+            cache=cache,
         )
-        if not facts.ready:
-            return facts
-        with unknown("the tensors of SGLang"):
-            facts = replace(facts, held=self._held(scheduler))
-        with unknown("the key-value cache of SGLang"):
-            facts = replace(facts, cache=_cache_use(scheduler))
-        requests = None
-        with unknown("the requests of SGLang"):
-            requests = _requests(scheduler, facts.cache)
-        return replace(facts, requests=requests)
 
     def _held(self, scheduler: Any) -> Mapping[int, Mapping[str, int]]:
         held = {index: {"weights": size} for index, size in self._weights.items()}

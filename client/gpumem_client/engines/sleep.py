@@ -57,7 +57,7 @@ class CoreMemory:
         """
         self._require_sleep_mode()
         if not keep_weights:
-            _require_host_memory(_weights_bytes())
+            _require_host_memory(sum(each.handle[1] for each in sleep_segments().values() if each.tag == "weights"))
         mode = "abort" if force else "wait"
 
         def release() -> Any:
@@ -149,12 +149,12 @@ def _has_calls(core_class: Hashable) -> bool:
     return defers and "mode" in inspect.signature(sleep).parameters
 
 
-def _weights_bytes() -> int:
-    """Return the bytes that sleep mode copies to the host in this process."""
+def sleep_segments() -> dict[int, Any]:
+    """Return the segments of sleep mode's allocator by their addresses: each has a tag, and its bytes in `handle`."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     instance = getattr(getattr(module, "CuMemAllocator", None), "instance", None)
-    data = [] if instance is None else list(instance.pointer_to_data.values())
-    return sum(each.handle[1] for each in data if each.tag == "weights")
+    # A copy: the engine's threads change the dictionary.
+    return {} if instance is None else dict(instance.pointer_to_data)
 
 
 def _require_host_memory(needed: int) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from gpumem_client import torch_access
-from gpumem_client.engines.engine_state import CacheUse, EngineFacts, text, unknown
+from gpumem_client.engines.engine_state import CacheUse, EngineFacts, known, text
 from gpumem_client.engines.live_objects import LiveObjects
-from gpumem_client.engines.sleep import CoreMemory
+from gpumem_client.engines.sleep import CoreMemory, sleep_segments
 
 _WORKER = "vllm.v1.worker.gpu_worker", "Worker"
 _CORE = "vllm.v1.engine.core", "EngineCore"
@@ -70,29 +69,21 @@ class Vllm:
             return None
         measures = None if worker is None else _measures(worker)
         scheduler = getattr(core, "scheduler", None)
-        facts = EngineFacts(
+        requests = (lambda: _requests(worker)) if scheduler is None else (lambda: len(scheduler.requests))
+        return EngineFacts(
             "vllm",
             version=text(vars(sys.modules["vllm"]).get("__version__")),
             model=_model(getattr(core or worker, "vllm_config", None)),
             measures=measures,
             ready=scheduler is not None if core is not None else None if measures is None else not measures,
+            held=known("the tensors of vLLM", lambda: _held(worker), {}),
+            requests=known("the requests of vLLM", requests, None),
+            cache=known("the key-value cache of vLLM", lambda: self._cache_use(scheduler), None),
         )
-        with unknown("the tensors of vLLM"):
-            facts = replace(facts, held=_held(worker))
-        with unknown("the requests of vLLM"):
-            facts = replace(facts, requests=_requests(worker) if scheduler is None else len(scheduler.requests))
-        with unknown("the key-value cache of vLLM"):
-            if scheduler is not None:
-                facts = replace(facts, cache=self._cache_use(scheduler.kv_cache_manager.block_pool))
-        return facts
 
     def segment_components(self) -> Mapping[int, str]:
         """Return the component of each segment of sleep mode's allocator by its address."""
-        module = sys.modules.get("vllm.device_allocator.cumem")
-        instance = getattr(getattr(module, "CuMemAllocator", None), "instance", None)
-        # A copy: the engine's threads change the dictionary.
-        data = {} if instance is None else dict(instance.pointer_to_data)
-        return {address: _COMPONENTS.get(each.tag, "other") for address, each in data.items()}
+        return {address: _COMPONENTS.get(each.tag, "other") for address, each in sleep_segments().items()}
 
     def _worker(self) -> Any:
         worker = self._objects.get(_WORKER)
@@ -110,7 +101,10 @@ class Vllm:
         core = self.core()
         return CoreMemory(core) if core is not None and CoreMemory.is_supported(core) else None
 
-    def _cache_use(self, pool: Any) -> CacheUse | None:
+    def _cache_use(self, scheduler: Any) -> CacheUse | None:
+        if scheduler is None:
+            return None
+        pool = scheduler.kv_cache_manager.block_pool
         blocks, free = pool.num_gpu_blocks - 1, pool.free_block_queue.num_free_blocks  # one block is a placeholder
         if not 0 <= free <= blocks or blocks == 0:
             return None

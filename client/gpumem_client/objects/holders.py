@@ -20,7 +20,7 @@ from itertools import chain, compress, count, islice, repeat, starmap
 from operator import and_, attrgetter, getitem, is_, is_not, itemgetter, not_
 from pathlib import Path
 from types import GetSetDescriptorType, ModuleType
-from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, Sequence
+from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import gpumem_client
 from gpumem_client import torch_access
@@ -177,15 +177,13 @@ class Holders:
         followed = self._own if self._frozen else frozenset()
         for number in range(_FROZEN_LEVELS if self._frozen else _LEVELS):
             fresh = read.unseen(found, self._seen)
-            holding = read.held(compress(fresh, are(fresh, followed if number else self._getters.keys())))
-            getters = map(self._getters.__getitem__, map(id, map(type, holding)))
-            attributes = read.held(map(next, map(map, getters, zip(holding))))
+            holding = of_types(read, fresh, followed if number else self._getters.keys())
+            attributes = attributes_of(read, holding, self._getters)
             usual = read.kept(are(attributes, DICTIONARIES))
-            inner = read.held(compress(fresh, are(fresh, CONTAINERS)))
-            mappings = read.held(compress(inner, are(inner, DICTIONARIES)))
-            sequences = read.held(compress(inner, map(not_, are(inner, DICTIONARIES))))
+            mappings, sequences = (of_types(read, fresh, each) for each in (DICTIONARIES, CONTAINERS - DICTIONARIES))
             read.call(self.instances.extend, zip(map(id, holding), map(type, holding)))
-            read.call(self.containers.extend, zip(map(id, inner), map(type, inner)))
+            for each in (mappings, sequences):
+                read.call(self.containers.extend, zip(map(id, each), map(type, each)))
             ids = read.kept(chain(compress(map(id, holding), usual), map(id, mappings)))
             dictionaries = read.held(chain(compress(attributes, usual), mappings))
             found = self._level_of(read, ids, dictionaries, sequences, followed)
@@ -224,10 +222,10 @@ class Holders:
     def _add_tensors(self, read: Uninterrupted, objects: Sequence[Any]) -> None:
         """Read the tensors among objects."""
         read.call(self.tensors.extend, _places(read, self._torch, compress(objects, are(objects, self._plain))))
-        wrappers = read.held(compress(objects, are(objects, self._wrapping)))
+        wrappers = of_types(read, objects, self._wrapping)
         referents = read.held(map(gc.get_referents, wrappers))
         inside = read.held(chain.from_iterable(referents))
-        inner = read.held(compress(inside, are(inside, DICTIONARIES)))
+        inner = of_types(read, inside, DICTIONARIES)
         read.call(self.wrapped.extend, zip(map(id, wrappers), map(list, map(partial(map, id), referents))))
         values = map(dict.values, inner)
         read.call(self.wrapped.extend, zip(map(id, inner), map(list, map(partial(map, id), values))))
@@ -236,6 +234,23 @@ class Holders:
 def are(objects: Iterable[Any], types: AbstractSet[int]) -> Iterator[bool]:
     """Yield for each object whether its type is one of the types with these ids."""
     return map(types.__contains__, map(id, map(type, objects)))
+
+
+def of_types(read: Uninterrupted, objects: Sequence[Any], types: AbstractSet[int]) -> list[Any]:
+    """Return the objects whose type is one of the types with these ids."""
+    return read.held(compress(objects, are(objects, types)))
+
+
+def facts_of(read: Uninterrupted, objects: Sequence[Any], *columns: Callable[[Any], Any]) -> list[Any]:
+    """Return of each object a tuple of its id and of what these functions in C return, which keeps no memory alive."""
+    return read.kept(zip(map(id, objects), *(map(column, objects) for column in columns)))
+
+
+def attributes_of(
+    read: Uninterrupted, objects: Sequence[Any], getters: Mapping[int, Callable[[Any], Any]]
+) -> list[Any]:
+    """Return of each object what the getter of its type returns; `getters` has them by the ids of types."""
+    return read.held(map(next, map(map, map(getters.__getitem__, map(id, map(type, objects))), zip(objects))))
 
 
 def children_of(

@@ -35,13 +35,16 @@ from gpumem_client.objects.holders import (
     CONTAINERS,
     DICTIONARIES,
     are,
+    attributes_of,
     bases_of,
     children_of,
     dictionary_of_class,
+    facts_of,
     getter_of,
     ids_of,
     is_derived,
     name_of_class,
+    of_types,
     variables_in,
 )
 from gpumem_client.objects.links import Links
@@ -76,15 +79,6 @@ _GRAPH = "perhaps the autograd graph of {}"
 _GARBAGE = ", garbage: cycles, and gc is off"
 
 _module_of_class = vars(type)["__module__"].__get__
-
-
-class _Link(NamedTuple):
-    """An object that refers to another one."""
-
-    holder: int
-    text: str
-    key: str | None
-    """The key of the other object, if the holder is a dictionary with keys of text."""
 
 
 class _Name(NamedTuple):
@@ -139,7 +133,8 @@ class _Search:
         self._nameless: set[int] = set()
         # By the ids of a container and an object in it.
         self._keys: dict[tuple[int, int], str] = {}
-        self._links: dict[int, list[_Link]] = {}
+        # What refers to an object, if it has a text.
+        self._links: dict[int, list[int]] = {}
         self._locals: dict[int, str] = {}
         self._counts: dict[int, int] = {}
         self._resolved: dict[int, tuple[str, bool]] = {}
@@ -181,10 +176,7 @@ class _Search:
             if not level:
                 break
         self._read(visited - self._wanted, frozen)
-        for target, found in sources.items():
-            self._links[target] = [
-                _Link(each, self._texts[each], self._keys.get((each, target))) for each in found if each in self._texts
-            ]
+        self._links = {target: [each for each in found if each in self._texts] for target, found in sources.items()}
         alive = {
             each
             for each in visited
@@ -223,61 +215,51 @@ class _Search:
 
         read = Uninterrupted()
         objects = _with_ids(read, followed, frozen)
-        mappings = read.held(compress(objects, are(objects, dictionary_types)))
-        sequences = read.held(compress(objects, are(objects, CONTAINERS - dictionary_types)))
-        lengths = (
-            read.kept(zip(map(id, mappings), map(type, mappings), map(dict.__len__, mappings))),
-            read.kept(zip(map(id, sequences), map(type, sequences), map(len, sequences))),
-        )
+        mappings = of_types(read, objects, dictionary_types)
+        sequences = of_types(read, objects, CONTAINERS - dictionary_types)
+        lengths = facts_of(read, mappings, type, dict.__len__), facts_of(read, sequences, type, len)
         in_mappings = children_of(read, map(id, mappings), mappings, choose)
         globals_ = read.held(compress(mappings, map(dict.__contains__, mappings, repeat("__builtins__"))))
         modules = read.kept(zip(map(id, globals_), map(dict.get, globals_, repeat("__name__"))))
-        passed = read.held(compress(objects, are(objects, ids_of(_PASSED))))
-        passed_kinds = read.kept(zip(map(id, passed), map(type, passed)))
-        functions = read.held(compress(objects, are(objects, {_FUNCTION})))
+        passed_kinds = facts_of(read, of_types(read, objects, ids_of(_PASSED)), type)
+        functions = of_types(read, objects, {_FUNCTION})
+        names = attrgetter("__module__", "__qualname__", "__code__.co_freevars")
         defaults = read.kept(
             zip(
-                map(id, functions),
-                map(attrgetter("__module__", "__qualname__"), functions),
-                map(id, map(attrgetter("__defaults__"), functions)),
-                map(id, map(attrgetter("__kwdefaults__"), functions)),
+                facts_of(read, functions, names),
+                *(map(id, map(attrgetter(name), functions)) for name in ("__defaults__", "__kwdefaults__")),
             )
         )
         closed = read.held(compress(functions, map(_CLOSURE, functions)))
         closures = read.kept(
-            zip(
-                map(id, closed),
-                map(attrgetter("__module__", "__qualname__", "__code__.co_freevars"), closed),
-                map(list, map(partial(map, id), map(_CLOSURE, closed))),
-            )
+            zip(facts_of(read, closed, names), map(list, map(partial(map, id), map(_CLOSURE, closed))))
         )
-        classes = read.held(compress(objects, are(objects, classes_types)))
-        in_classes = read.kept(
-            zip(map(name_of_class, classes), map(list, map(partial(map, id), map(gc.get_referents, classes))))
-        )
+        classes = of_types(read, objects, classes_types)
+        referents = map(list, map(partial(map, id), map(gc.get_referents, classes)))
+        in_classes = read.kept(zip(map(name_of_class, classes), referents))
         instances = read.held(compress(objects, map(not_, are(objects, no_instances))))
-        kept_instances = read.kept(zip(map(id, instances), map(type, instances)))
-        attributed = read.held(compress(instances, are(instances, getters.keys())))
-        attributes = read.held(
-            map(next, map(map, map(getters.__getitem__, map(id, map(type, attributed))), zip(attributed)))
-        )
-        dictionaries = read.kept(zip(map(id, attributes), map(id, attributed), map(type, attributed)))
-        usual = read.held(compress(attributes, are(attributes, dictionary_types)))
+        kept_instances = facts_of(read, instances, type)
+        attributed = of_types(read, instances, getters.keys())
+        attributes = attributes_of(read, attributed, getters)
+        dictionaries = read.kept(zip(map(id, attributes), facts_of(read, attributed, type)))
+        usual = of_types(read, attributes, dictionary_types)
         ids = compress(map(id, attributed), are(attributes, dictionary_types))
         in_instances: list[Iterable[tuple[int, Any, int]]] = [children_of(read, ids, usual, choose)]
-        caches = read.held(compress(attributed, are(attributed, {id(_CACHED)})))
         of_caches = read.held(compress(attributes, are(attributed, {id(_CACHED)})))
         cached = read.kept(
-            zip(map(id, caches), *(map(dict.get, of_caches, repeat(name)) for name in ("__module__", "__qualname__")))
+            zip(
+                compress(map(id, attributed), are(attributed, {id(_CACHED)})),
+                *(map(dict.get, of_caches, repeat(name)) for name in ("__module__", "__qualname__")),
+            )
         )
         for key, kind in types.items():
             for name, member in _slots(kind) if key not in no_instances else ():
-                alike = read.held(compress(instances, are(instances, {key})))
+                alike = of_types(read, instances, {key})
                 filled = read.held(compress(alike, map(hasattr, alike, repeat(name))))
                 in_instances.append(read.kept(zip(map(id, filled), repeat(name), map(id, map(member.__get__, filled)))))
-        waiting: list[Iterable[Any]] = [compress(objects, are(objects, {id(FrameType)}))]
+        waiting: list[Iterable[Any]] = [of_types(read, objects, {id(FrameType)})]
         for kind, name in _FRAMES.items():
-            waiting.append(map(attrgetter(name), compress(objects, are(objects, {id(kind)}))))
+            waiting.append(map(attrgetter(name), of_types(read, objects, {id(kind)})))
         frames, _, variables = variables_in(read, (), filter(None, chain.from_iterable(waiting)))
         in_frames = children_of(read, count(-1, -1), variables, choose)
         self._slices.run(read)
@@ -308,20 +290,20 @@ class _Search:
             self._final.add(each)
         for name, keys in in_classes:
             self._namespaces.update(dict.fromkeys(keys, _Name(f"attribute {{}} of class {name}", 0)))
-        for each, instance, kind in dictionaries:
+        for each, (instance, kind) in dictionaries:
             self._namespaces[each] = _Name(f"attribute {{}} of a {name_of_class(kind)}", instance)
         for each, module in modules:
             self._namespaces.update({each: _Name(f"{{}}, a global of {module}", 0)} if type(module) is str else {})
-        self._keys = {(holder, child): key for holder, key, child in in_mappings if type(key) is str}
+        self._keys = {(holder, child): key[:_KEY_MAX] for holder, key, child in in_mappings if type(key) is str}
         kinds_of = dict(kept_instances)
         for holder, key, child in chain.from_iterable(in_instances):
             if type(key) is str:
                 self._add(child, f"attribute {key} of a {name_of_class(kinds_of[holder])}", holder)
-        for holder, (module, function), *values in defaults:
+        for (holder, (module, function, _)), *values in defaults:
             for each in {*values} - {id(None)}:
                 self._add(each, f"a default of {module}.{function}", holder)
-        for holder, (module, function, names), closure in closures:
-            for each, cell in zip(names, closure):
+        for (holder, (module, function, free)), closure in closures:
+            for each, cell in zip(free, closure):
                 self._add(cell, f"{each}, a closure of {module}.{function}", holder)
         for holder, key, child in in_frames:
             file, line, function = frames[-1 - holder]
@@ -340,9 +322,9 @@ class _Search:
     def _described(self, each: int, depth: int) -> tuple[str, bool]:
         names = list(self._names.get(each, ()))
         for link in self._links.get(each, ()):
-            if link.key is not None and link.holder in self._namespaces:
-                text, holder = self._namespaces[link.holder]
-                names.append(_Name(text.format(link.key[:_KEY_MAX]), holder))
+            if (link, each) in self._keys and link in self._namespaces:
+                text, holder = self._namespaces[link]
+                names.append(_Name(text.format(self._keys[link, each]), holder))
         if names:
             # The least one, so that objects with the same holders have the same name.
             name = min(names)
@@ -352,7 +334,7 @@ class _Search:
             if path[1]:
                 return path
         if each in self._locals:
-            holders = [link.holder for link in self._links.get(each, ()) if link.holder in self._framed]
+            holders = [link for link in self._links.get(each, ()) if link in self._framed]
             beyond = (self._beyond(holder, ", kept by {}", depth) for holder in holders)
             return self._locals[each] + next(filter(None, beyond), ""), True
         return paths[0] if paths else ("", False)
@@ -361,13 +343,13 @@ class _Search:
         """Return descriptions by what refers to an object, or only by the containers that do, the named ones sorted."""
         paths = []
         for link in self._links.get(each, ()) if depth <= _LEVELS else ():
-            if containers and (link.holder not in self._containers or link.holder in self._namespaces):
+            if containers and (link not in self._containers or link in self._namespaces):
                 continue
-            if each in self._locals and link.holder in self._framed:
+            if each in self._locals and link in self._framed:
                 continue
-            text = link.text + (f" under {link.key[:_KEY_MAX]!r}" if link.key is not None else "")
-            above, named = ("", True) if link.holder in self._final else self._resolve(link.holder, depth + 1)
-            if link.holder in self._passed:
+            text = self._texts[link] + (f" under {self._keys[link, each]!r}" if (link, each) in self._keys else "")
+            above, named = ("", True) if link in self._final else self._resolve(link, depth + 1)
+            if link in self._passed:
                 paths.append((above or text, named))
             else:
                 paths.append((f"{text} in {above}" if above else text, named))
