@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.components import Unmapped, with_cache_use
 from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
 from gpumem_client.engines.engine_state import EngineFacts
@@ -118,7 +119,7 @@ class SimulatedProcess:
         self.program: Iterator[int] | None = None
         self.loop = ReportLoop(
             identity,
-            self,
+            cast("Allocator", self),
             OutOfMemoryLog(lambda: None, clock=clock),
             ErrorLog(),
             planned_bytes=workload.planned_bytes and int(workload.planned_bytes * workload.scale),
@@ -218,7 +219,7 @@ class SimulatedProcess:
         finally:
             self._phase = ""
 
-    # What `gpumem_client.allocator.allocator.AnyAllocator` has.
+    # What the reporter and its commands use of `Allocator`.
 
     def current_phase(self) -> str:
         return self._phase

@@ -79,14 +79,6 @@ def test_a_heap_watched_from_its_start_needs_no_walk(bench: Bench) -> None:
     assert bench.walks == 0
 
 
-def test_reset_counters_require_a_walk(bench: Bench) -> None:
-    bench.look(state())
-    bench.now += 10
-    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
-    assert bench.look({**state(), "num_device_alloc": 0, "segment": {"allocated": 0}}) == 33
-    assert bench.walks == 2
-
-
 @pytest.mark.parametrize(
     "unsettled", [{"private": 20}, {"pending": 5}, {"mapped": 1}, {"private": None}], ids=lambda given: str(given)
 )

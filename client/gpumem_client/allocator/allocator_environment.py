@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from gpumem_client.wire.errors import ConfigurationError
 
@@ -79,14 +78,7 @@ def environment_with(environ: Mapping[str, str], line: str) -> dict[str, str]:
 
 
 def _parts(line: str) -> list[str]:
-    parts, depth, start = [], 0, 0
-    text = "".join(line.split())
-    for at, character in enumerate(f"{text},"):
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth <= 0:
-            parts.append(text[start:at])
-            start = at + 1
-    return [part for part in parts if part]
+    return re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", "".join(line.split()))
 
 
 # For all devices; with `_0`, `_1` and so on for one device. Sizes such as `3000m`. KAI sets it as well, with HAMi-core.
@@ -104,16 +96,11 @@ def environment_limit(environ: Mapping[str, str], index: int, total_bytes: Calla
     # HAMi counts the devices of the container, of which CUDA_VISIBLE_DEVICES may select some.
     visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     in_container = visible[index].strip() if index < len(visible) and visible[index].strip().isdigit() else str(index)
-    of_hami = environ.get(f"{_HAMI_VARIABLE}_{in_container}", environ.get(_HAMI_VARIABLE, ""))
-    sizes = (_size(of_hami), _portion(environ.get(_KAI_VARIABLE, ""), partial(total_bytes, index)))
-    return min((size for size in sizes if size), default=None)
-
-
-def _portion(text: str, total_bytes: Callable[[], int]) -> int | None:
-    found = re.fullmatch(r"0?\.\d+", text.strip())
-    return int(float(found[0]) * total_bytes()) if found else None
-
-
-def _size(text: str) -> int | None:
-    found = re.fullmatch(r"(\d+)([kmg]?)", text.strip().lower())
-    return int(found[1]) << _UNITS[found[2]] if found else None
+    found = re.fullmatch(
+        r"(\d+)([kmg]?)",
+        environ.get(f"{_HAMI_VARIABLE}_{in_container}", environ.get(_HAMI_VARIABLE, "")).strip().lower(),
+    )
+    of_hami = int(found[1]) << _UNITS[found[2]] if found else 0
+    portion = re.fullmatch(r"0?\.\d+", environ.get(_KAI_VARIABLE, "").strip())
+    of_kai = int(float(portion[0]) * total_bytes(index)) if portion else 0
+    return min((size for size in (of_hami, of_kai) if size), default=None)

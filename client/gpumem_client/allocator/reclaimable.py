@@ -67,7 +67,8 @@ class Reclaimable:
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._expandable: set[int] = set()
-        self._segments_seen: dict[int, int] = {}
+        # The devices whose segments were followed from the first one, or read by a walk.
+        self._proven: set[int] = set()
         self._next_walk_seconds = 0.0
         self._walks: dict[int, _Walk] = {}
         self._walked_pools: Hashable = None
@@ -77,7 +78,7 @@ class Reclaimable:
         unsettled = {
             index: state
             for index, state in states.items()
-            if _complete(state) and (self._unproven(index, state) or not self.exact_from_statistics(index, state))
+            if _complete(state) and not (self._is_proven(index, state) and self.exact_from_statistics(index, state))
         }
         if not unsettled or self._clock() < self._next_walk_seconds:
             return
@@ -98,7 +99,7 @@ class Reclaimable:
         self._walked_pools = pools_version
         for index, state in states.items():
             if _complete(state):
-                self._segments_seen[index] = state["num_device_alloc"]
+                self._proven.add(index)
                 self._learn(index, state, heaps.get(index, Heap()))
 
     def bytes(self, index: int, state: DeviceState) -> int | None:
@@ -157,12 +158,10 @@ class Reclaimable:
         walk = self._walks.get(index)
         return walk.heap if walk is not None and walk.pools == _pools_layout(state) else None
 
-    def _unproven(self, index: int, state: DeviceState) -> bool:
-        """Whether the counters were not observed from 0: before the first look, and after a reset."""
-        taken: int = state["num_device_alloc"]
-        before = self._segments_seen.get(index, 0 if state["reserved_bytes"]["current"] == 0 else taken + 1)
-        self._segments_seen[index] = max(taken, before)
-        return taken < before
+    def _is_proven(self, index: int, state: DeviceState) -> bool:
+        if state["reserved_bytes"]["current"] == 0:
+            self._proven.add(index)
+        return index in self._proven
 
     def _learn(self, index: int, state: DeviceState, heap: Heap) -> None:
         if heap.expandable:

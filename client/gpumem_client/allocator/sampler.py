@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpumem_client.allocator.allocator import AnyAllocator
+from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.idle_cache import IdleCache
 from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.steps import OneStep
@@ -56,7 +56,7 @@ class Sampler:
 
     def __init__(
         self,
-        allocator: AnyAllocator,
+        allocator: Allocator,
         *,
         swallow: Callable[[Exception], bool | None],
         clock: Callable[[], float] = time.monotonic,
@@ -112,11 +112,7 @@ class Sampler:
         # stop until the flush ends (1.5 s for eight calls of `cudaFree` of 0.2 s).
         latest, steps_run = self._latest, self.steps_run() and not self._steps_fail
         if latest is None or not steps_run or self._late(latest):
-            if self._allocator.flushing:
-                latest = self._last_known(latest)
-            else:
-                latest = self.take()
-                self._space_readings()
+            latest = self._last_known(latest) if self._allocator.flushing else self.take()
         else:
             self.read()
         now = self._clock()
@@ -210,15 +206,7 @@ class Sampler:
         pause = max(_READING_SECONDS, (time.thread_time() - started) * _READING_SHARE)
         if not self.steps_run():
             pause *= 2  # the samples of the reports are readings as well
-        self._next_reading_seconds = self._random_time(pause)
-
-    def _space_readings(self) -> None:
-        """Read nothing just after a sample, which has read the cache as well."""
-        # By half a second at most: samples come once a second, and must not postpone the readings for ever.
-        self._next_reading_seconds = max(self._next_reading_seconds, self._random_time(_READING_SECONDS))
-
-    def _random_time(self, pause_seconds: float) -> float:
-        return self._clock() + pause_seconds * self._random.uniform(0.5, 1.5)
+        self._next_reading_seconds = self._clock() + pause * self._random.uniform(0.5, 1.5)
 
     def _with_idle_cache(self, sample: Sample) -> Sample:
         now, since = self._clock(), self._idle_cache_since_seconds()

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gpumem_client.allocator.allocator import AnyAllocator, attached, no_cuda
+from gpumem_client.allocator.allocator import Allocator, attached, no_cuda
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import SnapshotFile
 from gpumem_client.wire.reason_codes import ReasonCode
@@ -64,7 +64,7 @@ def _own_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"gpumem-snapshots-{os.getuid()}"
 
 
-def write_snapshot(allocator: AnyAllocator) -> SnapshotFile:
+def write_snapshot(allocator: Allocator) -> SnapshotFile:
     """Take a snapshot and write it into `snapshot_folder()`, where the last 64 are kept.
 
     Together they take at most 2 GiB, and at most a tenth of the free space.

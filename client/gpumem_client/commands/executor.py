@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpumem_client import torch_access
-from gpumem_client.allocator.allocator import AnyAllocator
+from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.components import Unmapped
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.allocator.sampler import Sampler
@@ -56,7 +56,7 @@ class Executor:
 
     def __init__(
         self,
-        allocator: AnyAllocator,
+        allocator: Allocator,
         sampler: Sampler,
         *,
         denied_actions: Collection[str] = (),

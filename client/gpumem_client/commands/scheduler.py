@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from gpumem_client.allocator.allocator import AnyAllocator
+from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor, refused_during_capture
 from gpumem_client.guest_safety import log
@@ -38,7 +38,7 @@ class Scheduler:
     def __init__(
         self,
         executor: Executor,
-        allocator: AnyAllocator,
+        allocator: Allocator,
         sampler: Sampler,
         *,
         wake: Callable[[], None],

@@ -20,7 +20,7 @@ from itertools import chain, compress, count, islice, repeat, starmap
 from operator import and_, attrgetter, getitem, is_, is_not, itemgetter, not_
 from pathlib import Path
 from types import GetSetDescriptorType, ModuleType
-from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Tuple
 
 import gpumem_client
 from gpumem_client import torch_access
@@ -60,19 +60,10 @@ bases_of: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
 _dictionary_of_module: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__
 
 
-class Children:
-    """What containers hold: the id of a container or a negative number, a key, and the id of what is there.
+Child = Tuple[int, Any, int]
+"""The id of a container or a negative number, a key, and the id of what is there.
 
-    A key that is neither text nor a number is the id of the key.
-    """
-
-    def __init__(self) -> None:
-        self.holders = array("q")
-        self.keys: list[Any] = []
-        self.ids = array("q")
-
-    def __iter__(self) -> Iterator[tuple[int, Any, int]]:
-        return zip(self.holders, self.keys, self.ids)
+A key that is neither text nor a number is the id of the key."""
 
 
 def ids_of(types: Iterable[type]) -> frozenset[int]:
@@ -111,7 +102,7 @@ class Holders:
         self.instances: list[tuple[int, type]] = []
         """The found modules, optimizers, caches, and the instances in variables."""
         self.containers: list[tuple[int, type]] = []
-        self.children: list[Children] = []
+        self.children: list[Child] = []
         """What is in containers, and attributes of instances. The holder of a local variable is -1, -2 and so on."""
         self.frames: list[tuple[str, int, str]] = []
         """The file, line and name of the functions -1, -2 and so on."""
@@ -214,7 +205,7 @@ class Holders:
             for each in (compress(holders, inside), compress(keys, inside), inner)
         )
         rows, short = _rows(read, of_holders, of_keys, of_inner)
-        self.children += shown, rows
+        read.call(self.children.extend, chain.from_iterable((shown, rows)))
         # Now, because another tensor may have the same id later.
         self._add_tensors(read, ends)
         return read.held(chain(compress(ends, are(ends, followed)), short))
@@ -258,7 +249,7 @@ def children_of(
     ids: Iterable[int],
     dictionaries: Sequence[Any],
     choose: Callable[[Sequence[Any]], Iterator[bool]],
-) -> Children:
+) -> list[Child]:
     """Return the chosen children in dictionaries, whose holders have these ids."""
     holders, keys, values = _items_in(read, ids, dictionaries, [])
     chosen = read.kept(choose(values))
@@ -284,15 +275,12 @@ def _items_in(
 
 def _rows(
     read: Uninterrupted, holders: Iterable[int], keys: Iterable[Any], values: Iterable[Any]
-) -> tuple[Children, list[Any]]:
+) -> tuple[list[Child], list[Any]]:
     """Return children, and the objects themselves."""
-    found = Children()
     kept_keys, kept_values = read.held(keys), read.held(values)
-    read.call(found.holders.extend, holders)
     # A tuple of two, and whether to take its first or its second item.
-    read.call(found.keys.extend, map(getitem, zip(map(id, kept_keys), kept_keys), are(kept_keys, _KEYS)))
-    read.call(found.ids.extend, map(id, kept_values))
-    return found, kept_values
+    texts = map(getitem, zip(map(id, kept_keys), kept_keys), are(kept_keys, _KEYS))
+    return read.kept(zip(holders, texts, map(id, kept_values))), kept_values
 
 
 def _places(read: Uninterrupted, torch: Any, objects: Iterable[Any]) -> Iterable[Any]:

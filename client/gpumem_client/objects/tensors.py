@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import gc
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpumem_client import torch_access
 
 _DEPTH_MAX = 4
-
-
-class StorageOf(NamedTuple):
-    """The storage of a tensor on a device."""
-
-    device: int
-    address: int
-    bytes: int
 
 
 class TensorReader:
@@ -50,13 +42,13 @@ class TensorReader:
         found: bool = self.base.is_cuda.__get__(tensor)
         return found
 
-    def storage(self, tensor: Any) -> StorageOf | None:
-        """Return the storage of a tensor on a CUDA device; None without memory, and for sparse tensors.
+    def storage_bytes(self, tensor: Any) -> int:
+        """Return the bytes of the storage of a tensor that has a `place`.
 
-        For the thread that trains, or while none does: see `place`, which has no size and is for any thread.
+        For the thread that trains, or while none does: see `place`, which is for any thread.
         """
-        place = self.place(tensor)
-        return None if place is None else StorageOf(*place, self.base.untyped_storage(tensor).nbytes())
+        size: int = self.base.untyped_storage(tensor).nbytes()
+        return size
 
     def place(self, tensor: Any) -> tuple[int, int] | None:
         """Return the device of a tensor on a CUDA device, and the address at which its storage starts.

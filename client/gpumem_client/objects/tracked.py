@@ -14,7 +14,7 @@ import time
 from functools import partial
 from itertools import chain, compress, starmap
 from operator import itemgetter
-from typing import Any, Callable, Collection, Iterator, NamedTuple
+from typing import Any, Callable, Collection, Iterator
 
 from gpumem_client.objects.holders import are, ids_of, variables_in
 from gpumem_client.uninterrupted import CALL, GENERATIONS, Uninterrupted
@@ -61,15 +61,7 @@ def each_tracked(types: Collection[type], late: Callable[[], bool], max_objects:
             yield found.pop()
 
 
-class Frozen(NamedTuple):
-    """The frozen objects that a search has reached."""
-
-    objects: list[Any]
-    complete: bool = True
-    """Whether no limit has ended the search."""
-
-
-def find_frozen(end: float, max_objects: int = MAX_OBJECTS) -> Frozen:
+def find_frozen(end: float, max_objects: int = MAX_OBJECTS) -> list[Any]:
     """Return the objects that `gc.freeze()` hides, as far as other objects refer to them.
 
     Takes 1.3 s of CPU time and 100 MiB of host memory per million objects, and keeps the GIL for up to 0.4 s per
@@ -82,7 +74,7 @@ def find_frozen(end: float, max_objects: int = MAX_OBJECTS) -> Frozen:
     found: list[Any] = []
     count = gc.get_freeze_count()
     if not count or count + sum(map(count_tracked, GENERATIONS)) > max_objects:
-        return Frozen(found, complete=not count)
+        return found
     read = Uninterrupted()
     lists = read.tracked()
     seen: set[int] = set()  # the search skips what is tracked
@@ -100,6 +92,6 @@ def find_frozen(end: float, max_objects: int = MAX_OBJECTS) -> Frozen:
         objects = list(fresh.values())
         for start in range(0, len(objects), _CHUNK):
             if time.thread_time() >= end:
-                return Frozen(found, complete=False)
+                return found
             level += filter(gc.is_tracked, gc.get_referents(*objects[start : start + _CHUNK]))
-    return Frozen(found)
+    return found

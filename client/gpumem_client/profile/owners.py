@@ -10,7 +10,6 @@ import gc
 import math
 import re
 import time
-from itertools import chain
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
 from gpumem_client import torch_access
@@ -107,7 +106,7 @@ class _Owners:
         self._named: set[int] = set()
         self._children: dict[int, dict[object, int]] = {}
         self.graph = ""
-        for holder, key, child in resting(chain.from_iterable(read.children)):
+        for holder, key, child in resting(read.children):
             self._children.setdefault(holder, {})[key] = child
 
     def instances(self, types: Iterable[type]) -> dict[int, str]:

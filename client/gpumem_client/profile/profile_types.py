@@ -7,7 +7,7 @@ highest moment. A profile contains text and numbers only, so it keeps no tensor 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 FORMAT = 1
@@ -112,5 +112,5 @@ class Profile:
     pause_seconds: float = 0.0
     """The longest time for which one call kept the interpreter from all other threads."""
     step: int | None = None
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    notes: tuple[str, ...] = ()
     """What is missing and why, for people."""

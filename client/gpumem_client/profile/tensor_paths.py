@@ -23,6 +23,7 @@ _CACHES = (
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "kv_caches"),
     ("sglang.srt.mem_cache.memory_pool", "KVCache", ""),
 )
+# The layers of a cache, which are instances in it.
 _CACHE_PART = ("transformers.cache_utils", "CacheLayerMixin")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpumem_client.allocator.allocator import AnyAllocator
+from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.scheduler import Scheduler
@@ -64,7 +64,7 @@ class ReportLoop:
     def __init__(
         self,
         identity: ProcessIdentity,
-        allocator: AnyAllocator,
+        allocator: Allocator,
         ooms: OutOfMemoryLog,
         errors: ErrorLog,
         *,

@@ -23,7 +23,6 @@ from gpumem_client.objects.referrers import describe_referrers
 from gpumem_client.objects.tensors import TensorReader
 from gpumem_client.objects.tracked import (
     MAX_OBJECTS,
-    Frozen,
     count_tracked,
     each_tracked,
     find_frozen,
@@ -131,7 +130,7 @@ def walk(
     count_frozen: bool = False,
 ) -> LingeringTensors:
     """Walk as `lingering_tensors` does. Counts frozen tensors only with `count_frozen`."""
-    frozen = Frozen([])
+    frozen: list[Any] = []
     if referrers or count_frozen:
         frozen = find_frozen(time.thread_time() + max_seconds, max_objects)
     walker = _Walker(torch)
@@ -141,8 +140,8 @@ def walk(
         complete = time.thread_time() < end and sum(map(count_tracked, GENERATIONS)) <= max_objects
         # Not for two counts that are compared: they would differ if a limit ended one of them.
         if count_frozen:
-            walker.count(each for each in frozen.objects if type(each) in walker.types)
-    hidden = max(0, gc.get_freeze_count() - len(frozen.objects))
+            walker.count(each for each in frozen if type(each) in walker.types)
+    hidden = max(0, gc.get_freeze_count() - len(frozen))
     kinds = sorted(walker.ids, key=lambda kind: -walker.bytes[kind])
     kinds = [kind for kind in kinds if walker.bytes[kind] >= min_bytes]
     complete = complete and not hidden and len(kinds) <= max_groups
@@ -157,7 +156,7 @@ def walk(
             wanted,
             Slices(rests=False),
             lambda: time.thread_time() >= end,
-            frozen.objects,
+            frozen,
             nodes=torch_access.node_types(torch),
             tensors=walker.types,
         )
@@ -237,11 +236,11 @@ class _Walker:
         kind = shape, reader.dtype(tensor), reader.base.get_device(tensor), graph is not None
         self.ids[kind].append(id(tensor))
         self._graph_nodes[kind] += self._follow(graph)
-        # Only a storage's Python object has its size; see `TensorReader.storage` for threads.
-        storage = reader.storage(tensor)
-        if storage is not None and storage[:2] not in self._storages:
-            self._storages.add(storage[:2])
-            self.bytes[kind] += storage.bytes
+        # Only a storage's Python object has its size; see `TensorReader.storage_bytes` for threads.
+        place = reader.place(tensor)
+        if place is not None and place not in self._storages:
+            self._storages.add(place)
+            self.bytes[kind] += reader.storage_bytes(tensor)
 
     def _follow(self, node: Any) -> int:
         """Return the number of graph nodes that are reached from this one for the first time."""

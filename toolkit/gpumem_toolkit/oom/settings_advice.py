@@ -142,9 +142,7 @@ def expandable_segments_conflict() -> str:
     pool_class = getattr(sys.modules.get("torch.cuda.memory"), "MemPool", None)
     if pool_class is not None and (
         any(tracked_of_types(generation, (pool_class,)) for generation in GENERATIONS)
-        or any(
-            type(each) is pool_class for each in find_frozen(time.thread_time() + _FROZEN_SECONDS, _FROZEN_MAX).objects
-        )
+        or any(type(each) is pool_class for each in find_frozen(time.thread_time() + _FROZEN_SECONDS, _FROZEN_MAX))
     ):
         return "the program uses a torch.cuda.MemPool"
     return ""
