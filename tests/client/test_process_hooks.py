@@ -100,7 +100,7 @@ class Waits:
 
 def load():
     with loading():
-        import gpumem_client.profile.encoded
+        import gpumem_client.profile.aggregate
 
 sys.meta_path.insert(0, Waits())
 thread = threading.Thread(target=load)
@@ -111,7 +111,7 @@ child = os.fork()
 if child == 0:
     signal.alarm(SECONDS)
     go_on.set()
-    import gpumem_client.profile.encoded
+    import gpumem_client.profile.aggregate
     with loading():
         import gpumem_client.profile.gradients
     os._exit(0)

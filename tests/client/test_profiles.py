@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.profile import encoded, heap_blocks
+from gpumem_client.profile import aggregate, heap_blocks
 from gpumem_client.profile.profile_types import Frame, Owner, Profile, ProfiledDevice, Row
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.errors import CommandRefusedError
@@ -21,7 +21,7 @@ IDENTITY = ProcessIdentity(1, 2, 3, "session", 4.0)
 
 def test_the_smallest_rows_of_a_long_profile_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 100_000
-    monkeypatch.setattr(encoded, "MAX_COMPRESSED_BYTES", limit)
+    monkeypatch.setattr(aggregate, "MAX_COMPRESSED_BYTES", limit)
     rng = random.Random(7)
     count = 4_000
     rows = [
@@ -42,7 +42,7 @@ def test_the_smallest_rows_of_a_long_profile_are_merged(monkeypatch: pytest.Monk
         frames=frames,
         owners=tuple(Owner("tensors", rng.randbytes(20).hex()) for _ in range(count)),
     )
-    body = encoded.encode(profile, IDENTITY)
+    body = aggregate.encode(profile, IDENTITY)
     assert len(body) <= limit
     document = json.loads(zlib.decompress(body, 31))
     kept = document["rows"]

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.allocator.heap_sum import Heap, PoolSegment, read_heaps
-from gpumem_client.allocator.reclaimable import Reclaimable
+from gpumem_client.allocator.reclaimable import Heap, PoolSegment, Reclaimable, read_heaps
 
 
 class Bench:

@@ -22,8 +22,7 @@ from gpumem_client.allocator.components import (
     with_components,
     without_unmapped,
 )
-from gpumem_client.allocator.heap_sum import LARGE_PAGE_BYTES, Heap, read_heaps
-from gpumem_client.allocator.reclaimable import Reclaimable, known
+from gpumem_client.allocator.reclaimable import LARGE_PAGE_BYTES, Heap, Reclaimable, known, read_heaps
 from gpumem_client.engines.engine_reader import EngineReader, process_engine
 from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.guest_safety import log

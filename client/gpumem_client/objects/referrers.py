@@ -47,8 +47,8 @@ from gpumem_client.objects.holders import (
     of_types,
     variables_in,
 )
-from gpumem_client.objects.links import Links
 from gpumem_client.objects.tensors import subclasses
+from gpumem_client.objects.tracked import Links
 from gpumem_client.uninterrupted import Slices, Uninterrupted
 
 _LEVELS = 8

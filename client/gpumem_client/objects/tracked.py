@@ -1,4 +1,4 @@
-"""Lists Python's objects: what the garbage collector tracks, and what `gc.freeze()` hides.
+"""Lists Python's objects: what the garbage collector tracks, what `gc.freeze()` hides, and which refer to which.
 
 Other threads run meanwhile, and one may be building a tuple: `tuple(x.cuda() for x in batch)` has its tuple tracked
 from the start, and resizes it at the next item. Up to Python 3.13 that raises a SystemError in that thread if anything
@@ -11,13 +11,15 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from array import array
+from bisect import bisect_right
 from functools import partial
-from itertools import chain, compress, starmap
-from operator import itemgetter
-from typing import Any, Callable, Collection, Iterator
+from itertools import accumulate, chain, compress, count, starmap
+from operator import itemgetter, not_
+from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, NamedTuple, Sequence
 
 from gpumem_client.objects.holders import are, ids_of, variables_in
-from gpumem_client.uninterrupted import CALL, GENERATIONS, Uninterrupted
+from gpumem_client.uninterrupted import CALL, GENERATIONS, Slices, Uninterrupted, windows
 
 MAX_OBJECTS = 5_000_000
 # The number of objects between two readings of the clock.
@@ -94,4 +96,64 @@ def find_frozen(end: float, max_objects: int = MAX_OBJECTS) -> list[Any]:
             if time.thread_time() >= end:
                 return found
             level += filter(gc.is_tracked, gc.get_referents(*objects[start : start + _CHUNK]))
+    return found
+
+
+# The number of objects of a slice, which keeps the GIL for about 40 ms, and the most slices of a generation: each
+# lists all objects of the generation. In a large heap, a slice takes half the time of a full collection.
+_SLICE, _SLICES_MAX = 8_000, 20
+
+
+class _Slice(NamedTuple):
+    """The objects of a slice, and the tracked objects that they refer to, in the same order."""
+
+    ids: array[int]
+    types: array[int]
+    ends: array[int]
+    """By object: the index in `targets` after its last one."""
+    targets: array[int]
+
+
+class Links:
+    """The links between the tracked objects, and from frozen ones. Takes 50 MiB per million objects."""
+
+    def __init__(self, slices: Slices, late: Callable[[], bool], frozen: Sequence[Any] = ()) -> None:
+        self._slices: list[_Slice] = []
+        self.complete = True
+        """Whether all objects were read."""
+        everything: Callable[[], Iterable[Any]] = partial(list, frozen)
+        of_frozen = ((everything, slice(at, at + _SLICE)) for at in range(0, len(frozen), _SLICE))
+        for each in chain(windows(slices, _SLICE, _SLICES_MAX), of_frozen):
+            if slices.stopping() or late():
+                self.complete = False
+                return
+            self._slices.append(_read(slices, id(frozen), *each))
+
+    def of_types(self, types: AbstractSet[int]) -> set[int]:
+        """Return the ids of the objects whose types have these ids."""
+        return {number for each in self._slices for number in compress(each.ids, map(types.__contains__, each.types))}
+
+    def referrers(self, wanted: AbstractSet[int], slices: Slices) -> Iterator[tuple[int, int, int]]:
+        """Yield the ids of a referrer, of its type, and of the object with a wanted id that it refers to."""
+        for each in self._slices:
+            started = time.perf_counter()
+            for at in compress(count(), map(wanted.__contains__, each.targets)):
+                source = bisect_right(each.ends, at)
+                yield each.ids[source], each.types[source], each.targets[at]
+            slices.rest(time.perf_counter() - started)
+
+
+def _read(slices: Slices, own: int, listed: Callable[[], Iterable[Any]], window: slice) -> _Slice:
+    found = _Slice(array("Q"), array("Q"), array("Q"), array("Q"))
+    read = Uninterrupted()
+    objects = read.held(chain.from_iterable(map(itemgetter(window), map(CALL, (listed,)))))
+    mine = read.ids
+    mine.add(own)
+    objects = read.held(compress(objects, map(not_, map(mine.__contains__, map(id, objects)))))
+    referents = read.held(map(list, map(partial(filter, gc.is_tracked), map(gc.get_referents, objects))))
+    read.call(found.ids.extend, map(id, objects))
+    read.call(found.types.extend, map(id, map(type, objects)))
+    read.call(found.ends.extend, accumulate(map(len, referents)))
+    read.call(found.targets.extend, map(id, chain.from_iterable(referents)))
+    slices.run(read)
     return found

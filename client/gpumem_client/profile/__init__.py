@@ -1,5 +1,4 @@
 """Memory profiles: which code and which objects hold the allocated bytes.
 
-Other folders import: `aggregate`, `encoded`, `heap_blocks`, `heap_reader`, `oom_moment`, `profile_types`,
-`profiler`, `recorder`.
+Other folders import: `aggregate`, `heap_blocks`, `heap_reader`, `profile_types`, `profiler`, `recorder`.
 """

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from gpumem_client.commands.profiling import Profiling
     from gpumem_client.engines.sleep import CoreMemory
     from gpumem_client.profile.heap_reader import HeapReader
-    from gpumem_client.profile.oom_moment import OomMoments
     from gpumem_client.profile.profile_types import Profile
+    from gpumem_client.profile.profiler import OomMoments
     from gpumem_client.profile.recorder import Recorder
 
 _DEFAULT_INTERVAL_SECONDS = 1.0
@@ -123,7 +123,7 @@ class ReportLoop:
         def make_profiling() -> Profiling:
             with loading():
                 from gpumem_client.commands.profiling import Profiling
-                from gpumem_client.profile.encoded import encode
+                from gpumem_client.profile.aggregate import encode
 
                 heap, recorder = parts()
             self._send_profile = lambda profile: send(encode(profile, self.identity))
@@ -140,7 +140,7 @@ class ReportLoop:
             # Now: when the error happens, nothing is loaded.
             with self._errors.swallowed("no profile of out-of-memory errors"):
                 with loading():
-                    from gpumem_client.profile.oom_moment import OomMoments
+                    from gpumem_client.profile.profiler import OomMoments
                 self._executor.profiling = profiling = make_profiling()
                 self.oom_moments = OomMoments(profiling.heap, profiling.recorder, clock=self._clock)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumem_client.profile.encoded import encode
+from gpumem_client.profile.aggregate import encode
 from gpumem_client.profile.profile_types import (
     MAX_DOCUMENT_BYTES,
     MAX_LISTS,
