@@ -80,11 +80,7 @@ class TorchGate:
         return self._inside.acquire(timeout=timeout_seconds)
 
 
-class _OfThread(threading.local):
-    gate: TorchGate | None = None
-
-
-_of_thread = _OfThread()
+_of_thread = threading.local()
 
 
 def use_gate(gate: TorchGate | None) -> None:
@@ -99,12 +95,12 @@ def in_torch() -> AbstractContextManager[None]:
     from C++ code into an interpreter that has ended aborts the process ("terminate called without an active
     exception"). Long work within it ends early once `stopping()` is true. Waits for the network are outside of it.
     """
-    return _of_thread.gate or nullcontext()
+    return getattr(_of_thread, "gate", None) or nullcontext()
 
 
 def stopping() -> bool:
     """Whether the work of the calling thread in torch should end early, because its reporter stops."""
-    gate = _of_thread.gate
+    gate = getattr(_of_thread, "gate", None)
     return gate is not None and gate.stopping
 
 

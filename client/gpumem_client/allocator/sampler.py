@@ -7,6 +7,7 @@ import random
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,8 +75,7 @@ class Sampler:
         self._reported_seconds = 0.0
         self._steps = 0
         self._last_step_seconds: float | None = None
-        self._step_seconds = 0.0
-        self._recent_step_seconds = [0.0] * _RATE_STEPS
+        self._recent_step_seconds: deque[float] = deque(maxlen=_RATE_STEPS)
         self._one_step = OneStep()
         self._idle_cache = IdleCache()
         self._next_reading_seconds = 0.0
@@ -98,7 +98,7 @@ class Sampler:
     @property
     def step_seconds(self) -> float | None:
         """The median duration of the last steps; None while none run. Any thread may read it."""
-        recent = [seconds for seconds in self._recent_step_seconds if seconds > 0]
+        recent = list(self._recent_step_seconds)
         return statistics.median(recent) if recent and self.steps_run() else None
 
     def current(self, next_report_seconds: float) -> Sample:
@@ -145,13 +145,13 @@ class Sampler:
         """Whether the last step ended only a few step times ago. Any thread may call this."""
         if self._last_step_seconds is None:
             return False
-        patience = min(max(_QUIET_STEPS * self._step_seconds, _QUIET_SECONDS_MIN), _QUIET_SECONDS_MAX)
+        patience = min(max(_QUIET_STEPS * sum(self._last_steps(1)), _QUIET_SECONDS_MIN), _QUIET_SECONDS_MAX)
         return self._clock() - self._last_step_seconds < patience
 
     def _late(self, latest: Sample) -> bool:
         """Whether the last sample was reported already, and the next step is late: there may be no further step."""
         now = self._clock()
-        step_seconds = max(self._step_seconds, self.step_seconds or 0.0)
+        step_seconds = max(sum(self._last_steps(1)), self.step_seconds or 0.0)
         late = self._last_step_seconds is not None and now - self._last_step_seconds > _LEAD_STEPS * step_seconds
         return late and latest.taken_seconds < self._reported_seconds and self._calm(now)
 
@@ -162,8 +162,7 @@ class Sampler:
     def _stepped(self) -> None:
         now = self._clock()
         if self._last_step_seconds is not None:
-            self._step_seconds = now - self._last_step_seconds
-            self._recent_step_seconds[self._steps % _RATE_STEPS] = self._step_seconds
+            self._recent_step_seconds.append(now - self._last_step_seconds)
         self._last_step_seconds = now
         self._steps += 1
         if self._steps_fail:
@@ -227,8 +226,11 @@ class Sampler:
         # the window has a minute of steps, and two of them.
         if self._last_step_seconds is None:
             return math.inf
-        two_steps = sum(self._recent_step_seconds[(self._steps - n) % _RATE_STEPS] for n in (1, 2))
-        return self._last_step_seconds - max(two_steps, self._idle_cache.window_seconds)
+        return self._last_step_seconds - max(sum(self._last_steps(2)), self._idle_cache.window_seconds)
+
+    def _last_steps(self, count: int) -> list[float]:
+        """Return the durations of the last steps."""
+        return list(self._recent_step_seconds)[-count:]
 
     def _last_known(self, latest: Sample | None) -> Sample:
         now = self._clock()

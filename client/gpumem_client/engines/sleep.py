@@ -10,7 +10,6 @@ import inspect
 import itertools
 import os
 import sys
-import threading
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +97,7 @@ class CoreMemory:
 
     def _in_loop(self, function: Callable[[], Any]) -> None:
         """Run a function in the core's loop, and wait until it and the future that it may return have ended."""
-        from concurrent.futures import Future  # vLLM has loaded it
+        from concurrent.futures import Future, wait  # vLLM has loaded it
 
         # vLLM's own loop does the work, between two steps: the core takes utility requests from its input queue, a
         # request calls a method of the core by name, and a method that returns a future is answered when the future
@@ -106,18 +105,17 @@ class CoreMemory:
         # the loop and sends no answer to a client of vLLM.
         # Each request has a name of its own: one that was refused may still be in the queue, and a name that is not
         # there is answered with an error, which ends the client of vLLM.
-        core, started, ended = self._core, threading.Lock(), threading.Event()
+        core = self._core
+        work: Future[Any] = Future()
         name = f"_gpumem_call_{next(_NUMBERS)}"
-        results: list[Any] = []
 
         def call() -> Future[None]:
             delattr(core, name)
-            if started.acquire(blocking=False):
+            if work.set_running_or_notify_cancel():
                 try:
-                    results.append(function())
+                    work.set_result(function())
                 except Exception as error:  # noqa: BLE001 - it must not reach vLLM's loop, which would end
-                    results.append(error)
-                ended.set()
+                    work.set_exception(error)
             return Future()
 
         if not core.is_running():
@@ -125,16 +123,14 @@ class CoreMemory:
         utility = sys.modules["vllm.v1.engine"].EngineCoreRequestType.UTILITY
         setattr(core, name, call)
         core.input_queue.put_nowait((utility, (0, -1, name, ())))
-        # The first holder of this lock decides: after a refusal, the loop finds the lock taken and runs nothing.
-        if not ended.wait(_START_SECONDS) and started.acquire(blocking=False):
+        # After a refusal, the loop finds the work cancelled and runs nothing.
+        if not wait([work], _START_SECONDS).done and work.cancel():
             raise CommandRefusedError(
                 f"vLLM's loop was busy with one step for {_START_SECONDS:g} s", ReasonCode.ENGINE_BUSY
             )
-        if not ended.wait(_WORK_SECONDS):
+        if not wait([work], _WORK_SECONDS).done:
             raise TimeoutError(f"vLLM did not end it within {_WORK_SECONDS:g} s; it may still do so")
-        (result,) = results
-        if isinstance(result, Exception):
-            raise result
+        result = work.result()
         if isinstance(result, Future):
             result.result(_WORK_SECONDS)
 

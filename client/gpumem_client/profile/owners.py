@@ -90,6 +90,7 @@ class _Owners:
 
     def __init__(self, read: Holders) -> None:
         self._read = read
+        # By id: the place, the shape and the dtype as texts, and the bytes.
         self._tensors: dict[int, tuple[Place, tuple[str, str], int]] = {}
         self._owners: dict[Place, Owner] = {}
         # The number of further tensors of the same kind with this storage.
@@ -126,8 +127,6 @@ class _Owners:
         for optimizer, name in optimizers.items():
             for path, tensor in self._nested(self._child(optimizer, "param_groups"), f"{name}.param_groups"):
                 parameters.setdefault(tensor, path)
-        for model in models:
-            self._add("parameters", model.parameters)
         self._add("parameters", ((name, tensor) for tensor, name in parameters.items()))
         for tensor, name in parameters.items():
             for place in gradients.places.get(tensor, ()):
