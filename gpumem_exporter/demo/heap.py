@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.profile.aggregate import Naming
-from gpumem_client.profile.heap_blocks import Block, DeviceBlocks, Stacks
+from gpumem_client.profile.heap_blocks import DeviceBlocks, Lifetime, Stacks
 from gpumem_client.profile.heap_reader import HeapReader
 from gpumem_client.profile.profile_types import Owner
 from gpumem_client.profile.recorder import Recorder
@@ -61,7 +61,8 @@ class SimulatedHeap(HeapReader):
             for tensor in slot.live:
                 size = tensor.block.size_bytes  # in the demo also the requested size
                 pool = "private" if tensor.private else "default"
-                blocks.allocated[tensor.block.address] = Block(size, size, pool, stacks.number(tensor.stack))
+                stack, address = stacks.number(tensor.stack), tensor.block.address
+                blocks.allocated[address] = Lifetime(address, size, size, pool, stack)
         return found
 
     def entries_enough(self) -> int:

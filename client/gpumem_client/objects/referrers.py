@@ -24,7 +24,6 @@ from types import (
     FrameType,
     FunctionType,
     GeneratorType,
-    GetSetDescriptorType,
     MemberDescriptorType,
     ModuleType,
     TracebackType,
@@ -42,7 +41,6 @@ from gpumem_client.objects.holders import (
     facts_of,
     getter_of,
     ids_of,
-    is_derived,
     name_of_class,
     of_types,
     variables_in,
@@ -404,21 +402,8 @@ def _slots(kind: type) -> list[tuple[str, Any]]:
     return [(name, each) for name, each in found.items() if type(each) is MemberDescriptorType]
 
 
-def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return the items of a dictionary without running code of its class; nothing for another object."""
-    if not is_derived(type(value), dict):
-        return []
-    try:
-        return list(dict.items(value))
-    except RuntimeError:  # another thread has changed it
-        return []
-
-
 def instance_dictionary(instance: Any) -> dict[Any, Any] | None:
     """Return the `__dict__` of an instance without running code of its class, or None if it has none."""
-    for base in bases_of(type(instance)):
-        descriptor = dictionary_of_class(base).get("__dict__")
-        if type(descriptor) is GetSetDescriptorType:
-            found = descriptor.__get__(instance)
-            return found if type(found) is dict else None
-    return None
+    getter = getter_of(type(instance))
+    found = None if getter is None else getter(instance)
+    return found if type(found) is dict else None

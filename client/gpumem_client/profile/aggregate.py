@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Tuple
 
-from gpumem_client.profile.heap_blocks import Stacks, resting
-from gpumem_client.profile.lifetimes import Lifetime
+from gpumem_client.profile.heap_blocks import Lifetime, Stacks, resting
 from gpumem_client.profile.profile_types import (
     FORMAT,
     MAX_COMPRESSED_BYTES,

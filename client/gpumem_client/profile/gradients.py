@@ -9,7 +9,8 @@ from typing import Any, Callable, Iterator
 from gpumem_client import torch_access
 from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.steps import process_steps
-from gpumem_client.objects.referrers import instance_dictionary, items_of
+from gpumem_client.objects.holders import is_derived
+from gpumem_client.objects.referrers import instance_dictionary
 from gpumem_client.objects.tensors import TensorReader
 from gpumem_client.profile.aggregate import Place
 
@@ -69,5 +70,5 @@ class Gradients:
 def _parameters(optimizer: Any) -> Iterator[Any]:
     groups = (instance_dictionary(optimizer) or {}).get("param_groups")
     for group in groups if type(groups) is list else ():
-        parameters = dict(items_of(group)).get("params")
+        parameters = dict.get(group, "params") if is_derived(type(group), dict) else None
         yield from parameters if type(parameters) is list else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from gpumem_client.profile.profile_types import Frame
 from gpumem_client.wire.protocol import MAX_TEXT_LENGTH
@@ -16,6 +16,8 @@ _WORK_SECONDS, _REST_SECONDS = 0.001, 0.0003
 # The interval after which Python takes the GIL from a thread.
 _WORK_SECONDS_MAX = 0.005
 _ITEMS = 32
+BEFORE = -1
+"""The index of what happened before the first entry of a history."""
 _PENDING = ("active_pending_free", "active_awaiting_free")
 
 
@@ -66,22 +68,35 @@ def _frame(frame: Mapping[str, Any]) -> Frame:
     return Frame(str(frame["name"])[:MAX_TEXT_LENGTH], str(frame["filename"])[-MAX_TEXT_LENGTH:], int(frame["line"]))
 
 
-class Block(NamedTuple):
-    """One block in use."""
+@dataclass(eq=False)
+class Lifetime:
+    """One allocation of a block."""
 
+    address: int
     size_bytes: int
+    """0 until it is known."""
     requested_bytes: int
     pool: str
-    """`default` or `private`."""
-    stack: int | None
+    stack: int | None = None
+    allocated_at: int = BEFORE
+    """The index of the entry."""
+    allocated_us: int = 0
+    """Microseconds since the epoch; 0 if it is not known."""
+    freed_at: int | None = None
+    """None if it is still allocated."""
+    freed_us: int | None = None
+
+    def lived_at(self, index: int) -> bool:
+        """Whether it was allocated right after this entry."""
+        return self.allocated_at <= index and (self.freed_at is None or self.freed_at > index)
 
 
 @dataclass
 class DeviceBlocks:
     """The blocks of one device at the time of a snapshot, by address."""
 
-    allocated: dict[int, Block] = field(default_factory=dict)
-    pending: dict[int, Block] = field(default_factory=dict)
+    allocated: dict[int, Lifetime] = field(default_factory=dict)
+    pending: dict[int, Lifetime] = field(default_factory=dict)
     """Freed blocks that another stream still uses. Torch does not count them as allocated."""
     classic_segments: dict[int, int] = field(default_factory=dict)
     """The bytes of the segments that are not expandable."""
@@ -89,6 +104,11 @@ class DeviceBlocks:
     reserved_bytes: int = 0
     fragmented_bytes: int | None = None
     """Free bytes of segments that blocks in use keep from the driver."""
+
+    def has(self, life: Lifetime) -> bool:
+        """Whether it is among the allocated blocks, or another allocation that looks the same."""
+        block = self.allocated.get(life.address)
+        return block is not None and block.requested_bytes == life.requested_bytes
 
 
 def read_blocks(segments: list[dict[str, Any]], stacks: Stacks) -> dict[int, DeviceBlocks]:
@@ -107,7 +127,8 @@ def read_blocks(segments: list[dict[str, Any]], stacks: Stacks) -> dict[int, Dev
                 continue
             blocks = device.pending if state in _PENDING else device.allocated
             requested = block.get("requested_size") or block["size"]
-            blocks[block["address"]] = Block(block["size"], requested, pool, stacks.number(block.get("frames", ())))
+            stack = stacks.number(block.get("frames", ()))
+            blocks[block["address"]] = Lifetime(block["address"], block["size"], requested, pool, stack)
     return devices
 
 

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks, consumed, pool_name, resting
+from gpumem_client.profile.heap_blocks import BEFORE, DeviceBlocks, Lifetime, Stacks, consumed, pool_name, resting
 
-BEFORE = -1
-"""The index of what happened before the first entry."""
 _ROUNDING_BYTES = 512
 # The largest request in the small pool.
 _SMALL_BYTES = 1 << 20
@@ -34,44 +32,15 @@ class SplitRules:
     """Whether sizes can be derived: not with `roundup_power2_divisions`."""
 
 
-@dataclass(eq=False)
-class Lifetime:
-    """One allocation of a block."""
-
-    address: int
-    size_bytes: int
-    """0 until it is known."""
-    requested_bytes: int
-    pool: str
-    stack: int | None = None
-    allocated_at: int = BEFORE
-    """The index of the entry."""
-    allocated_us: int = 0
-    """Microseconds since the epoch; 0 if it is not known."""
-    freed_at: int | None = None
-    """None if it is still allocated."""
-    freed_us: int | None = None
-
-    def lived_at(self, index: int) -> bool:
-        """Whether it was allocated right after this entry."""
-        return self.allocated_at <= index and (self.freed_at is None or self.freed_at > index)
-
-    def is_in(self, blocks: DeviceBlocks) -> bool:
-        """Whether these blocks have it, or another allocation that looks the same."""
-        block = blocks.allocated.get(self.address)
-        return block is not None and block.requested_bytes == self.requested_bytes
-
-
 def living(blocks: DeviceBlocks, earlier: DeviceBlocks) -> list[Lifetime]:
     """Return the allocated blocks without a history. `earlier` are the blocks of an earlier snapshot.
 
     What was not allocated then, or with another size, has a time of allocation in the far future.
     """
-    lifetimes = [Lifetime(address, *block) for address, block in resting(blocks.allocated.items())]
-    for life in resting(lifetimes):
-        if not life.is_in(earlier):
+    for life in resting(blocks.allocated.values()):
+        if not earlier.has(life):
             life.allocated_at, life.allocated_us = BEFORE + 1, _FAR_FUTURE
-    return lifetimes
+    return list(blocks.allocated.values())
 
 
 def between_snapshots(entries: list[dict[str, Any]], *, from_first: bool) -> list[dict[str, Any]] | None:
@@ -99,7 +68,7 @@ class History:
         rules: SplitRules,
         start: DeviceBlocks | None = None,
     ) -> None:
-        self.lifetimes: list[Lifetime] = []
+        self.lifetimes = list(end.allocated.values())
         self.exact = rules.known
         """Whether the entries, the sizes and the snapshots agree."""
         self._stacks = stacks
@@ -110,10 +79,8 @@ class History:
         # Sorted: the large blocks in use, and the classic segments with the addresses after them.
         self._large: list[int] = []
         self._segments = sorted((address, address + size) for address, size in end.classic_segments.items())
-        for blocks in (end.allocated, end.pending):
-            for address, block in blocks.items():
-                self._occupy(Lifetime(address, *block))
-        self.lifetimes += [life for address, life in self._in_use.items() if address in end.allocated]
+        for life in (*self.lifetimes, *end.pending.values()):
+            self._occupy(life)
         index = len(entries)
         for entry in resting(consumed(entries)):
             index -= 1

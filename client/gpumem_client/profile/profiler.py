@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from gpumem_client.guest_safety import log
 from gpumem_client.profile.aggregate import Naming, Rows
-from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks
+from gpumem_client.profile.heap_blocks import BEFORE, DeviceBlocks, Lifetime, Stacks
 from gpumem_client.profile.heap_reader import HeapReader
-from gpumem_client.profile.lifetimes import BEFORE, REST_BYTES_MAX, History, Lifetime, between_snapshots, living
+from gpumem_client.profile.lifetimes import REST_BYTES_MAX, History, between_snapshots, living
 from gpumem_client.profile.profile_types import Profile, ProfiledDevice
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.errors import CommandRefusedError
@@ -234,7 +234,7 @@ class OomMoments:
         history = History(entries, devices[index], stacks, heap.split_rules(index))
         lifetimes = [life for life in history.lifetimes if life.lived_at(at)]
         for life in lifetimes:
-            if life.freed_at is None and not life.is_in(later):
+            if life.freed_at is None and not later.has(life):
                 life.freed_us = 0  # at an unknown time, perhaps before the search for owners
         sample = error.oom.sample
         missing_bytes = ((sample and sample.allocated_bytes) or 0) - sum(life.size_bytes for life in lifetimes)
@@ -249,7 +249,7 @@ class OomMoments:
         )
 
         def unnamed(life: Lifetime) -> str:
-            return "before" if life.is_in(before) and life.allocated_at == BEFORE else "backward"
+            return "before" if before.has(life) and life.allocated_at == BEFORE else "backward"
 
         rows = Rows(stacks, [naming])
         rows.add(index, device, lifetimes, unnamed, live_at=at, rest_bytes=rest_bytes)
