@@ -25,7 +25,6 @@ class TensorReader:
                 "__torch_dispatch__" in base.__dict__ for base in kind.__mro__[: kind.__mro__.index(torch.Tensor)]
             )
         )
-        self._dtypes: dict[Any, str] = {}
 
     def parts(self, value: Any, depth: int = 0) -> list[Any]:
         """Return the readable tensors that a tensor consists of: itself, or what a wrapper such as a DTensor wraps."""
@@ -74,10 +73,7 @@ class TensorReader:
 
     def dtype(self, tensor: Any) -> str:
         """Return the name of a tensor's dtype, such as `bfloat16`."""
-        dtype = self.base.dtype.__get__(tensor)
-        if dtype not in self._dtypes:
-            self._dtypes[dtype] = str(dtype).replace("torch.", "")
-        return self._dtypes[dtype]
+        return str(self.base.dtype.__get__(tensor)).replace("torch.", "")
 
 
 def subclasses(kind: type) -> list[type]:
