@@ -77,22 +77,13 @@ CONTAINERS = DICTIONARIES | ids_of((list, tuple, set, frozenset, deque))
 _KEYS = ids_of((str, int))
 
 
-def read_holders(torch: Any, reader: TensorReader, types: Collection[type], slices: Slices) -> Holders:
-    """Return the tensors, and what instances of these types and variables hold. `types` must allow weak references.
+class Holders:
+    """Reads the tensors, and what instances of these types and variables hold. `types` must allow weak references.
 
     Each program keeps the GIL for a third to three quarters of the time of a full garbage collection. Below 500
-    instances, 15,000 containers of each level are read.
+    instances, 15,000 containers of each level are read. Between the programs, and afterwards, this has only ids, text,
+    and weak references to instances.
     """
-    found = Holders(torch, reader, types, slices)
-    names = user_modules()
-    found.read_tracked()
-    found.read_variables(names)
-    found.read_instances()
-    return found
-
-
-class Holders:
-    """What was read, in several programs. Between them it has only ids, text, and weak references to instances."""
 
     def __init__(self, torch: Any, reader: TensorReader, types: Collection[type], slices: Slices) -> None:
         self.tensors: list[tuple[int, int, int, int, tuple[int, ...], Any]] = []
@@ -119,6 +110,9 @@ class Holders:
         # The numbers of containers and of tensors of each level.
         self._sizes: list[int] = []
         self._ends: list[int] = []
+        self._read_tracked()
+        self._read_variables(user_modules())
+        self._read_instances()
 
     @property
     def unread(self) -> int:
@@ -126,7 +120,7 @@ class Holders:
         limits = (self._sizes, _CONTAINERS_MAX), (self._ends, _TENSORS_MAX)
         return sum(max(0, size - most) for sizes, most in limits for size in sizes)
 
-    def read_tracked(self) -> None:
+    def _read_tracked(self) -> None:
         """Read the tracked tensors, and find the tracked instances."""
         for listed, window in windows(self._slices, _WINDOW, _WINDOWS_MAX):
             if self._slices.stopping():
@@ -143,7 +137,7 @@ class Holders:
                 self._add_tensors(read, found)
                 self._slices.run(read)
 
-    def read_variables(self, names: Sequence[str]) -> None:
+    def _read_variables(self, names: Sequence[str]) -> None:
         """Read the variables of functions, and the globals of the modules with these names."""
         self._getters.update(_getters(_types_of_variables(names, self._slices)))
         read = Uninterrupted()
@@ -152,7 +146,7 @@ class Holders:
         self._add_below(read, self._level_of(read, count(-1, -1), variables, [], self._getters.keys()))
         self._slices.run(read)
 
-    def read_instances(self) -> None:
+    def _read_instances(self) -> None:
         """Read what the tracked instances hold."""
         for start in range(0, len(self._references), _INSTANCES):
             if self._slices.stopping():

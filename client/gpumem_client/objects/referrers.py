@@ -180,7 +180,10 @@ class _Search:
             for each in visited
             if collects or each not in expanded or each in dropped or self._counts.get(each) != references[each]
         }
-        _spread(alive, sources)
+        known = 0
+        while len(alive) > known:  # what is reached from an object that is alive is alive
+            known = len(alive)
+            alive |= {target for target, found in sources.items() if not alive.isdisjoint(found)}
         graphs = Counter(name for name, named in map(self._resolve, sorted(nodes)) if named)
         graph = _GRAPH.format(graphs.most_common(1)[0][0]) if graphs else ""
         found_names = {GRAPH: graph}
@@ -360,19 +363,6 @@ class _Search:
         else:
             path = next(iter(self._paths(holder, depth, containers=True)), ("", False))
         return text.format(path[0]) if path[1] else ""
-
-
-def _spread(alive: set[int], sources: dict[int, list[int]]) -> None:
-    """Add what is reached from the objects that are alive."""
-    reached: dict[int, list[int]] = {}
-    for target, found in sources.items():
-        for source in found:
-            reached.setdefault(source, []).append(target)
-    waiting = list(alive)
-    while waiting:
-        new = [each for each in reached.get(waiting.pop(), ()) if each not in alive]
-        alive.update(new)
-        waiting += new
 
 
 def _with_ids(read: Uninterrupted, ids: AbstractSet[int], frozen: Sequence[Any]) -> list[Any]:

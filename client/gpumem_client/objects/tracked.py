@@ -31,30 +31,21 @@ def count_tracked(generation: int) -> int:
     return sum(map(len, map(gc.get_objects, (generation,))))
 
 
-def tracked_of_types(generation: int, types: Collection[type], *, skip: int = 0) -> list[Any]:
-    """Return the objects of exactly these types in a generation, the oldest first, without its first `skip` objects.
-
-    Keeps the GIL for 0.1 s per million objects.
-    """
-    read = Uninterrupted()
-    lists = map(CALL, (partial(gc.get_objects, generation),))
-    listed = read.held(chain.from_iterable(map(itemgetter(slice(skip, None)), lists)))
-    found = read.kept(compress(listed, are(listed, ids_of(types))))
-    read.run()
-    return found
-
-
 def each_tracked(types: Collection[type], late: Callable[[], bool], max_objects: int = sys.maxsize) -> Iterator[Any]:
     """Yield the objects of exactly these types until `late()`, the youngest generation first.
 
-    Refers to no object that it has yielded, so that other threads can free it. Leaves the oldest objects out if there
-    are more than `max_objects`.
+    Keeps the GIL for 0.1 s per million objects of a generation. Refers to no object that it has yielded, so that other
+    threads can free it. Leaves the oldest objects out if there are more than `max_objects`.
     """
     # What leaks is young. Within a generation the oldest objects come first, so that a tensor precedes its views.
     left = max_objects
     for generation in GENERATIONS:
         size = count_tracked(generation)
-        found = tracked_of_types(generation, types, skip=max(0, size - max(0, left)))
+        read = Uninterrupted()
+        lists = map(CALL, (partial(gc.get_objects, generation),))
+        listed = read.held(chain.from_iterable(map(itemgetter(slice(max(0, size - max(0, left)), None)), lists)))
+        found = read.kept(compress(listed, are(listed, ids_of(types))))
+        read.run()
         left -= size
         found.reverse()
         while found:

@@ -21,9 +21,12 @@ _ATTRIBUTES = ("main_grad",)
 
 
 class Gradients:
-    """The gradients of the parameters of one optimizer or more."""
+    """The gradients of the parameters of one optimizer or more.
 
-    def __init__(self, torch: Any) -> None:
+    They are read at the end of the next step, if one ends within `seconds`. Refers to nothing meanwhile.
+    """
+
+    def __init__(self, torch: Any, seconds: float, stopping: Callable[[], bool]) -> None:
         self._torch = torch
         self.places: dict[int, list[Place]] = {}
         """By the id of a parameter."""
@@ -31,9 +34,8 @@ class Gradients:
         """The ids of the optimizers whose gradients were read."""
         self.read_at_us = 0
         """The time before the first ones were read, in microseconds since the epoch."""
-
-    def wait(self, seconds: float, stopping: Callable[[], bool]) -> None:
-        """Read the gradients at the end of the next step, if one ends within this time. Refers to nothing meanwhile."""
+        if seconds <= 0:
+            return
         # Autograd's threads set gradients without the GIL, and to read one at that moment crashes the process. At the
         # end of its step an optimizer's gradients belong to the thread that made the step.
         done = threading.Event()
@@ -49,9 +51,8 @@ class Gradients:
         end_seconds = time.monotonic() + seconds
         stop = process_steps().listen(read)
         try:
-            while not stopping() and not done.wait(min(_LOOK_SECONDS, max(0.0, end_seconds - time.monotonic()))):
-                if time.monotonic() >= end_seconds:
-                    break
+            while not stopping() and time.monotonic() < end_seconds and not done.wait(min(_LOOK_SECONDS, seconds)):
+                pass
         finally:
             stop()
 

@@ -14,7 +14,7 @@ from gpumem_client.allocator.reclaimable import known
 from gpumem_client.profile.aggregate import Naming
 from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks, read_blocks
 from gpumem_client.profile.lifetimes import SplitRules
-from gpumem_client.profile.owners import GRADIENT_SECONDS, name_storages
+from gpumem_client.profile.owners import name_storages
 from gpumem_client.profile.profile_types import ProfiledDevice
 from gpumem_client.uninterrupted import GENERATIONS, Slices, Uninterrupted, take_turns
 from gpumem_client.wire.errors import CommandRefusedError
@@ -73,21 +73,10 @@ class HeapReader:
             traces = self._read(torch_access.snapshot_traces)
         return self._blocks(segments, stacks), traces
 
-    def naming(
-        self,
-        addresses_read: Callable[[], object] = lambda: None,
-        *,
-        gradient_seconds: float = GRADIENT_SECONDS,
-        search_seconds: float = 0.0,
-    ) -> Naming:
-        """Name the owners of all storages: see `name_storages`."""
-        return name_storages(
-            self._torch,
-            Slices(torch_access.stopping, self._paused),
-            addresses_read=addresses_read,
-            gradient_seconds=gradient_seconds,
-            search_seconds=search_seconds,
-        )
+    def naming(self, addresses_read: Callable[[], object] = lambda: None, **options: float) -> Naming:
+        """Name the owners of all storages: see `name_storages`, which has these options."""
+        slices = Slices(torch_access.stopping, self._paused)
+        return name_storages(self._torch, slices, addresses_read=addresses_read, **options)
 
     def profiled(self, index: int, blocks: DeviceBlocks, peak_bytes: int | None = None) -> ProfiledDevice:
         """Return a device with the bytes of its blocks."""

@@ -14,7 +14,7 @@ import time
 from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, NamedTuple, Tuple
 
 from gpumem_client import torch_access
-from gpumem_client.objects.holders import Holders, ids_of, name_of_class, read_holders
+from gpumem_client.objects.holders import Holders, ids_of, name_of_class
 from gpumem_client.objects.referrers import GRAPH, NO_REFERRER, describe_referrers
 from gpumem_client.objects.tensors import TensorReader, subclasses
 from gpumem_client.profile.aggregate import Naming, Place
@@ -25,8 +25,8 @@ from gpumem_client.uninterrupted import Slices
 
 TESTED_TORCH = ((2, 9), (2, 15))
 """The first and the last release of torch with which CI runs the tests. Owners are searched with these only."""
-GRADIENT_SECONDS = 2.0
-"""The longest wait for the end of a step, at which gradients can be read."""
+# The longest wait for the end of a step, at which gradients can be read.
+_GRADIENT_SECONDS = 2.0
 # The number of tensors with one storage whose referrers are searched, and the number of storages, the largest first.
 _IDS_MAX, _SEARCHED_MAX = 4, 5000
 _DEPTH_MAX, _KEY_MAX = 4, 60
@@ -39,7 +39,7 @@ def name_storages(
     slices: Slices,
     *,
     addresses_read: Callable[[], object] = lambda: None,
-    gradient_seconds: float = GRADIENT_SECONDS,
+    gradient_seconds: float = _GRADIENT_SECONDS,
     search_seconds: float = 0.0,
 ) -> Naming:
     """Name the storages of all CUDA tensors that Python objects hold.
@@ -56,14 +56,12 @@ def name_storages(
         first, last = (".".join(map(str, each)) for each in TESTED_TORCH)
         why = f"owners are not named with torch {torch.__version__}: tested are {first} to {last}"
         return Naming(0, 0, {}, notes=(why,))
-    gradients = Gradients(torch)
-    if gradient_seconds > 0:
-        gradients.wait(gradient_seconds, slices.stopping)
+    gradients = Gradients(torch, gradient_seconds, slices.stopping)
     started_us = gradients.read_at_us or time.time_ns() // 1000
     modules, optimizers = subclasses(torch.nn.Module), subclasses(torch.optim.Optimizer)
     with torch_access.without_torch_function(torch):
         types = (*modules, *optimizers, *cache_types(), *cache_part_types())
-        read = read_holders(torch, TensorReader(torch), types, slices)
+        read = Holders(torch, TensorReader(torch), types, slices)
     ended_us = time.time_ns() // 1000
     addresses_read()
     owners = _Owners(read)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from gpumem_client.allocator.allocator import attached, no_cuda
 from gpumem_client.allocator.allocator_environment import VARIABLES, in_force, merged, parse_settings
 from gpumem_client.allocator.reclaimable import unreturnable_bytes
-from gpumem_client.objects.tracked import find_frozen, tracked_of_types
-from gpumem_client.uninterrupted import GENERATIONS
+from gpumem_client.objects.tracked import each_tracked, find_frozen
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import ShownAsText, counted, human_bytes
@@ -141,7 +140,7 @@ def expandable_segments_conflict() -> str:
     # `torch.cuda.MemPool` (torch 2.5 and later) from the pool of CUDA graphs.
     pool_class = getattr(sys.modules.get("torch.cuda.memory"), "MemPool", None)
     if pool_class is not None and (
-        any(tracked_of_types(generation, (pool_class,)) for generation in GENERATIONS)
+        next(each_tracked((pool_class,), lambda: False), None) is not None
         or any(type(each) is pool_class for each in find_frozen(time.thread_time() + _FROZEN_SECONDS, _FROZEN_MAX))
     ):
         return "the program uses a torch.cuda.MemPool"
