@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from gpumem_client.wire.errors import WireError
@@ -356,27 +356,16 @@ def denied_by_owner(denied: Collection[str], action: str, *, collect_garbage: bo
     return f"its owner does not allow {name} (GPUMEM_ACTIONS, GPUMEM_PROFILE)" if name else ""
 
 
-# By message. Each report needs them, so they are computed once.
-_FIELD_NAMES: dict[type, tuple[str, ...]] = {
-    cls: tuple(f.name for f in fields(cls))
-    for cls in list(globals().values())
-    if isinstance(cls, type) and is_dataclass(cls)
-}
-
-
 def to_wire(message: object) -> dict[str, Any]:
     """Convert a message, or a part of one, to what `json.dumps` accepts, without the unknown and empty fields."""
-    out: dict[str, Any] = {}
-    for name in _FIELD_NAMES[type(message)]:
-        item = getattr(message, name)
-        if item is None or item == "" or item == () or item == {}:
-            continue
-        if type(item) in _FIELD_NAMES:
-            item = to_wire(item)
-        elif type(item) is tuple:
-            item = [to_wire(part) if type(part) in _FIELD_NAMES else part for part in item]
-        out[name] = item
-    return out
+    known = {name: item for name, item in vars(message).items() if item is not None and item not in ("", (), {})}
+    return {name: item if isinstance(item, (int, float, str)) else _written(item) for name, item in known.items()}
+
+
+def _written(item: Any) -> Any:
+    if isinstance(item, tuple):
+        return [_written(part) for part in item]
+    return to_wire(item) if is_dataclass(item) else item
 
 
 def reply_from_wire(document: Any) -> Reply:
@@ -385,69 +374,39 @@ def reply_from_wire(document: Any) -> Reply:
     Raises:
         WireError: the document is not a reply.
     """
-    reply = _mapping(document, "")
-    commands = reply.get("commands", [])
-    if not isinstance(commands, list):
-        raise WireError("must be an array", "commands")
-    if len(commands) > MAX_COMMANDS:
+    reply: Reply = _read("Reply", document, "")
+    if len(reply.commands) > MAX_COMMANDS:
         raise WireError(f"must have at most {MAX_COMMANDS} items", "commands")
-    interval = _number(reply, "report_interval_seconds", "", default=1.0)
-    if interval <= 0:
+    if reply.report_interval_seconds <= 0:
         raise WireError("must be over 0", "report_interval_seconds")
-    return Reply(
-        commands=tuple(_command(item, f"commands.{i}") for i, item in enumerate(commands)),
-        cancelled=_texts(reply, "cancelled", ""),
-        report_interval_seconds=interval,
-        protocol=int(_number(reply, "protocol", "", default=PROTOCOL_VERSION)),
-    )
+    return reply
 
 
-def _command(item: Any, where: str) -> Command:
-    command = _mapping(item, where)
-    at_step = _optional_number(command, "at_step", where)
-    return Command(
-        id=_text(command, "id", where),
-        action=_text(command, "action", where),
-        deadline_seconds=_number(command, "deadline_seconds", where),
-        uuids=_texts(command, "uuids", where),
-        collect_garbage=command.get("collect_garbage") is True,
-        mode=_text(command, "mode", where) if "mode" in command else "now",
-        at_step=None if at_step is None else int(at_step),
-        fraction=_optional_number(command, "fraction", where),
-        force=command.get("force") is True,
-        settle_seconds=_number(command, "settle_seconds", where, default=0.0),
-        duration_seconds=_number(command, "duration_seconds", where, default=0.0),
-        search_seconds=_number(command, "search_seconds", where, default=0.0),
-        keep=_texts(command, "keep", where),
-    )
-
-
-def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise WireError("must be an object", where)
-    return value
-
-
-def _text(mapping: dict[str, Any], name: str, where: str) -> str:
-    value = mapping.get(name)
-    if not isinstance(value, str) or not value:
-        raise WireError("must be a string that is not empty", f"{where}.{name}".lstrip("."))
-    return value
-
-
-def _texts(mapping: dict[str, Any], name: str, where: str) -> tuple[str, ...]:
-    value = mapping.get(name, [])
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise WireError("must be an array of strings", f"{where}.{name}".lstrip("."))
-    return tuple(value)
-
-
-def _optional_number(mapping: dict[str, Any], name: str, where: str) -> float | None:
-    return None if mapping.get(name) is None else _number(mapping, name, where)
-
-
-def _number(mapping: dict[str, Any], name: str, where: str, default: float | None = None) -> float:
-    value = mapping.get(name, default)
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """Read a value of a type, which is given by its annotation."""
+    if kind.endswith(" | None"):
+        return None if value is None else _read(kind[:-7], value, where)
+    if kind in ("Reply", "Command"):
+        if not isinstance(value, dict):
+            raise WireError("must be an object", where)
+        cls = globals()[kind]
+        return cls(
+            **{
+                each.name: _read(each.type, value.get(each.name), f"{where}.{each.name}".lstrip("."))
+                for each in fields(cls)
+                if each.name in value or each.default is MISSING
+            }
+        )
+    if kind.startswith("tuple["):
+        if not isinstance(value, list):
+            raise WireError("must be an array", where)
+        return tuple(_read(kind[6:-6], item, f"{where}.{i}") for i, item in enumerate(value))
+    if kind == "bool":
+        return value is True
+    if kind == "str":
+        if not isinstance(value, str) or not value:
+            raise WireError("must be a string that is not empty", where)
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise WireError("must be a finite number", f"{where}.{name}".lstrip("."))
-    return float(value)
+        raise WireError("must be a finite number", where)
+    return int(value) if kind == "int" else float(value)
