@@ -12,6 +12,7 @@ from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.reporter import reporter as module
+from gpumem_client.reporter import worker as worker_module
 from gpumem_client.reporter.reporter import Reporter
 from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.reporter.worker import Worker
@@ -96,8 +97,8 @@ def test_calls_at_exit_and_after_a_fork_are_removed_when_the_thread_ends(monkeyp
 
         return install
 
-    monkeypatch.setattr(module, "at_exit", hook("exit"))
-    monkeypatch.setattr(module, "after_fork_in_child", hook("fork"))
+    monkeypatch.setattr(worker_module, "at_exit", hook("exit"))
+    monkeypatch.setattr(worker_module, "after_fork_in_child", hook("fork"))
     busy = threading.Event()
     monkeypatch.setattr(Worker, "_report", lambda _: busy.wait(patient(60)))
     reporter = Reporter(Steps())
@@ -149,7 +150,7 @@ def test_the_exit_waits_for_a_stopped_reporter_that_is_still_in_torch(monkeypatc
         ends.append(end)
         return lambda: None
 
-    monkeypatch.setattr(module, "at_exit", at_exit)
+    monkeypatch.setattr(worker_module, "at_exit", at_exit)
     reporter = Reporter(Steps())
     reporter.start(SETTINGS)
     assert inside.wait(patient(60))

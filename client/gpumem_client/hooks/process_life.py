@@ -103,7 +103,7 @@ def _go_on() -> None:
 
 def _run() -> None:
     _objects.pop("load_lock", None)
-    for callback in _in_child:
+    for callback in tuple(_in_child):  # a callback may remove itself
         callback()
 
 

@@ -14,7 +14,7 @@ from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.guest_safety import ErrorLog, guest_safety, log
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog, OutOfMemoryObserver
-from gpumem_client.hooks.process_life import loading
+from gpumem_client.hooks.process_life import after_fork_in_child, at_exit, loading
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
 from gpumem_client.reporter.identity import current_process
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from gpumem_client.profile.heap_reader import HeapReader
     from gpumem_client.profile.recorder import Recorder
 
+FAREWELL_SECONDS = 0.3
+"""The longest that `stop`, or an ending interpreter, waits for the final report."""
+
 _CUDA_POLL_SECONDS = 0.05
 # The time between two tries of what has failed with the same error three times.
 _RARELY_SECONDS = 60.0
@@ -35,35 +38,33 @@ _RECORDING_SECONDS = 0.5
 # The number of times that an ending reporter tries to remove the hook on steps, which fails during a step, and the
 # seconds between two tries.
 _UNHOOK_TRIES, _UNHOOK_SECONDS = 500, 0.01
-# The longest that an ending interpreter waits for the report and the profile of an out-of-memory error.
-_OOM_SECONDS = 3.0
+# The longest that an ending interpreter waits for the report and the profile of an out-of-memory error, and for a call
+# of torch.
+_OOM_SECONDS, _TORCH_SECONDS = 3.0, 10.0
 
 
 class Worker:
-    """Reports one process until it is stopped, in one thread. `ended` is called with the worker at the thread's end."""
+    """Reports one process until it is stopped, in one thread."""
 
     def __init__(
         self,
         settings: ReporterSettings,
-        errors: ErrorLog,
         observer: OutOfMemoryObserver,
         steps: Steps,
         *,
         denied_actions: Collection[str],
-        ended: Callable[[Worker], None],
     ) -> None:
         self._settings = settings
-        self._errors = errors
+        self._errors = ErrorLog()
         self._observer = observer
         self._steps = steps
         self._denied_actions = denied_actions
-        self._ended = ended
         self._wakeup = Wakeup()
-        self._delivery = Delivery(settings, self._wakeup, errors)
+        self._delivery = Delivery(settings, self._wakeup, self._errors)
         self._ooms = OutOfMemoryLog(self._wakeup.wake)
         self._allocator: Allocator | None = None
         self._loop: ReportLoop | None = None
-        # A daemon: the interpreter must not wait for it, and `disable` waits for a running command.
+        # A daemon: the interpreter must not wait for it, and `_exit` waits for a running command.
         self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
         self._gate = torch_access.TorchGate()
         self._started_by = 0
@@ -71,6 +72,8 @@ class Worker:
         self._recording_decided = threading.Event()
         # The recorder of this process' profiles, once there is one.
         self._recorder: Recorder | None = None
+        # Functions that remove the calls at exit and after a fork, which stay until the thread ends.
+        self._removals: list[Callable[[], None]] = []
 
     @property
     def sampler(self) -> Sampler | None:
@@ -78,15 +81,15 @@ class Worker:
         loop = self._loop
         return None if loop is None else loop.sampler
 
-    @property
-    def alive(self) -> bool:
-        """Whether the thread still runs."""
-        return self._thread.is_alive()
-
     def start(self) -> None:
         """Start the thread. Waits a moment for a recording that shall be on from the start of CUDA."""
         self._started_by = threading.get_native_id()
-        self._thread.start()
+        self._removals = [at_exit(self._exit), after_fork_in_child(self._abandon)]
+        try:
+            self._thread.start()
+        except BaseException:
+            self._remove_calls()
+            raise
         if self._settings.oom_profile:
             # Otherwise the first tensors would have no stack. The thread takes some milliseconds.
             self._recording_decided.wait(_RECORDING_SECONDS)
@@ -98,15 +101,17 @@ class Worker:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_seconds)
 
-    def disable(self, timeout_seconds: float) -> None:
-        """Take no sample and run no command from now on. Waits at most `timeout_seconds` for a call of torch.
+    def _exit(self) -> None:
+        """End at the interpreter's exit: no sample is taken and no command runs from now on.
 
-        Before that, it waits a few seconds for the report and the profile of an out-of-memory error.
+        Waits for the final report, for the report and the profile of an out-of-memory error, and for a call of torch.
         """
+        self._removals = []  # Python iterates over its calls at exit and must not be changed
+        self.stop(FAREWELL_SECONDS)
         if self._oom_waits or (self._loop is not None and self._ooms.waiting()):
             self._thread.join(_OOM_SECONDS)  # the error that may end this process is being reported
-        end_seconds = time.monotonic() + timeout_seconds
-        self._gate.close(timeout_seconds)
+        end_seconds = time.monotonic() + _TORCH_SECONDS
+        self._gate.close(_TORCH_SECONDS)
         sampler = self.sampler
         if sampler is not None:  # a command may run in a thread of the user, at the end of a step
             sampler.exclusively().acquire(timeout=max(0.0, end_seconds - time.monotonic()))  # never released
@@ -116,13 +121,20 @@ class Worker:
         loop = self._loop
         return loop is not None and loop.oom_moments is not None and loop.oom_moments.waiting
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Remove the parent's hooks in a forked child, where the thread does not exist."""
         # A sample there would show the parent's bytes, or wait forever for a lock that was held during the fork.
+        self._remove_calls()
         self._observer.listener = None
         if self._allocator is not None:
             self._allocator.detach()
         self._delivery.close()  # a copy: the parent's connection stays open
+
+    def _remove_calls(self) -> None:
+        """Remove the calls at exit and after a fork."""
+        removals, self._removals = self._removals, []
+        for remove in removals:
+            remove()
 
     def _run(self) -> None:
         if threading.get_native_id() != self._started_by:  # equal under greenlets: this is a user's thread
@@ -133,7 +145,7 @@ class Worker:
         finally:
             torch_access.use_gate(None)
             self._remove_step_hook()
-            self._ended(self)
+            self._remove_calls()
 
     def _report(self) -> None:
         if self._settings.oom_profile:
