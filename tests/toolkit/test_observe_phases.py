@@ -78,7 +78,7 @@ def test_bounds_of_nested_and_overlapping_phases_contain_the_true_peak_and_are_e
             span, since = running.pop(value % len(running))
             observed.leave(span)
             true_peak = max(device.course[since:])
-            bounds = span.peaks[0]
+            bounds = span.bounds[0].peak
             assert bounds.at_most_bytes is not None
             assert bounds.at_least_bytes <= true_peak <= bounds.at_most_bytes
             assert bounds.exact or not span.reset_peaks

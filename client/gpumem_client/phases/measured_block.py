@@ -167,11 +167,12 @@ class Measured:
             self._observed.leave(span)
             if span.ended_seconds is not None:
                 use.duration_seconds = span.ended_seconds - span.started_seconds
-            use.devices = tuple(
-                DeviceUse(index, bounds.entered, bounds.now, peak.at_least_bytes, peak.at_most_bytes)
-                for index, bounds in sorted(span.bounds.items())
-                if (peak := span.peaks.get(index)) is not None
-            )
+                use.devices = tuple(
+                    DeviceUse(
+                        *(index, bounds.entered, bounds.now), bounds.peak.at_least_bytes, bounds.peak.at_most_bytes
+                    )
+                    for index, bounds in sorted(span.bounds.items())
+                )
             if self._ended is not None:
                 self._ended(use)
 

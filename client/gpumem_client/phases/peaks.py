@@ -16,76 +16,6 @@ from typing import Any
 from gpumem_client.torch_access import SUMMED
 
 
-class PeakWatch:
-    """Counts the resets of each device's peaks. For one thread at a time, except `resets`.
-
-    A reset is not visible, and not counted, if no peak was above the current value, or if each peak has risen again
-    before the next reading. The reporter counts its own resets in any case.
-    """
-
-    def __init__(self) -> None:
-        self._peaks: dict[int, dict[str, int]] = {}
-        self._resets: dict[int, int] = {}
-
-    def note(self, index: int, state: Mapping[str, Any]) -> None:
-        """Compare a device's peaks in its nested statistics with the peaks of the previous call."""
-        before = self._peaks.get(index, {})
-        peaks = {name: state[name]["peak"] for name in SUMMED if name in state}
-        self._peaks[index] = peaks
-        # A peak rises, and only a reset lets it fall. A reset affects all peaks of a device, so any of them shows it.
-        if peaks != before and any(peaks.get(name, then) < then for name, then in before.items()):
-            self._resets[index] = self._resets.get(index, 0) + 1
-
-    def reset(self, index: int) -> None:
-        """Count a reset that the client has made."""
-        self._peaks.pop(index, None)
-        self._resets[index] = self._resets.get(index, 0) + 1
-
-    def forget(self, index: int) -> None:
-        """Do not count a reset that the client has made and compensates for."""
-        self._peaks.pop(index, None)
-
-    def resets(self, index: int) -> int:
-        """Return the number of resets. Any thread may call this."""
-        return self._resets.get(index, 0)
-
-
-class PeakBounds:
-    """The peak of one device's allocated bytes in one span. Each reading of the statistics narrows the bounds.
-
-    It is made with the allocated bytes and the allocator's peak at the start.
-    """
-
-    __slots__ = ("_before_reset", "_peak_then", "_unseen_reset", "at_least", "entered", "now")
-
-    def __init__(self, allocated_bytes: int, peak_bytes: int) -> None:
-        self.entered = self.now = self.at_least = allocated_bytes
-        self._peak_then = peak_bytes
-        self._before_reset = 0
-        self._unseen_reset = False
-
-    def note(self, allocated_bytes: int, peak_bytes: int) -> None:
-        """Evaluate a reading during the span."""
-        self.now = allocated_bytes
-        self.at_least = max(self.at_least, allocated_bytes, peak_bytes if peak_bytes > self._peak_then else 0)
-
-    def at_most(self, peak_bytes: int) -> int | None:
-        """Return the upper bound, given the allocator's peak now; None after a reset by the user's code."""
-        return None if self._unseen_reset else max(self._before_reset, peak_bytes)
-
-    def reset_by_exporter(self, peak_before_bytes: int, allocated_bytes: int) -> None:
-        """Evaluate a reset by this package, right after a reading."""
-        self._before_reset = max(self._before_reset, peak_before_bytes)
-        self._peak_then = allocated_bytes
-
-    def reset_by_user(self, allocated_bytes: int, peak_bytes: int) -> None:
-        """Evaluate a reading after a reset by the user's code. The upper bound is unknown from now on."""
-        self.at_least = max(self.at_least, allocated_bytes, peak_bytes)
-        self.now = allocated_bytes
-        self._unseen_reset = True
-        self._peak_then = peak_bytes
-
-
 @dataclass(frozen=True)
 class PhasePeak:
     """The largest peak of allocated bytes in the runs of a phase since the last reset of the allocator's peaks.
@@ -102,6 +32,95 @@ class PhasePeak:
         """Whether both bounds are equal."""
         return self.at_least_bytes == self.at_most_bytes
 
+    def merged(self, other: PhasePeak | None) -> PhasePeak:
+        """Return the peak of both; `other` may be None for no run."""
+        if other is None:
+            return self
+        most = None
+        if self.at_most_bytes is not None and other.at_most_bytes is not None:
+            most = max(self.at_most_bytes, other.at_most_bytes)
+        return PhasePeak(max(self.at_least_bytes, other.at_least_bytes), most)
+
+
+class PeakBounds:
+    """The peak of one device's allocated bytes in one span. Each reading of the statistics narrows the bounds.
+
+    It is made with the allocated bytes and the allocator's peak at the start.
+    """
+
+    __slots__ = ("_at_least", "_at_most", "_before_reset", "_others_peak", "entered", "now")
+
+    def __init__(self, allocated_bytes: int, peak_bytes: int) -> None:
+        self.entered = self.now = self._at_least = allocated_bytes
+        self._at_most: int | None = peak_bytes
+        # Only a higher peak is the span's own.
+        self._others_peak = peak_bytes
+        self._before_reset = 0
+
+    @property
+    def peak(self) -> PhasePeak:
+        """The bounds at the last reading."""
+        return PhasePeak(self._at_least, self._at_most)
+
+    def note(self, allocated_bytes: int, peak_bytes: int) -> None:
+        """Evaluate a reading during the span."""
+        self.now = allocated_bytes
+        self._at_least = max(self._at_least, allocated_bytes, peak_bytes if peak_bytes > self._others_peak else 0)
+        if self._at_most is not None:
+            self._at_most = max(self._before_reset, peak_bytes)
+
+    def reset(self, *, by_user: bool) -> None:
+        """Evaluate a reset of the allocator's peak since the last reading. The upper bound survives the client's."""
+        self._before_reset, self._others_peak = self._at_most or 0, -1
+        if by_user:
+            self._at_most = None
+
+
+class DevicePeaks:
+    """The peaks of one device: their resets, and the peaks of its phases. For one thread at a time.
+
+    A reset is not visible, and not counted, if no peak was above the current value, or if each peak has risen again
+    before the next reading. The reporter counts its own resets in any case.
+    """
+
+    def __init__(self) -> None:
+        self.resets = 0
+        """The number of resets that the client has noticed. Any thread may read it."""
+        self.lifted: dict[str, int] = {}
+        """The peaks that phases have reset, by statistic."""
+        self.phases: dict[str, PhasePeak] = {}
+        """The peaks of phases since the last reset."""
+        self.earlier_phases: dict[str, PhasePeak] = {}
+        """The peaks of phases before the last reset."""
+        self._peaks: dict[str, int] = {}
+
+    def note(self, state: Mapping[str, Any]) -> bool:
+        """Compare the peaks in nested statistics with the last ones. Returns whether the user's code has reset them."""
+        before, self._peaks = self._peaks, {name: state[name]["peak"] for name in SUMMED if name in state}
+        # A peak rises, and only a reset lets it fall. A reset affects all peaks of a device, so any of them shows it.
+        fell = any(self._peaks.get(name, then) < then for name, then in before.items())
+        if fell:
+            self._count_reset()
+        return fell
+
+    def reset(self) -> None:
+        """Count a reset that the client has made at the user's request."""
+        self._peaks = {}
+        self._count_reset()
+
+    def lift(self, state: Mapping[str, Any]) -> None:
+        """Remember the peaks, because a phase resets them now. This reset does not count."""
+        self._peaks = {}
+        for name in ("allocated_bytes", "reserved_bytes"):
+            if name in state:
+                self.lifted[name] = max(self.lifted.get(name, 0), state[name]["peak"])
+
+    def _count_reset(self) -> None:
+        self.resets += 1
+        self.lifted = {}
+        self.earlier_phases.update(self.phases)
+        self.phases = {}
+
 
 class Span:
     """One run of a phase or a measured block, with the bounds of the peak of each device.
@@ -109,7 +128,7 @@ class Span:
     `reset_peaks` resets the allocator's peaks at the start. `kept` says that the run counts as a run of a phase.
     """
 
-    __slots__ = ("bounds", "ended_seconds", "kept", "name", "peaks", "reset_peaks", "started_seconds", "thread")
+    __slots__ = ("bounds", "ended_seconds", "kept", "name", "reset_peaks", "started_seconds", "thread")
 
     def __init__(self, name: str, *, reset_peaks: bool = False, kept: bool = True) -> None:
         self.name = name
@@ -117,6 +136,5 @@ class Span:
         self.kept = kept
         self.thread = threading.get_ident()
         self.bounds: dict[int, PeakBounds] = {}
-        self.peaks: dict[int, PhasePeak] = {}
         self.started_seconds = time.monotonic()
         self.ended_seconds: float | None = None
