@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from gpumem_client.allocator.components import Unmapped
-from gpumem_client.commands import scheduler
-from gpumem_client.wire.protocol import Command, DeviceSample, StillFree
+from gpumem_client.wire.protocol import DeviceSample, StillFree
 from tests.support.fake_allocator import CommandBench
 from tests.support.waiting import patient
 
@@ -143,26 +142,6 @@ def test_a_numbered_step_waits_until_the_deadline_at_most(bench: CommandBench) -
         training.join(patient(30))
         assert not training.is_alive()
     assert (bench.result().outcome, bench.allocator.cleared) == ("expired", 0)
-
-
-def test_a_signal_handler_may_end_a_step_at_any_moment(bench: CommandBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_run, interrupted = scheduler._may_run_at_step, threading.Event()
-
-    def interrupts(command: Command) -> bool:
-        if not interrupted.is_set():
-            interrupted.set()
-            bench.steps()
-        return may_run(command)
-
-    bench.add(command_id="a")
-    bench.add(command_id="b")
-    monkeypatch.setattr(scheduler, "_may_run_at_step", interrupts)
-    training = threading.Thread(target=bench.scheduler.cancel, args=[["a"]], daemon=True)
-    training.start()
-    training.join(patient(30))
-    assert not training.is_alive()
-    assert interrupted.is_set()
-    assert {result.id for result in bench.executor.results(64)} == {"a", "b"}
 
 
 @pytest.mark.parametrize(
