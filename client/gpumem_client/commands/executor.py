@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -76,9 +75,8 @@ class Executor:
         """Loads and returns what takes profiles; None if this process cannot take any."""
         self.profiling: Profiling | None = None
         """Takes profiles, which end later; None before the first command for one."""
-        # Reentrant: a signal handler may end a step while its thread holds the lock.
-        self._results_lock = threading.RLock()
-        self._results: OrderedDict[str, CommandResult] = OrderedDict()
+        # Any thread may use these, each time in one operation, which is atomic.
+        self._results: dict[str, CommandResult] = {}
         self._undelivered: list[CommandResult] = []
         self._runners: dict[str, Callable[[Command], SnapshotFile | None]] = {
             "empty_cache": self._empty_cache,
@@ -131,8 +129,7 @@ class Executor:
 
     def known(self, command_id: str) -> CommandResult | None:
         """Return the result of a finished command; None for any other."""
-        with self._results_lock:
-            return self._results.get(command_id)
+        return self._results.get(command_id)
 
     def run(self, command: Command, *, expires_seconds: float, wait: bool = True) -> CommandResult | None:
         """Run a command in this thread, or repeat the result of one that has run. Does not raise.
@@ -153,22 +150,19 @@ class Executor:
     def record(self, result: CommandResult) -> CommandResult:
         """Record the result of a command for a report, and so that the command does not run again."""
         log.debug("command %s: %s %s", result.id, result.outcome, result.reason)
-        with self._results_lock:
-            self._results[result.id] = result
-            while len(self._results) > _REMEMBERED:
-                self._results.popitem(last=False)
-            self._undelivered.append(result)
+        self._results[result.id] = result
+        for oldest in list(self._results)[:-_REMEMBERED]:
+            self._results.pop(oldest, None)
+        self._undelivered.append(result)
         return result
 
     def results(self, at_most: int) -> tuple[CommandResult, ...]:
         """Return the first results that are not delivered."""
-        with self._results_lock:
-            return tuple(self._undelivered[:at_most])
+        return tuple(self._undelivered[:at_most])
 
     def delivered(self, results: tuple[CommandResult, ...]) -> None:
         """Forget the first results, because a report delivered them."""
-        with self._results_lock:
-            del self._undelivered[: len(results)]
+        del self._undelivered[: len(results)]
 
     def _is_known(self, action: str) -> bool:
         return action in self._runners and (action != "profile" or self.make_profiling is not None)

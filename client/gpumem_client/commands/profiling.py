@@ -43,7 +43,7 @@ class Profiling:
         self.recorder = recorder
         self._sampler = sampler
         self._capturing = capturing
-        self._send = send
+        self.send = send
         self._failed = failed
         self._clock = clock
         self._command: Command | None = None
@@ -83,7 +83,7 @@ class Profiling:
                 profile = self._profile(command)
             if profile is None:
                 return None
-            sent_id = self._send(replace(profile, step=self._sampler.step))
+            sent_id = self.send(replace(profile, step=self._sampler.step))
         except CommandRefusedError as error:
             return self._end(command, "refused", str(error), error.reason_code)
         except (ExporterError, ConfigurationError, WireError, ValueError, OSError) as error:

@@ -152,28 +152,21 @@ class Delivery:
 
         Raises:
             ExporterError: the exporter does not answer, is not trusted, or does not accept the profile.
-            WireError, ValueError: its answer is invalid.
+            ValueError, KeyError: its answer is invalid.
             OSError: the token file cannot be read.
         """
-        headers = {**self._headers(), "Content-Encoding": "gzip"}
+        if not self._accepted_by:
+            raise ExporterUnreachableError("no exporter has accepted a report")
         # A profile is useful only to the exporter that receives the reports.
-        urls = (self._accepted_by,) if self._accepted_by else self._settings.urls
-        refusal: ExporterError = ExporterUnreachableError("there is no address of an exporter")
-        for url in urls:
-            connection = self._connect(url, _ANSWER_MARGIN_SECONDS)
-            try:
-                answer = connection.request("POST", PROFILES_PATH, document, headers)
-                if answer.status == _CREATED:
-                    return _profile_id(answer.body)
-                refusal = ExporterAnswerError(answer.status, _detail(answer.body))
-            except ExporterUnreachableError as error:
-                refusal = error
-            finally:
-                connection.close()
+        connection = self._connect(self._accepted_by, _ANSWER_MARGIN_SECONDS)
         try:
-            raise refusal
+            headers = {**self._headers(), "Content-Encoding": "gzip"}
+            answer = connection.request("POST", PROFILES_PATH, document, headers)
         finally:
-            del refusal
+            connection.close()
+        if answer.status != _CREATED:
+            raise ExporterAnswerError(answer.status, _detail(answer.body))
+        return str(json.loads(answer.body)["id"])
 
     def close(self) -> None:
         """Close the connection."""
@@ -256,14 +249,6 @@ class Delivery:
 def _body(report: Report) -> bytes:
     # Bytes of the environment that are not UTF-8, as in a name of a job, are surrogates here. JSON may not have them.
     return json.dumps(to_wire(report), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
-
-
-def _profile_id(body: bytes) -> str:
-    answer = json.loads(body)
-    profile_id = answer.get("id") if isinstance(answer, dict) else None
-    if not isinstance(profile_id, str) or not profile_id:
-        raise WireError("must be a string that is not empty", "id")
-    return profile_id
 
 
 def _detail(body: bytes) -> str:

@@ -29,7 +29,6 @@ from gpumem_client.wire.protocol import (
     COMMAND_ACTIONS,
     MAX_TEXT_LENGTH,
     MODES,
-    CommandResult,
     OutOfMemory,
     ProcessIdentity,
     Reply,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from gpumem_client.commands.profiling import Profiling
     from gpumem_client.engines.sleep import CoreMemory
     from gpumem_client.profile.heap_reader import HeapReader
-    from gpumem_client.profile.profile_types import Profile
     from gpumem_client.profile.profiler import OomMoments
     from gpumem_client.profile.recorder import Recorder
 
@@ -99,7 +97,6 @@ class ReportLoop:
         self._scheduler = Scheduler(self._executor, allocator, self.sampler, wake=wake, clock=clock)
         self.oom_moments: OomMoments | None = None
         """The errors that get a profile, if that is set."""
-        self._send_profile: Callable[[Profile], str] = lambda _: ""
         self.sampler.at_step = self._scheduler.at_step
         self._ray_is_known = False
         self._engine_clock = EngineClock(clock)
@@ -126,11 +123,10 @@ class ReportLoop:
                 from gpumem_client.profile.aggregate import encode
 
                 heap, recorder = parts()
-            self._send_profile = lambda profile: send(encode(profile, self.identity))
             return Profiling(
                 *(heap, recorder, self.sampler),
                 capturing=lambda: self._allocator.capturing,
-                send=self._send_profile,
+                send=lambda profile: send(encode(profile, self.identity)),
                 failed=functools.partial(self._errors.failed, "cannot take a profile"),
                 clock=self._clock,
             )
@@ -154,7 +150,7 @@ class ReportLoop:
     def next_report(self) -> Report:
         """Take the current sample, and return the report to send now."""
         self._take_oom_profile()
-        self._finish_profile()
+        self._advance_profile()
         self._started_seconds = started_seconds = self._clock()
         self._early_seconds = self._early_report_seconds(started_seconds)
         hold_seconds = min(self._interval_seconds, self._early_seconds - started_seconds)
@@ -162,7 +158,9 @@ class ReportLoop:
             return self._report(hold_seconds)
 
     def _report(self, hold_seconds: float) -> Report:
-        facts = self._engine_facts()  # before the sample, which has its bytes
+        # Before the sample, which has its bytes.
+        facts = self._errors.attempt("cannot read the inference engine", self._allocator.engine, None)
+        profiling = self._executor.profiling
         sample = self.sampler.current(self._started_seconds + hold_seconds)
         allocations = self._allocations(facts)
         self._executor.settling.measure(sample.devices, sample.taken_seconds)
@@ -186,7 +184,7 @@ class ReportLoop:
             actions=self._executor.actions,
             denied_actions=tuple(action for action in COMMAND_ACTIONS if action in self._denied_actions),
             modes=MODES,
-            waiting=(*self._scheduler.ids, *self._profile_ids()),
+            waiting=(*self._scheduler.ids, *(() if profiling is None else profiling.ids)),
             step_seconds=self.sampler.step_seconds,
             hold_seconds=hold_seconds,
             engine_starting=None if facts is None else facts.measures,
@@ -273,9 +271,6 @@ class ReportLoop:
         if identity is not None:
             self.identity, self._ray_is_known = identity, True
 
-    def _engine_facts(self) -> EngineFacts | None:
-        return self._errors.attempt("cannot read the inference engine", self._allocator.engine, None)
-
     def _allocations(self, facts: EngineFacts | None) -> tuple[tuple[int, int], ...] | None:
         """Return how many blocks of each device were allocated and freed; None if that is not known, or not needed."""
         # While steps run, they show that the process is active; a flush in another thread would stop this one.
@@ -287,10 +282,9 @@ class ReportLoop:
 
     def _follow(self, reply: Reply, *, sent_seconds: float) -> None:
         """Run the commands of a reply, or keep them until they can run."""
+        self._advance_profile(reply.cancelled)
         with in_torch():
             self._scheduler.cancel(reply.cancelled)
-            if self._executor.profiling is not None:
-                self._end_profile(self._executor.profiling.cancel(reply.cancelled))
             for command in reply.commands:
                 log.debug("command %s received: %s, mode %s", command.id, command.action, command.mode)
                 if not self._executor.load(command):
@@ -301,18 +295,12 @@ class ReportLoop:
                 else:
                     self._scheduler.add(command, expires_seconds=expires_seconds)
             self._scheduler.run_due()
-        self._finish_profile()
+        self._advance_profile()
 
-    def _profile_ids(self) -> tuple[str, ...]:
+    def _advance_profile(self, cancelled: Collection[str] = ()) -> None:
+        """Start the profile of a command, or end its recording that is over or cancelled, and send it."""
         profiling = self._executor.profiling
-        return () if profiling is None else profiling.ids
-
-    def _finish_profile(self) -> None:
-        """End a recording that is over, and send its profile."""
-        if self._executor.profiling is not None:
-            self._end_profile(self._executor.profiling.run_due())
-
-    def _end_profile(self, result: CommandResult | None) -> None:
+        result = None if profiling is None else profiling.cancel(cancelled) or profiling.run_due()
         if result is not None:
             self._executor.record(result)
             if self._errors.ended("cannot take a profile"):
@@ -320,8 +308,8 @@ class ReportLoop:
 
     def _take_oom_profile(self) -> None:
         """Take and send the profile of an out-of-memory error that has none."""
-        moments = self.oom_moments
-        if moments is None or not moments.waiting:
+        moments, profiling = self.oom_moments, self._executor.profiling
+        if moments is None or profiling is None or not moments.waiting:
             return
         with in_torch():
             if self._allocator.capturing:
@@ -331,6 +319,6 @@ class ReportLoop:
                 profile = self._errors.attempt("an out-of-memory error has no profile", moments.take, None)
             if profile is not None:
                 with self._errors.swallowed("the profile of an out-of-memory error was not sent"):
-                    self._send_profile(profile)
+                    profiling.send(profile)
         finally:
             moments.done()
