@@ -1,17 +1,19 @@
 """Who owns the other end of a socket, according to the Linux kernel. Standard library only.
 
-A unix socket has SO_PEERCRED (unix(7)). For TCP between two processes of one machine, `sock_diag` (sock_diag(7)) or
-/proc/net/tcp (proc_pid_net(5)) names the uid and the inode of each socket. A connection that comes through a proxy, a
-tunnel or a container's port mapping belongs to the process that forwards it.
+A unix socket has SO_PEERCRED (unix(7)). For TCP between two processes of one machine, `sock_diag` (sock_diag(7)) names
+the uid and the inode of each socket. A connection that comes through a proxy, a tunnel or a container's port mapping
+belongs to the process that forwards it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple, Tuple
 
 
@@ -41,8 +43,9 @@ _CREDENTIALS = struct.Struct("3i")
 
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
-_NLM_F_REQUEST = 1
-_ANY_STATE = 0xFFFFFFFF
+_NLM_F_REQUEST, _NLM_F_DUMP = 1, 0x300
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_ANY_STATE, _LISTENING = 0xFFFFFFFF, 1 << 10
 _NO_COOKIE = 0xFFFFFFFF
 # `struct nlmsghdr`: length, type, flags, sequence number, port.
 _HEADER = struct.Struct("=IHHII")
@@ -50,8 +53,9 @@ _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBxI")
 _PORTS = struct.Struct("!HH")
 _INTERFACE_AND_COOKIE = struct.Struct("=III")
-# Where the ports are in the reply: in `struct inet_diag_msg` after family, state, timer and retransmissions.
+# Where ports and local address are in the reply: in `struct inet_diag_msg` after family, state, timer, retransmissions.
 _PORTS_OFFSET = _HEADER.size + 4
+_ADDRESS_OFFSET = _PORTS_OFFSET + _PORTS.size
 # Where uid and inode are: after `struct inet_diag_sockid`, expiry and the lengths of both queues.
 _OWNER_OFFSET = _PORTS_OFFSET + 48 + 12
 _OWNER = struct.Struct("=II")
@@ -110,15 +114,17 @@ def tcp_listener_owner(address: tuple[str, int]) -> SocketOwner | None:
 def listening_sockets() -> list[tuple[tuple[str, int], int]]:
     """Return the address on loopback and the inode of each socket that listens there, in this network namespace.
 
-    Takes about a millisecond for a thousand connections.
+    There is none if the kernel does not answer such questions.
     """
     found = []
-    for table, loopback in (("/proc/net/tcp", "127.0.0.1"), ("/proc/net/tcp6", "::1")):
-        for row in _rows(table):
-            host, port = row[1].split(":")
-            everywhere = not int(host, 16)
-            if row[3] == _LISTEN and (everywhere or _address(host) == loopback or _address(host).startswith("127.")):
-                found.append(((loopback if everywhere else _address(host), int(port, 16)), int(row[9])))
+    with contextlib.suppress(OSError):
+        for family, loopback in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+            for reply in _ask(family, ("", 0), ("", 0), _LISTENING, _NLM_F_DUMP):
+                packed = reply[_ADDRESS_OFFSET : _ADDRESS_OFFSET + (4 if family == socket.AF_INET else 16)]
+                host, port = _unmapped((socket.inet_ntop(family, packed), _PORTS.unpack_from(reply, _PORTS_OFFSET)[0]))
+                host = host if any(packed) else loopback
+                if host == loopback or host.startswith("127."):
+                    found.append(((host, port), _OWNER.unpack_from(reply, _OWNER_OFFSET)[1]))
     return found
 
 
@@ -135,13 +141,16 @@ def user_name(uid: int) -> str:
 def _owner(local: _Address, remote: _Address | None) -> SocketOwner | None:
     """Return the owner of the socket with these addresses; without a remote address, of the listener."""
     local, remote = _unmapped(local), _unmapped(remote) if remote is not None else None
-    try:
-        found = _from_sock_diag(local, remote)
-    except OSError:
-        found = _from_proc(local, remote)
-    # A socket without a file, such as a connection that was not accepted yet, belongs to no process. The kernel shows
-    # uid 0 for it, which must not be taken for root.
-    return found if found is not None and found.inode else None
+    family = socket.AF_INET6 if ":" in local[0] else socket.AF_INET
+    to = remote if remote is not None else ("", 0)
+    for reply in _ask(family, local, to, _ANY_STATE):
+        # Where the connection is not found, the kernel returns the listener of that port.
+        if _PORTS.unpack_from(reply, _PORTS_OFFSET) == (local[1], to[1]):
+            uid, inode = _OWNER.unpack_from(reply, _OWNER_OFFSET)
+            # A socket without a file, such as a connection that was not accepted yet, belongs to no process. The kernel
+            # shows uid 0 for it, which must not be taken for root.
+            return SocketOwner(uid, inode, _cgroup_id(reply)) if inode else None
+    return None
 
 
 def _unmapped(address: _Address) -> _Address:
@@ -151,36 +160,39 @@ def _unmapped(address: _Address) -> _Address:
     return host.partition("%")[0], address[1]
 
 
-def _from_sock_diag(local: _Address, remote: _Address | None) -> SocketOwner | None:
-    """Ask the kernel for one socket.
+def _ask(family: int, local: _Address, remote: _Address, states: int, flags: int = 0) -> Iterator[bytes]:
+    """Yield the kernel's messages about one socket, or about all in some states with `_NLM_F_DUMP`.
 
     Raises:
         OSError: the kernel does not answer such questions.
     """
-    family = socket.AF_INET6 if ":" in local[0] else socket.AF_INET
-    to = remote if remote is not None else ("::" if family == socket.AF_INET6 else "0.0.0.0", 0)
+    everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
     request = (
-        _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ANY_STATE)
-        + _PORTS.pack(local[1], to[1])
-        + socket.inet_pton(family, local[0]).ljust(16, b"\0")
-        + socket.inet_pton(family, to[0]).ljust(16, b"\0")
+        _REQUEST.pack(family, socket.IPPROTO_TCP, 0, states)
+        + _PORTS.pack(local[1], remote[1])
+        + socket.inet_pton(family, local[0] or everywhere).ljust(16, b"\0")
+        + socket.inet_pton(family, remote[0] or everywhere).ljust(16, b"\0")
         + _INTERFACE_AND_COOKIE.pack(0, _NO_COOKIE, _NO_COOKIE)
     )
-    header = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
+    header = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST | flags, 0, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as netlink:
         netlink.settimeout(1.0)
         netlink.send(header + request)
-        reply = netlink.recv(4096)
-    if _HEADER.unpack_from(reply)[1] != _SOCK_DIAG_BY_FAMILY:
-        error = -struct.unpack_from("=i", reply, _HEADER.size)[0]
-        if error == 2:  # ENOENT: there is no such socket
-            return None
-        raise OSError(error, os.strerror(error))
-    # Where the connection is not found, the kernel returns the listener of that port.
-    if _PORTS.unpack_from(reply, _PORTS_OFFSET) != (local[1], to[1]):
-        return None
-    uid, inode = _OWNER.unpack_from(reply, _OWNER_OFFSET)
-    return SocketOwner(uid, inode, _cgroup_id(reply))
+        while True:
+            reply = netlink.recv(1 << 16)
+            while reply:
+                length, kind = _HEADER.unpack_from(reply)[:2]
+                if kind == _NLMSG_DONE:
+                    return
+                if kind == _NLMSG_ERROR:
+                    error = -struct.unpack_from("=i", reply, _HEADER.size)[0]
+                    if error == errno.ENOENT:  # there is no such socket
+                        return
+                    raise OSError(error, os.strerror(error))
+                yield reply[:length]
+                reply = reply[(length + 3) & ~3 :]
+            if not flags:
+                return
 
 
 def _cgroup_id(reply: bytes) -> int | None:
@@ -194,37 +206,3 @@ def _cgroup_id(reply: bytes) -> int | None:
             return int.from_bytes(reply[position + _ATTRIBUTE.size : position + length], sys.byteorder)
         position += (length + 3) & ~3
     return None
-
-
-_LISTEN = "0A"
-
-
-def _from_proc(local: _Address, remote: _Address | None) -> SocketOwner | None:
-    """Search /proc/net/tcp, where the kernel has no `sock_diag`."""
-    wanted = f"{local[1]:04X}", f"{remote[1]:04X}" if remote is not None else "0000"
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for row in _rows(table):
-            (host, port), (peer, peer_port) = row[1].split(":"), row[2].split(":")
-            if (port, peer_port) != wanted:
-                continue
-            if remote is None:
-                if row[3] == _LISTEN and (_address(host) == local[0] or not int(host, 16)):
-                    return SocketOwner(int(row[7]), int(row[9]))
-            elif (_address(host), _address(peer)) == (local[0], remote[0]):
-                return SocketOwner(int(row[7]), int(row[9]))
-    return None
-
-
-def _rows(table: str) -> list[list[str]]:
-    try:
-        with open(table) as lines:  # noqa: PTH123 - pathlib is not imported here
-            return [line.split(None, 10) for line in lines][1:]
-    except OSError:
-        return []
-
-
-def _address(text: str) -> str:
-    """Return the address of /proc/net/tcp: words of 32 bits in the machine's byte order."""
-    packed = b"".join(int(text[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(text), 8))
-    family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
-    return _unmapped((socket.inet_ntop(family, packed), 0))[0]
