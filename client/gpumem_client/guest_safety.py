@@ -86,29 +86,17 @@ def _code(handler: Any) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-class _ErrorText:
-    """The text of an error, without the error."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._str, self._repr = str(error), repr(error)
-
-    def __str__(self) -> str:
-        return self._str
-
-    def __repr__(self) -> str:
-        return self._repr
-
-
 class GuestLog(_Adapter):
     """A logger of the client or the toolkit. It swallows the errors of logging handlers."""
 
     @guest_safety()
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a record; an error of a handler is swallowed."""
-        # A handler that keeps an error would also keep its frames and all tensors in them.
-        texts = [_ErrorText(each) if isinstance(each, BaseException) else each for each in args]
-        # The record names the caller: skip the adapter's method, such as `warning`, and the wrapper of `guest_safety`.
-        super().log(level, msg, *texts, stacklevel=kwargs.pop("stacklevel", 1) + 2, **kwargs)
+        if self.isEnabledFor(level):
+            # As text, because a handler that keeps an error would also keep its frames and all tensors in them.
+            text = str(msg) % args if args else msg
+            # The record names the caller: skip the adapter's method, such as `warning`, and `guest_safety`.
+            super().log(level, "%s", text, stacklevel=kwargs.pop("stacklevel", 1) + 2, **kwargs)
 
 
 log = GuestLog(logging.getLogger("gpumem_client"), None)
@@ -119,7 +107,7 @@ class ErrorLog:
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
-        self._counts: Counter[tuple[Any, ...]] = Counter()
+        self._counts: Counter[tuple[str, type]] = Counter()
         self._ended: set[str] = set()
 
     def note(self, kind: str, error: BaseException, level: int = logging.WARNING) -> None:
@@ -145,11 +133,11 @@ class ErrorLog:
         What the caller does after the third is logged, in the words of `then`.
         """
         self.note(kind, error)
-        equal = kind, type(error), _place(error)
+        equal = kind, type(error)
         self._counts[equal] += 1
         if self._counts[equal] == _EQUAL_ERRORS and kind not in self._ended:
             self._ended.add(kind)
-            log.warning("%s: %s, after the same error %d times: %r", kind, then, _EQUAL_ERRORS, _ErrorText(error))
+            log.warning("%s: %s, after the same error %d times: %r", kind, then, _EQUAL_ERRORS, error)
         return kind in self._ended
 
     def ended(self, kind: str) -> bool:
@@ -159,11 +147,3 @@ class ErrorLog:
     def swallowed(self, kind: str) -> guest_safety:
         """Return the boundary that notes and swallows the errors of a block."""
         return guest_safety(functools.partial(self.note, kind))
-
-
-def _place(error: BaseException) -> tuple[CodeType, int] | None:
-    """Return where an error was raised: the innermost function and its line."""
-    step, place = error.__traceback__, None
-    while step is not None:
-        place, step = (step.tb_frame.f_code, step.tb_lineno), step.tb_next
-    return place
