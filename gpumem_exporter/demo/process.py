@@ -17,7 +17,6 @@ from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
 from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import ErrorLog
-from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity
@@ -120,7 +119,6 @@ class SimulatedProcess:
         self.loop = ReportLoop(
             identity,
             cast("Allocator", self),
-            OutOfMemoryLog(lambda: None, clock=clock),
             ErrorLog(),
             planned_bytes=workload.planned_bytes and int(workload.planned_bytes * workload.scale),
             collect_garbage=lambda: self.free(self.garbage),

@@ -11,7 +11,6 @@ from gpumem_client.allocator.components import with_cache_use, with_components
 from gpumem_client.allocator.reclaimable import PoolSegment
 from gpumem_client.engines.engine_state import CacheUse, EngineClock, EngineFacts
 from gpumem_client.guest_safety import ErrorLog
-from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.protocol import DeviceSample, EngineState
 from tests.support.builders import identity
@@ -102,7 +101,7 @@ def test_the_state_follows_requests_allocations_and_sleep() -> None:
 
 def test_a_report_has_the_engine_and_an_error_of_it_costs_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     allocator: Any = FakeAllocator()
-    loop = ReportLoop(identity(1), allocator, OutOfMemoryLog(lambda: None), ErrorLog())
+    loop = ReportLoop(identity(1), allocator, ErrorLog())
     report = loop.next_report()
     assert (report.engine, report.engine_starting) == (None, None)
     allocator.facts = EngineFacts("vllm", "0.32.0", "chat", measures=True)

@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 
 from gpumem_client.guest_safety import ErrorLog
-from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.protocol import Command, CommandResult, Reply, Report
@@ -21,7 +20,7 @@ PROFILE = Command("profile", "profile", 60.0)
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> ReportLoop:
-    loop = ReportLoop(identity(1), cast("Any", FakeAllocator()), OutOfMemoryLog(lambda: None), ErrorLog())
+    loop = ReportLoop(identity(1), cast("Any", FakeAllocator()), ErrorLog())
     loop.take_profiles(lambda: (cast("Any", None), cast("Any", None)), lambda _: "id")
     for module in (SNAPSHOTS, PROFILES):
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -54,7 +53,7 @@ def test_profiles_are_offered_before_their_code_is_loaded(loop: ReportLoop) -> N
 
 def test_a_command_that_the_owner_denies_loads_nothing() -> None:
     allocator: Any = FakeAllocator()
-    loop = ReportLoop(identity(1), allocator, OutOfMemoryLog(lambda: None), ErrorLog(), denied_actions=["profile"])
+    loop = ReportLoop(identity(1), allocator, ErrorLog(), denied_actions=["profile"])
     asked: list[str] = []
     loop.take_profiles(lambda: cast("Any", asked.append("parts")), lambda _: "id")
     send(loop, PROFILE)

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 
 from gpumem_client.guest_safety import ErrorLog
-from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.protocol import Command, DeviceSample, Reply
@@ -33,9 +32,7 @@ class Bench:
     def __init__(self) -> None:
         self.now = 100.0
         self.allocator = cast("Any", FakeAllocator())
-        self.loop = ReportLoop(
-            identity(1), self.allocator, OutOfMemoryLog(lambda: None), ErrorLog(), clock=lambda: self.now
-        )
+        self.loop = ReportLoop(identity(1), self.allocator, ErrorLog(), clock=lambda: self.now)
 
     def report(self, *commands: Command) -> Any:
         self.now += 1.0

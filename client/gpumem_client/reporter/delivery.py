@@ -104,30 +104,28 @@ class Delivery:
         self._reconnect_as_new_user(report)
         try:
             reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds, while_waiting)
-        except ExporterUnreachableError as error:
-            if not self._wakeup.woken:  # `wake` interrupts the request
-                # A missing exporter is normal and not logged by default. An untrusted exporter needs an operator.
-                if isinstance(error, ExporterUntrustedError):
-                    self._errors.note(_UNTRUSTED, error)
-                else:
-                    self._errors.note(_UNREACHABLE, error, level=logging.INFO)
-            return Outcome.FAILED, None
-        except ExporterAnswerError as error:
-            self._errors.note(f"the exporter refused a report ({error.status})", error)
-            log.debug("report %d was refused: %s", report.sequence, error)
-            return Outcome.REJECTED if error.status in _UNACCEPTABLE else Outcome.REFUSED, None
-        except (WireError, ValueError) as error:
-            self._errors.note("the exporter's reply is invalid", error)
-            return Outcome.FAILED, None
-        except (OSError, ConfigurationError) as error:
-            self._errors.note("cannot report", error)
-            return Outcome.FAILED, None
+        except (ExporterError, WireError, ConfigurationError, ValueError, OSError) as error:
+            return self._failed(error), None
         if self._connection is not None and self._connection.url != self._accepted_by:
             self._accepted_by = self._connection.url
             log.debug("reports go to %s", shown_url(self._accepted_by))
         self._errors.clear(_UNREACHABLE)
         self._errors.clear(_UNTRUSTED)
         return Outcome.ACCEPTED, reply
+
+    def _failed(self, error: Exception) -> Outcome:
+        """Log an error of a report, and return the outcome."""
+        if isinstance(error, ExporterAnswerError):
+            self._errors.note(f"the exporter refused a report ({error.status})", error)
+            return Outcome.REJECTED if error.status in _UNACCEPTABLE else Outcome.REFUSED
+        # A missing exporter is normal and not logged by default. An untrusted exporter needs an operator.
+        if isinstance(error, ExporterUntrustedError):
+            self._errors.note(_UNTRUSTED, error)
+        elif not isinstance(error, ExporterUnreachableError):
+            self._errors.note("cannot report", error)
+        elif not self._wakeup.woken:  # `wake` interrupts the request
+            self._errors.note(_UNREACHABLE, error, level=logging.INFO)
+        return Outcome.FAILED
 
     def interrupt(self) -> None:
         """End the wait for a reply. Any thread may call this."""

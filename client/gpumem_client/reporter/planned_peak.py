@@ -6,7 +6,6 @@ import contextlib
 import json
 import operator
 import os
-import stat
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import MAX_INTEGER, DeviceSample
 
 _FIELD = "reserved_peak_bytes"
-_FILE_BYTES_MAX = 1 << 20
 
 
 class Planned(Protocol):
@@ -76,15 +74,10 @@ def with_plan(devices: Sequence[DeviceSample], planned_bytes: int | None) -> tup
 
 def _read(path: Path) -> Any:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could wait forever
+        if path.exists() and not path.is_file():  # reading a pipe could wait forever
             raise ConfigurationError(f"plan {path} is not a regular file")
-        with path.open("rb") as file:
-            text = file.read(_FILE_BYTES_MAX + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"plan {path}: {getattr(error, 'strerror', None) or error}") from error
-    if len(text) > _FILE_BYTES_MAX:
-        raise ConfigurationError(f"plan {path} is too large: over {_FILE_BYTES_MAX} bytes")
-    try:
-        return json.loads(text)
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"plan {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"plan {path} is not the output of gpumem-exporter plan … --json: {error}") from error

@@ -63,7 +63,6 @@ class ReportLoop:
         self,
         identity: ProcessIdentity,
         allocator: Allocator,
-        ooms: OutOfMemoryLog,
         errors: ErrorLog,
         *,
         wake: Callable[[], None] = lambda: None,
@@ -76,7 +75,8 @@ class ReportLoop:
     ) -> None:
         self.identity = identity
         self._allocator = allocator
-        self._ooms = ooms
+        self.ooms = OutOfMemoryLog(wake, clock=clock)
+        """The out-of-memory errors that wait for a report."""
         self._errors = errors
         self._default_rank = default_rank
         self._planned_bytes = planned_bytes
@@ -180,7 +180,7 @@ class ReportLoop:
             step=sample.step,
             results=self._executor.results(_MAX_RESULTS),
             still_free=self._executor.settling.results(_MAX_RESULTS),
-            ooms=self._ooms.waiting(),
+            ooms=self.ooms.waiting(),
             actions=self._executor.actions,
             denied_actions=tuple(action for action in COMMAND_ACTIONS if action in self._denied_actions),
             modes=MODES,
@@ -208,7 +208,7 @@ class ReportLoop:
         """
         # What was rejected is dropped, too: each later report that has it would be rejected again.
         if report is not None and outcome in (Outcome.ACCEPTED, Outcome.REJECTED):
-            self._ooms.reported(report.ooms)
+            self.ooms.reported(report.ooms)
             self._executor.delivered(report.results)
             self._executor.settling.delivered(report.still_free)
         hold_seconds = self._interval_seconds if report is None else report.hold_seconds
@@ -228,7 +228,7 @@ class ReportLoop:
     def final_report(self) -> Report:
         """Return the report that ends this session, with what was not delivered."""
         results = self._executor.results(_MAX_RESULTS)
-        return Report(self.identity, self._sequence + 1, results=results, ooms=self._ooms.waiting(), final=True)
+        return Report(self.identity, self._sequence + 1, results=results, ooms=self.ooms.waiting(), final=True)
 
     def read_cache(self) -> float:
         """Read the cache if that is due, during the wait for a reply. Return the seconds until the next reading."""
@@ -239,7 +239,7 @@ class ReportLoop:
         """Record an out-of-memory error in the allocating thread. Ignores devices without a UUID."""
         uuid = self._allocator.uuid(device)
         if uuid:
-            oom = self._ooms.note(
+            oom = self.ooms.note(
                 OutOfMemory(
                     uuid=uuid,
                     number=0,

@@ -13,7 +13,7 @@ from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.guest_safety import ErrorLog, guest_safety, log
-from gpumem_client.hooks.out_of_memory import OutOfMemoryLog, OutOfMemoryObserver
+from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.hooks.process_life import after_fork_in_child, at_exit, loading
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
@@ -61,7 +61,6 @@ class Worker:
         self._denied_actions = denied_actions
         self._wakeup = Wakeup()
         self._delivery = Delivery(settings, self._wakeup, self._errors)
-        self._ooms = OutOfMemoryLog(self._wakeup.wake)
         self._allocator: Allocator | None = None
         self._loop: ReportLoop | None = None
         # A daemon: the interpreter must not wait for it, and `_exit` waits for a running command.
@@ -108,7 +107,8 @@ class Worker:
         """
         self._removals = []  # Python iterates over its calls at exit and must not be changed
         self.stop(FAREWELL_SECONDS)
-        if self._oom_waits or (self._loop is not None and self._ooms.waiting()):
+        loop = self._loop
+        if self._oom_waits or (loop is not None and loop.ooms.waiting()):
             self._thread.join(_OOM_SECONDS)  # the error that may end this process is being reported
         end_seconds = time.monotonic() + _TORCH_SECONDS
         self._gate.close(_TORCH_SECONDS)
@@ -233,7 +233,6 @@ class Worker:
         return ReportLoop(
             current_process(self._settings, torch_version=version, allocator_settings=settings),
             allocator,
-            self._ooms,
             self._errors,
             wake=self._wakeup.wake,
             default_rank=self._settings.default_rank,
