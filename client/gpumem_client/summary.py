@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,53 +17,42 @@ from gpumem_client.phases.observed import process_observed
 from gpumem_client.phases.peaks import PhasePeak
 from gpumem_client.torch_access import allocator_settings, initialized_torch
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_client.wire.units import ShownAsText, human_bytes
+from gpumem_client.wire.units import UNKNOWN, ShownAsText, human_bytes, human_ratio
 
-# Attributes of `DeviceSummary` that are the same in `DeviceSample`.
-_FROM_SAMPLE = (
-    *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
-    *("allocated_peak_bytes", "reserved_peak_bytes", "private_pools_bytes", "reclaimable_bytes"),
-    *("alloc_retries", "ooms"),
+# The rows of the table that a line of the log has, too.
+_IN_LINE = (
+    *("allocated", "allocated peak", "reserved", "reclaimable", "fragmented", "cache, may be released", "non-torch"),
+    *("device free", "device total", "allocation retries", "out of memory"),
 )
 
 
-@dataclass(frozen=True)
-class DeviceSummary(ShownAsText):
-    """One device, as the allocator of this process, CUDA and the driver report it. None is unknown."""
+@dataclass
+class DeviceSummary(ShownAsText, DeviceSample):
+    """One device, as the allocator of this process, CUDA and the driver report it. None is unknown.
 
-    index: int
-    uuid: str
-    name: str
-    allocated_bytes: int | None
-    """Bytes in tensors."""
-    reserved_bytes: int | None
-    """Bytes that PyTorch has allocated from the driver."""
-    active_bytes: int | None
-    inactive_split_bytes: int | None
-    requested_bytes: int | None
-    """Allocated bytes before the allocator's rounding."""
-    allocated_peak_bytes: int | None
-    """Peak since the last reset by the user's code. Resets by phases do not count."""
-    reserved_peak_bytes: int | None
-    private_pools_bytes: int | None
-    reclaimable_bytes: int | None
-    """Bytes that `torch.cuda.empty_cache()` would release to the driver now."""
-    alloc_retries: int | None
-    ooms: int | None
-    device_free_bytes: int | None
+    `allocated_bytes`, `reserved_bytes` and the other fields of a sample describe the allocator; resets of the peaks by
+    phases do not count.
+    """
+
+    index: int = 0
+    name: str = ""
+    device_free_bytes: int | None = None
     """Free bytes of the device, from `cudaMemGetInfo`."""
-    device_total_bytes: int | None
-    process_bytes: int | None
+    device_total_bytes: int | None = None
+    process_bytes: int | None = None
     """Bytes of this process on the device, from the driver; None in a container with its own PID namespace."""
-    other_processes_bytes: int | None
-    utilization_ratio: float | None
+    other_processes_bytes: int | None = None
+    utilization_ratio: float | None = None
     """Share of the last sampling period in which a kernel ran."""
     phases: Mapping[str, PhasePeak] = field(default_factory=dict)
-    components: Mapping[str, int] = field(default_factory=dict)
-    """The last counts of `watch`."""
 
     def __str__(self) -> str:
         return "\n".join(_table(self))
+
+    @property
+    def components(self) -> Mapping[str, int]:
+        """The last counts of `watch`."""
+        return self.component_bytes
 
     @property
     def slack_bytes(self) -> int | None:
@@ -175,15 +165,13 @@ def _summarize(torch: Any, allocator: Allocator) -> Summary:
 
 def _device(torch: Any, allocator: Allocator, index: int, sample: DeviceSample) -> DeviceSummary:
     return DeviceSummary(
+        **vars(sample),
+        **vars(read_driver(sample.uuid)),
         index=index,
-        uuid=sample.uuid,
         name=str(torch.cuda.get_device_properties(index).name),
-        **{name: getattr(sample, name) for name in _FROM_SAMPLE},
         device_free_bytes=allocator.free_bytes(index),
         device_total_bytes=allocator.total_bytes(index),
-        **vars(read_driver(sample.uuid)),
         phases=process_observed().phases(index),
-        components=sample.component_bytes,
     )
 
 
@@ -210,36 +198,12 @@ def _less(one: int | None, other: int | None) -> int | None:
 
 
 def _line(device: DeviceSummary) -> str:
-    values: tuple[tuple[str, int | None], ...] = (
-        ("allocated", device.allocated_bytes),
-        ("peak", device.allocated_peak_bytes),
-        ("reserved", device.reserved_bytes),
-        ("reclaimable", device.reclaimable_bytes),
-        ("fragmented", device.fragmented_bytes),
-        ("cache that may be released", device.slack_bytes if device.reclaimable_bytes is None else None),
-        ("non-torch", device.non_torch_bytes),
-        ("device free", device.device_free_bytes),
-        ("of", device.device_total_bytes),
-    )
-    text = ", ".join(f"{name} {human_bytes(value)}" for name, value in values if value is not None)
-    counts = (("retries", device.alloc_retries), ("OOMs", device.ooms))
-    return f"cuda:{device.index} {text}".replace(", of ", " of ") + "".join(f", {n} {c}" for n, c in counts if c)
+    known = [f"{name} {value}" for name, value in _rows(device) if name in _IN_LINE and value != UNKNOWN]
+    return f"cuda:{device.index} {', '.join(known)}"
 
 
 def _table(device: DeviceSummary) -> list[str]:
-    used = device.utilization_ratio
-    rows: list[tuple[str, str]] = [
-        *_rows(device, ("allocated", "requested", "active", "reserved", "inactive split", "allocated peak")),
-        *_rows(device, ("reserved peak", "private pools")),
-        *_cache(device),
-        *_rows(device, ("non-torch",)),
-        *_rows(device, ("other processes", "device used", "device free", "device total")),
-        ("utilization", "-" if used is None else f"{used * 100:.0f} %"),
-        ("allocation retries", _count(device.alloc_retries)),
-        ("out of memory", _count(device.ooms)),
-        *((f"phase {name}, peak", _peak(peak)) for name, peak in sorted(device.phases.items())),
-        *((name.replace("_", " "), human_bytes(value)) for name, value in device.components.items()),
-    ]
+    rows = _rows(device)
     width = max(len(name) for name, _ in rows)
     return [
         f"cuda:{device.index} {device.name} {device.uuid}",
@@ -247,19 +211,23 @@ def _table(device: DeviceSummary) -> list[str]:
     ]
 
 
-def _cache(device: DeviceSummary) -> list[tuple[str, str]]:
-    """Return the rows of the cache. Nothing shows what a clear releases of the cache of cudaMallocAsync."""
-    if device.reclaimable_bytes is None and device.slack_bytes is not None:
-        return [("cache, may be released", human_bytes(device.slack_bytes))]
-    return _rows(device, ("slack", "reclaimable", "fragmented"))
-
-
-def _rows(device: DeviceSummary, names: tuple[str, ...]) -> list[tuple[str, str]]:
-    return [(name, human_bytes(getattr(device, f"{name.replace(' ', '_').replace('-', '_')}_bytes"))) for name in names]
-
-
-def _count(value: int | None) -> str:
-    return "-" if value is None else str(value)
+def _rows(device: DeviceSummary) -> list[tuple[str, str]]:
+    # Nothing shows what a clear releases of the cache of cudaMallocAsync.
+    unclear = device.reclaimable_bytes is None and device.slack_bytes is not None
+    values = (
+        *("allocated", "requested", "active", "reserved", "inactive split", "allocated peak", "reserved peak"),
+        *("private pools", *(() if unclear else ("slack", "reclaimable", "fragmented")), "non-torch"),
+        *("other processes", "device used", "device free", "device total"),
+    )
+    return [
+        *((name, human_bytes(getattr(device, f"{re.sub('[ -]', '_', name)}_bytes"))) for name in values),
+        *([("cache, may be released", human_bytes(device.slack_bytes))] if unclear else []),
+        ("utilization", human_ratio(device.utilization_ratio)),
+        ("allocation retries", UNKNOWN if device.alloc_retries is None else str(device.alloc_retries)),
+        ("out of memory", UNKNOWN if device.ooms is None else str(device.ooms)),
+        *((f"phase {name}, peak", _peak(peak)) for name, peak in sorted(device.phases.items())),
+        *((name.replace("_", " "), human_bytes(value)) for name, value in device.components.items()),
+    ]
 
 
 def _peak(peak: PhasePeak) -> str:

@@ -92,9 +92,7 @@ def test_the_source_of_the_allocator_settings_and_the_ignored_variable_are_named
 
 
 def _summary(**known: Any) -> DeviceSummary:
-    names = [name for name in DeviceSummary.__dataclass_fields__ if name.endswith(("_bytes", "_ratio"))]
-    values: dict[str, Any] = {**dict.fromkeys(names), "alloc_retries": None, "ooms": None, **known}
-    return DeviceSummary(0, "GPU-1", "GPU", **values)
+    return DeviceSummary("GPU-1", name="GPU", **known)
 
 
 def test_unknown_values_are_none_and_a_dash_in_the_table() -> None:
