@@ -13,7 +13,7 @@ from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator, attached, no_cuda
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.guest_safety import guest_safety, log
-from gpumem_client.hooks.graph_captures import no_capture_starts
+from gpumem_client.hooks.graph_captures import process_captures
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
 
@@ -67,7 +67,7 @@ def clear_cache(*, collect_garbage: bool = False, synchronize: bool = False) -> 
     if allocator is None:
         no_cuda("clear_cache")
         return 0
-    with no_capture_starts() as quiet:
+    with process_captures().no_start() as quiet:
         if _capturing(allocator, quiet, "clear_cache"):
             return 0
         if collect_garbage:
@@ -89,7 +89,7 @@ def deep_clean() -> DeepClean:
     if allocator is None:
         no_cuda("deep_clean")
         return DeepClean()
-    with no_capture_starts() as quiet:
+    with process_captures().no_start() as quiet:
         return DeepClean() if _capturing(allocator, quiet, "deep_clean") else _deep_clean(allocator)
 
 
@@ -154,7 +154,7 @@ def set_memory_fraction(fraction: float, device: int | None = None) -> None:
 
 
 def _capturing(allocator: Allocator, quiet: bool, function: str) -> bool:
-    """Log that a function does nothing while a graph is captured; `quiet` is of `no_capture_starts`."""
+    """Log that a function does nothing while a graph is captured; `quiet` is of `GraphCaptures.no_start`."""
     if not quiet or allocator.capturing:
         log.warning("%s: a CUDA graph is being captured, nothing is done", function)
         return True

@@ -215,6 +215,6 @@ def test_a_clear_may_capture_in_its_own_thread(bench: Bench) -> None:
         graph.capture_begin((1, 0))
         getattr(graph, bench.end_name)()
 
-    with graph_captures.no_capture_starts() as quiet:
+    with bench.captures.no_start() as quiet:
         assert quiet
         finalizer()

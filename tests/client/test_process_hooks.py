@@ -40,7 +40,7 @@ def test_calls_at_exit_and_after_a_fork_can_be_removed() -> None:
 FORK_DURING_A_CHANGE = """
 import os, signal, sys, threading, types
 from gpumem_client.hooks.process_life import after_fork_in_child
-from gpumem_client.hooks.graph_captures import no_capture_starts, process_captures
+from gpumem_client.hooks.graph_captures import process_captures
 
 parent, changing, cleared, forked = os.getpid(), threading.Event(), threading.Event(), threading.Event()
 
@@ -58,14 +58,14 @@ class CUDAGraph(metaclass=ChangesSlowly):
         pass
 
 def clear():
-    with no_capture_starts():
+    with process_captures().no_start():
         cleared.set()
         forked.wait()
 
 def in_child():  # as the reporter does, whose call was registered before the hook was installed
     signal.alarm(SECONDS)
     process_captures().watch()()
-    with no_capture_starts() as quiet:
+    with process_captures().no_start() as quiet:
         assert quiet
 
 sys.modules["torch.cuda.graphs"] = types.SimpleNamespace(CUDAGraph=CUDAGraph)

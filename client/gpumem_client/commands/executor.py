@@ -17,7 +17,7 @@ from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.settling import Settling
 from gpumem_client.engines.engine_reader import process_engine
 from gpumem_client.guest_safety import log, raised_by_signal_handler
-from gpumem_client.hooks.graph_captures import no_capture_starts
+from gpumem_client.hooks.graph_captures import process_captures
 from gpumem_client.hooks.process_life import loading
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
@@ -186,7 +186,7 @@ class Executor:
         rejection = self.rejection(command)
         if rejection is not None:
             return rejection
-        with no_capture_starts() as quiet:
+        with process_captures().no_start() as quiet:
             if not quiet or self._allocator.capturing:
                 # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer
                 # (pytorch/pytorch#161037). PyTorch checks the calling thread's stream only.

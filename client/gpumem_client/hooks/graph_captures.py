@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from gpumem_client.guest_safety import guest_safety
@@ -70,7 +70,11 @@ class GraphCaptures:
 
     @contextmanager
     def no_start(self) -> Iterator[bool]:
-        """Let no capture start within the context. Yields False after `_CLEAR_SECONDS` in another such context."""
+        """Let no capture start within the context: a capture of another thread waits for some seconds.
+
+        Yields False if another clear, or a starting capture, has not ended within that time. The caller checks for
+        captures within the context.
+        """
         lock = self._starting
         held = lock.acquire(timeout=_CLEAR_SECONDS)
         try:
@@ -200,12 +204,3 @@ _captures = GraphCaptures()
 def process_captures() -> GraphCaptures:
     """Return the captures of this process."""
     return _captures
-
-
-def no_capture_starts() -> AbstractContextManager[bool]:
-    """Return a context in which no capture starts for some seconds: a capture of another thread waits.
-
-    It yields False if another clear, or a starting capture, has not ended within that time. The caller checks for
-    captures within the context.
-    """
-    return _captures.no_start()
