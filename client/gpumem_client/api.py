@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpumem_client.hooks.process_life import made_singleton
+from gpumem_client.hooks.process_life import made_singleton, removed_singleton
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,13 +50,13 @@ def start(
     Raises:
         ConfigurationError: the URL has none of these forms.
     """
-    from gpumem_client.reporter.reporter import process_reporter
+    from gpumem_client.reporter.reporter import start_reporter
     from gpumem_client.reporter.reporter_settings import ReporterSettings
 
     settings = ReporterSettings.resolve(
         workload=workload, rank=rank, url=url, plan=plan, oom_profile=oom_profile, actions=actions
     )
-    process_reporter().start(settings)
+    start_reporter(settings)
     if clean and not settings.disabled:
         from gpumem_client.release import clean_start
 
@@ -69,7 +69,7 @@ def stop() -> None:
     The exporter forgets this process at once. The call waits at most 0.3 seconds. docs/reporting.md lists the hooks,
     including the hooks that torch and Python cannot remove.
     """
-    reporter: Reporter | None = made_singleton("reporter")
+    reporter: Reporter | None = removed_singleton("reporter")
     if reporter is not None:
         reporter.stop()
     steps: Steps | None = made_singleton("steps")

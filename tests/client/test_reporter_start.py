@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
+import gpumem_client
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator
+from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.reporter import reporter as module
-from gpumem_client.reporter import worker as worker_module
 from gpumem_client.reporter.reporter import Reporter
 from gpumem_client.reporter.reporter_settings import ReporterSettings
-from gpumem_client.reporter.worker import Worker
 from tests.support.waiting import patient, wait_for
 
 SETTINGS = ReporterSettings.resolve(environ={"GPUMEM_EXPORTER_URL": "unix:///nowhere/exporter.sock"})
@@ -30,12 +30,16 @@ def _cuda_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "when_cuda_starts", start_at_once)
 
 
+def new_reporter() -> Reporter:
+    return Reporter(SETTINGS, Steps(), OutOfMemoryObserver())
+
+
 def reporter_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "gpumem-reporter"]
 
 
 def test_a_signal_handler_may_stop_a_reporter_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    reporter = Reporter(Steps())
+    reporter = new_reporter()
     start = threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -44,7 +48,7 @@ def test_a_signal_handler_may_stop_a_reporter_that_is_starting(monkeypatch: pyte
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    training = threading.Thread(target=reporter.start, args=(SETTINGS,), daemon=True)
+    training = threading.Thread(target=reporter.start, daemon=True)
     training.start()
     training.join(patient(60))
     assert not training.is_alive()
@@ -54,7 +58,7 @@ def test_a_signal_handler_may_stop_a_reporter_that_is_starting(monkeypatch: pyte
 
 
 def test_signals_stay_unblocked_if_threads_are_greenlets(monkeypatch: pytest.MonkeyPatch) -> None:
-    reporter = Reporter(Steps())
+    reporter = new_reporter()
 
     def begin_here(thread: threading.Thread) -> None:
         reporter.stop()
@@ -63,7 +67,7 @@ def test_signals_stay_unblocked_if_threads_are_greenlets(monkeypatch: pytest.Mon
     monkeypatch.setattr(threading.Thread, "start", begin_here)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        reporter.start(SETTINGS)
+        reporter.start()
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -72,19 +76,19 @@ def test_signals_stay_unblocked_if_threads_are_greenlets(monkeypatch: pytest.Mon
 def test_if_no_thread_can_be_started_the_error_is_logged_and_start_may_be_called_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reporter = Reporter(Steps())
-    started: list[Worker] = []
+    start = threading.Thread.start
 
-    def none_left(worker: Worker) -> None:
+    def none_left(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(Worker, "start", none_left)
-    reporter.start(SETTINGS)
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    module.start_reporter(SETTINGS)
     assert caplog.text.count("can't start new thread") == 1
-    monkeypatch.setattr(Worker, "start", lambda worker: started.append(worker))
-    reporter.start(SETTINGS)
-    assert len(started) == 1
-    reporter.stop()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    module.start_reporter(SETTINGS)
+    assert len(reporter_threads()) == 1
+    gpumem_client.stop()
+    assert not reporter_threads()
 
 
 def test_calls_at_exit_and_after_a_fork_are_removed_when_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +101,14 @@ def test_calls_at_exit_and_after_a_fork_are_removed_when_the_thread_ends(monkeyp
 
         return install
 
-    monkeypatch.setattr(worker_module, "at_exit", hook("exit"))
-    monkeypatch.setattr(worker_module, "after_fork_in_child", hook("fork"))
+    monkeypatch.setattr(module, "at_exit", hook("exit"))
+    monkeypatch.setattr(module, "after_fork_in_child", hook("fork"))
     busy = threading.Event()
-    monkeypatch.setattr(Worker, "_report", lambda _: busy.wait(patient(60)))
-    reporter = Reporter(Steps())
+    monkeypatch.setattr(Reporter, "_report", lambda _: busy.wait(patient(60)))
     for _ in range(2):
         busy.clear()
-        reporter.start(SETTINGS)
+        reporter = new_reporter()
+        reporter.start()
         assert installed == ["exit", "fork"]
         reporter.stop(0.01)
         assert installed == ["exit", "fork"], "a thread that comes back from torch must find the interpreter alive"
@@ -124,8 +128,8 @@ def test_an_allocator_that_cannot_be_read_is_tried_rarely_and_stop_does_not_wait
         raise RuntimeError("internal")
 
     monkeypatch.setattr(Allocator, "attach", broken)
-    reporter = Reporter(Steps())
-    reporter.start(SETTINGS)
+    reporter = new_reporter()
+    reporter.start()
     wait_for(lambda: "tried every 60 s" in caplog.text, "the line")
     assert len(attached) == 3
     reporter.stop(patient(60))
@@ -136,26 +140,26 @@ def test_the_exit_waits_for_a_stopped_reporter_that_is_still_in_torch(monkeypatc
     """Also if another one was started since."""
     inside, leave, order = threading.Event(), threading.Event(), list[str]()
 
-    def in_torch_until_released(_: Worker) -> None:
+    def in_torch_until_released(_: Reporter) -> None:
         if not inside.is_set():
             with torch_access.in_torch():
                 inside.set()
                 assert leave.wait(patient(60))
                 order.append("left torch" if torch_access.stopping() else "went on")
 
-    monkeypatch.setattr(Worker, "_report", in_torch_until_released)
+    monkeypatch.setattr(Reporter, "_report", in_torch_until_released)
     ends: list[Callable[[], None]] = []
 
     def at_exit(end: Callable[[], None]) -> Callable[[], None]:
         ends.append(end)
         return lambda: None
 
-    monkeypatch.setattr(worker_module, "at_exit", at_exit)
-    reporter = Reporter(Steps())
-    reporter.start(SETTINGS)
+    monkeypatch.setattr(module, "at_exit", at_exit)
+    reporter = new_reporter()
+    reporter.start()
     assert inside.wait(patient(60))
     reporter.stop(0.01)
-    reporter.start(SETTINGS)
+    new_reporter().start()
     ending = threading.Thread(target=ends[0])
     ending.start()
     ending.join(0.2)

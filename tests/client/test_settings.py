@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from gpumem_client.allocator.allocator_environment import environment_limit
-from gpumem_client.hooks.steps import Steps
 from gpumem_client.reporter.identity import current_process, with_rank
-from gpumem_client.reporter.reporter import Reporter
+from gpumem_client.reporter.reporter import start_reporter
 from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.wire.http import DEFAULT_URLS
 from gpumem_client.wire.protocol import COMMAND_ACTIONS
@@ -110,7 +109,7 @@ def test_a_disabled_reporter_installs_no_hook(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("a disabled reporter waits for CUDA")
 
     monkeypatch.setattr("gpumem_client.reporter.reporter.when_cuda_starts", refuse)
-    Reporter(Steps()).start(ReporterSettings.resolve(environ={"GPUMEM_DISABLED": "1"}))
+    start_reporter(ReporterSettings.resolve(environ={"GPUMEM_DISABLED": "1"}))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,11 @@ def made_singleton(name: str) -> Any:
     return _objects.get(name)
 
 
+def removed_singleton(name: str) -> Any:
+    """Forget the object of this name, and return it; None if there is none."""
+    return _objects.pop(name, None)
+
+
 class loading:  # noqa: N801 - reads as a function
     """`with loading():` is for imports of the client's own modules after its start, in any thread.
 
