@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 from gpumem_client.guest_safety import guest_safety, log
-from gpumem_client.hooks.cuda_start import when_cuda_starts
 from gpumem_client.hooks.process_life import process_singleton
 from gpumem_client.torch_access import uncompiled
 
@@ -81,14 +80,13 @@ class Steps:
         # Held while the hook is installed or removed. No thread waits for it.
         self._changing = threading.Lock()
         self._handle: Any = None
-        self._stop_waiting: Callable[[], None] | None = None
 
     def listen(self, callback: Callable[[Any], None]) -> Callable[[], None]:
         """Call `callback(optimizer)` after each step, and `callback(None)` after a mark.
 
         Returns a function that ends the calls; the hook stays in PyTorch until `remove`. PyTorch reports the steps of
-        optimizers from 2.1 on. If `listen` is called within an optimizer's step, the calls start with the next mark,
-        listener or report.
+        optimizers from 2.1 on. If `listen` is called before torch is imported or within an optimizer's step, the calls
+        start with the next mark, listener or report.
         """
         key = object()
         self._listeners[key] = callback
@@ -96,26 +94,19 @@ class Steps:
         return lambda: self._stop(key)
 
     def install(self) -> None:
-        """Install the hook if there is a listener. Does nothing while an optimizer is in a step."""
+        """Install the hook if there is a listener and torch is loaded. Does nothing while an optimizer is in a step."""
         if self._handle is not None or not self._listeners or not self._changing.acquire(blocking=False):
             return
         try:
-            if self._handle is None:
-                self._install()
+            optimizers = sys.modules.get("torch.optim.optimizer")
+            register = getattr(optimizers, "register_optimizer_step_post_hook", None)
+            if self._handle is None and register is not None and not _an_optimizer_steps(optimizers):
+                # At the end of a step the training thread is in no allocation and no capture. Errors of a hook go on
+                # into the user's `optimizer.step()`, so `_report` swallows them.
+                hook = _uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._report(optimizer))
+                self._handle = register(hook)
         finally:
             self._changing.release()
-
-    def _install(self) -> None:
-        optimizers = sys.modules.get("torch.optim.optimizer")
-        if optimizers is None:
-            if self._stop_waiting is None:  # torch is not imported yet
-                self._stop_waiting = when_cuda_starts(self.install)
-            return
-        register = getattr(optimizers, "register_optimizer_step_post_hook", None)
-        if register is not None and not _an_optimizer_steps(optimizers):
-            # At the end of a step the training thread is in no allocation and no capture. Errors of a hook go on into
-            # the user's `optimizer.step()`, so `_report` swallows them.
-            self._handle = register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._report(optimizer)))
 
     def remove(self) -> bool:
         """Remove the hook if there is no listener.
@@ -127,9 +118,6 @@ class Steps:
         if not self._changing.acquire(blocking=False):
             return False
         try:
-            stop_waiting, self._stop_waiting = self._stop_waiting, None
-            if stop_waiting is not None:
-                stop_waiting()
             if self._handle is not None:
                 if _an_optimizer_steps(sys.modules.get("torch.optim.optimizer")):
                     return False
