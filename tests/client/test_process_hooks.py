@@ -187,7 +187,7 @@ def run(folder: Path, rest: str) -> Any:
 
 def test_each_callback_runs_once_when_cuda_starts_and_leaves_no_finder(folder: Path) -> None:
     rest = """
-finders = lambda: [type(finder).__name__ for finder in sys.meta_path].count('_TorchCudaFinder')
+finders = lambda: [type(finder).__name__ for finder in sys.meta_path].count('_Wait')
 before = [finders(), list(began)]
 import torch.cuda
 imported = [finders(), list(began)]

@@ -34,32 +34,23 @@ def when_cuda_starts(callback: "Callable[[], None]") -> "Callable[[], None]":
 
 
 class _Wait:
-    """One callback, which waits for the import of `torch.cuda`, then in torch's queue."""
+    """One callback, which waits as a finder for the import of `torch.cuda`, then in torch's queue."""
 
     def __init__(self, callback: "Callable[[], None]") -> None:
         self._callback: Callable[[], None] | None = callback
-        self._finder = _TorchCudaFinder(self.enqueue)
+        self._found = False
         self._queued = self._call  # `remove` looks for the same object
 
     def install(self) -> None:
         torch_cuda = sys.modules.get("torch.cuda")
         if torch_cuda is not None and hasattr(torch_cuda, "_lazy_call"):
-            self.enqueue(torch_cuda)
+            self._enqueue(torch_cuda)
         else:
-            sys.meta_path.insert(0, self._finder)
-
-    def enqueue(self, torch_cuda: "ModuleType") -> None:
-        """Add the callback to torch's queue of calls at the initialization of CUDA."""
-        # A thread that runs this queue runs the callback now. It has the lock of the queue, and older releases (2.9,
-        # but not 2.15) would wait for that lock forever.
-        if hasattr(getattr(torch_cuda, "_tls", None), "is_initializing"):
-            self._call()
-        elif self._callback is not None:
-            torch_cuda._lazy_call(self._queued)
+            sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
         self._callback = None
-        self._finder.remove()
+        self._stop_finding()
         torch_cuda = sys.modules.get("torch.cuda")
         queue = getattr(torch_cuda, "_queued_calls", None)
         lock = getattr(torch_cuda, "_initialization_lock", None)
@@ -74,50 +65,27 @@ class _Wait:
         finally:
             lock.release()
 
-    def _call(self) -> None:
-        callback, self._callback = self._callback, None
-        if callback is not None:
-            try:
-                callback()
-            except Exception:  # noqa: BLE001, S110 - no error of the client may keep CUDA from starting
-                pass
-
-
-class _TorchCudaFinder:
-    """Finds `torch.cuda` through the other finders, and calls back after its execution."""
-
-    def __init__(self, imported: "Callable[[ModuleType], None]") -> None:
-        self._imported = imported
-        self._done = False
-
-    def remove(self) -> None:
-        """Replace `sys.meta_path` by a list without the finder."""
-        # A thread that is searching the old list continues there. If that list became shorter, the thread would skip a
-        # finder and might not find its module.
-        self._done = True
-        if self in sys.meta_path:
-            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
-
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if name != "torch.cuda" or self._done:
+        """Find `torch.cuda` through the other finders, and wait for its execution."""
+        if name != "torch.cuda" or self._found:
             return None
-        self._done = True  # another instance also calls find_spec of all finders
+        self._found = True  # another instance also calls find_spec of all finders
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if hasattr(finder, "find_spec"))
         spec = next((each for each in found if each is not None), None)
         loader = spec.loader if spec is not None else None
         if loader is not None and hasattr(loader, "exec_module"):
             try:
-                self._call_after(loader)
+                self._enqueue_after(loader)
             except Exception:  # noqa: BLE001, S110 - a loader that cannot be changed: torch is not observed
                 pass
         return spec
 
-    def _call_after(self, loader: "Any") -> None:
+    def _enqueue_after(self, loader: "Any") -> None:
         execute = loader.exec_module
 
-        def execute_then_call(module: "ModuleType") -> None:
+        def execute_then_enqueue(module: "ModuleType") -> None:
             try:
                 # A loader that wraps another one may have set this attribute there.
                 del loader.exec_module
@@ -125,9 +93,34 @@ class _TorchCudaFinder:
                 pass
             execute(module)
             try:
-                self.remove()
-                self._imported(module)
+                self._stop_finding()
+                self._enqueue(module)
             except Exception:  # noqa: BLE001, S110 - a torch without that queue is not observed
                 pass
 
-        loader.exec_module = execute_then_call
+        loader.exec_module = execute_then_enqueue
+
+    def _stop_finding(self) -> None:
+        """Replace `sys.meta_path` by a list without this finder."""
+        # A thread that is searching the old list continues there. If that list became shorter, the thread would skip a
+        # finder and might not find its module.
+        self._found = True
+        if self in sys.meta_path:
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+
+    def _enqueue(self, torch_cuda: "ModuleType") -> None:
+        """Add the callback to torch's queue of calls at the initialization of CUDA."""
+        # A thread that runs this queue runs the callback now. It has the lock of the queue, and older releases (2.9,
+        # but not 2.15) would wait for that lock forever.
+        if hasattr(getattr(torch_cuda, "_tls", None), "is_initializing"):
+            self._call()
+        elif self._callback is not None:
+            torch_cuda._lazy_call(self._queued)
+
+    def _call(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            try:
+                callback()
+            except Exception:  # noqa: BLE001, S110 - no error of the client may keep CUDA from starting
+                pass
