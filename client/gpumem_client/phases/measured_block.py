@@ -134,6 +134,7 @@ class Measured:
         ended: Callable[[MemoryUse], None] | None = None,
         observed: Observed | None = None,
     ) -> None:
+        self._again = functools.partial(Measured, name, kept=kept, reset_peaks=reset_peaks, ended=ended)
         self._observed = observed or process_observed()
         self._name = self._observed.name_phase(name) if kept else name
         self._kept = kept
@@ -178,21 +179,12 @@ class Measured:
 
     def __call__(self, function: _Function) -> _Function:
         """Measure each call of a function, of a coroutine function or of a generator function until it ends."""
-        return run_calls_in(function, lambda *_: self._for_one_call())
-
-    def _for_one_call(self) -> Measured:
-        """Return an instance for one call."""
         # Calls of coroutines may end in any order, and the running blocks of one instance are a stack.
-        one = object.__new__(Measured)
-        one.__dict__.update(self.__dict__, _running=RunningBlocks())
-        return one
+        return run_calls_in(function, lambda *_: self._again(observed=self._observed))
 
     def __reduce__(self) -> tuple[Callable[[], Measured], tuple[()]]:
         """Copy or pickle as a new instance, for example with a model that has it as an attribute."""
-        make = functools.partial(
-            Measured, self._name, kept=self._kept, reset_peaks=self._reset_peaks, ended=self._ended
-        )
-        return make, ()
+        return self._again, ()
 
 
 def phase(name: str, *, reset_peaks: bool = False) -> Measured:
