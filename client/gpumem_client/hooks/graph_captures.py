@@ -45,7 +45,6 @@ class GraphCaptures:
         # PyTorch does not report that a pool is dead. Its memory stays reserved until the cache is emptied, and looks
         # like the memory of a pool in use. So the graphs of each pool are kept here, by their id.
         self._users: dict[tuple[int, int], dict[int, weakref.ref[Any]]] = {}
-        self._pools: set[tuple[int, int]] = set()
 
     def renew_locks(self) -> None:
         """Replace the locks in a forked child, because another thread may have held them at the fork."""
@@ -95,21 +94,24 @@ class GraphCaptures:
         # A graph whose capture is running or has failed does not show its pool: it may use any of them.
         if self._incomplete:
             return frozenset()
-        # Only graphs use a pool that PyTorch made for a graph: that graph, and those captured into the pool later, even
-        # after it was dead.
-        pools = list(self._users.items())
-        return frozenset([pool for pool, users in pools if all(_pool(user()) != pool for user in list(users.values()))])
+        # The id (n, 0) was made for a graph. Only graphs use such a pool: that graph, and those captured into the pool
+        # later, even after it was dead. The users of (0, n) are unknown: the user's code made that pool, with `MemPool`
+        # or `graph_pool_handle`.
+        made_for_graphs = [(pool, users) for pool, users in list(self._users.items()) if pool[1] == 0]
+        return frozenset(
+            [pool for pool, users in made_for_graphs if all(_pool(user()) != pool for user in list(users.values()))]
+        )
 
     def pools(self) -> Collection[tuple[int, int]]:
         """Return the private pools into which graphs were captured."""
-        return self._pools
+        return frozenset(list(self._users))
 
     def keep_only(self, present: Collection[tuple[int, int]]) -> None:
         """Forget the pools that are not among these, which still have memory."""
-        for pool in self.dead_pools().difference(present):
-            self._users.pop(pool, None)
-        if not self._incomplete:
-            self._pools.intersection_update(present)
+        dead = self.dead_pools()
+        for pool in self.pools():
+            if pool not in present and not self._incomplete and (pool in dead or pool[1]):
+                self._users.pop(pool, None)
 
     def _end_watch(self, watch: object) -> None:
         with self._lock:
@@ -178,10 +180,6 @@ class GraphCaptures:
         self._running.pop(id(graph), None)
         pool = _pool(graph) if complete and self._watches else None
         if pool is not None:
-            self._pools.add(pool)
-        # The id (n, 0) was made for a graph. The users of (0, n) are unknown: the user's code made that pool, with
-        # `MemPool` or `graph_pool_handle`.
-        if pool is not None and pool[1] == 0:
             self._users.setdefault(pool, {})[id(graph)] = weakref.ref(graph)
         if complete:
             self._incomplete.pop(id(graph), None)
