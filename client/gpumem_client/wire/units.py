@@ -68,8 +68,3 @@ class ShownAsText:
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
         printer.text(str(self))
-
-    def _repr_html_(self) -> str:
-        import html  # only notebooks need it
-
-        return f"<pre>{html.escape(str(self))}</pre>"

@@ -134,10 +134,8 @@ def test_ranks_that_a_kernel_forks_report_and_later_the_kernel_itself(start_libr
 
 
 def test_a_notebook_shows_the_text_of_a_result() -> None:
-    for result in (Summary(reason="no <CUDA>"), OomDiagnosis(OomValues(phase="forward", requested=1 << 30), ())):
+    for result in (Summary(reason="no CUDA"), OomDiagnosis(OomValues(phase="forward", requested=1 << 30), ())):
         shown, _ = DisplayFormatter().format(result)
         assert shown["text/plain"] == str(result)
-        assert shown["text/html"].startswith("<pre>")
-        assert "<CUDA>" not in shown["text/html"]
     returned = (Summary, LingeringTensors, DeepClean, Milestones, Plan, OomDiagnosis)
-    assert [kind.__name__ for kind in returned if not hasattr(kind, "_repr_html_")] == []
+    assert [kind.__name__ for kind in returned if not hasattr(kind, "_repr_pretty_")] == []
