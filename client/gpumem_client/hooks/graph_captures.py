@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpumem_client.guest_safety import guest_safety
-from gpumem_client.hooks.process_life import after_fork_in_child
 
 # Methods that end a capture. The hook replaces the first that exists: since torch 2.14 the second calls the first.
 _ENDS = ("capture_end_pre", "capture_end")
@@ -29,9 +28,13 @@ class GraphCaptures:
     """
 
     def __init__(self) -> None:
-        self.renew_locks()
-        self._survives_forks = False
+        # Held while the hook is installed or removed. No thread waits for it: another one may hold it when the process
+        # forks, and a finalizer may end a watch while its thread holds it.
+        self._changing = threading.Lock()
+        # Reentrant: a finalizer may clear while its thread holds the lock.
+        self._starting = threading.RLock()
         self._watches: set[object] = set()
+        self._installed = False
         self._graph_class: Any = None
         # The methods of torch and what replaces them, by name.
         self._replaced: dict[str, tuple[Any, Any]] = {}
@@ -46,25 +49,14 @@ class GraphCaptures:
         # like the memory of a pool in use. So the graphs of each pool are kept here, by their id.
         self._users: dict[tuple[int, int], dict[int, weakref.ref[Any]]] = {}
 
-    def renew_locks(self) -> None:
-        """Replace the locks in a forked child, because another thread may have held them at the fork."""
-        # Reentrant: a finalizer may end a watch, or clear, while its thread holds the lock.
-        self._lock = threading.RLock()
-        self._starting = threading.RLock()
-
     def watch(self) -> Callable[[], None]:
         """Watch the captures from now on; returns a function that ends this watch.
 
         The first watch installs the hook; the end of the last one restores torch's methods.
         """
-        if not self._survives_forks:
-            self._survives_forks = True
-            after_fork_in_child(self.renew_locks, first=True)
         watch = object()
-        with self._lock:
-            self._watches.add(watch)
-            if self._graph_class is None:
-                self._install()
+        self._watches.add(watch)
+        self._install_or_remove()
         return functools.partial(self._end_watch, watch)
 
     @contextmanager
@@ -114,10 +106,16 @@ class GraphCaptures:
                 self._users.pop(pool, None)
 
     def _end_watch(self, watch: object) -> None:
-        with self._lock:
-            self._watches.discard(watch)
-            if not self._watches:
-                self._remove()
+        self._watches.discard(watch)
+        self._install_or_remove()
+
+    def _install_or_remove(self) -> None:
+        while bool(self._watches) != self._installed and self._changing.acquire(blocking=False):
+            try:
+                self._installed = not self._installed
+                (self._install if self._installed else self._remove)()
+            finally:
+                self._changing.release()
 
     def _install(self) -> None:
         """Replace the methods, if this torch has them."""

@@ -68,12 +68,9 @@ def at_exit(callback: Callable[[], None]) -> Callable[[], None]:
     return lambda: atexit.unregister(callback)
 
 
-def after_fork_in_child(callback: Callable[[], None], *, first: bool = False) -> Callable[[], None]:
-    """Call `callback` in each forked child, in the order of registration; returns a function that removes it again.
-
-    `first` is for locks that other callbacks take: another thread may have held them at the fork.
-    """
-    _in_child.insert(0 if first else len(_in_child), callback)
+def after_fork_in_child(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call `callback` in each forked child, in the order of registration; returns a function that removes it again."""
+    _in_child.append(callback)
     _register()
 
     def remove() -> None:
