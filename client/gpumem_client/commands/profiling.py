@@ -69,9 +69,7 @@ class Profiling:
 
     def next_due_seconds(self) -> float | None:
         """Return when to call `run_due`; None if nothing is being taken."""
-        if self._command is None or self._recording is None:
-            return None
-        return min(self._check_seconds, self._end_seconds(self._recording, self._command))
+        return None if self._recording is None else self._check_seconds
 
     def run_due(self) -> CommandResult | None:
         """Start the profile of a command, or end its recording if it is time. Returns its result, if it has one."""
@@ -127,20 +125,18 @@ class Profiling:
 
     def _ends(self, recording: Recording, command: Command) -> bool:
         """Whether the recording ends now."""
-        now, end_seconds = self._clock(), self._end_seconds(recording, command)
+        now = self._clock()
+        end_seconds = recording.started_seconds + min(command.duration_seconds, _DURATION_SECONDS_MAX)
         left = recording.full_seconds()
         if now < end_seconds and left > 0:
             # The next look is before the history can be full.
-            self._check_seconds = now + min(max(0.8 * left, _CHECK_SECONDS_MIN), _CHECK_SECONDS_MAX)
+            self._check_seconds = min(now + min(max(0.8 * left, _CHECK_SECONDS_MIN), _CHECK_SECONDS_MAX), end_seconds)
             return False
         # A snapshot may disturb a capture.
         if self._capturing() and now < end_seconds + _CAPTURE_SECONDS:
             self._check_seconds = now + _CHECK_SECONDS_MIN
             return False
         return True
-
-    def _end_seconds(self, recording: Recording, command: Command) -> float:
-        return recording.started_seconds + min(command.duration_seconds, _DURATION_SECONDS_MAX)
 
     def _end(self, command: Command, outcome: str, reason: str, code: str | None, profile: str = "") -> CommandResult:
         with in_torch():

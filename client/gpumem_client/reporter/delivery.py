@@ -37,15 +37,11 @@ class Wakeup:
     """Ends the waits of the reporter's thread between two reports. Any thread may call any method."""
 
     def __init__(self) -> None:
-        self._stopping = threading.Event()
         self._woken = threading.Event()
+        self.stopping = False
+        """Whether the thread should end."""
         self.interrupt: Callable[[], None] = lambda: None
         """Ends the wait for the exporter's reply."""
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the thread should end."""
-        return self._stopping.is_set()
 
     @property
     def woken(self) -> bool:
@@ -59,13 +55,13 @@ class Wakeup:
 
     def stop(self) -> None:
         """End the thread as soon as possible. Does not wait."""
-        self._stopping.set()
+        self.stopping = True
         self.wake()
 
     def starts_round(self) -> bool:
         """Start a new round; False if the thread should end."""
         self._woken.clear()  # before the check: otherwise a stop could stay unnoticed for a round
-        return not self._stopping.is_set()
+        return not self.stopping
 
     def wait(self, seconds: float) -> None:
         """Wait this long, or until the thread is woken."""
