@@ -29,11 +29,9 @@ def test_what_another_thread_reserves_during_the_clear_is_neither_freed_nor_stil
     assert (device.reserved_after_bytes, device.freed_bytes) == (60, 90)
     settling = bench.executor.settling
     settling.measure((DeviceSample(device.uuid, reserved_bytes=60),), taken_seconds=109.9)
-    assert settling.results(64) == ()
+    assert settling.ended == []
     settling.measure((DeviceSample(device.uuid, reserved_bytes=60),), taken_seconds=110.0)
-    assert settling.results(64) == (StillFree("a", device.uuid, 40),)
-    settling.delivered(settling.results(64))
-    assert settling.results(64) == ()
+    assert settling.ended == [StillFree("a", device.uuid, 40)]
 
 
 def test_the_bytes_of_a_result_are_absent_while_unmapped_memory_is_unknown(bench: CommandBench) -> None:

@@ -139,7 +139,6 @@ class CommandBench:
             self.sampler.on_step(None)
 
     def result(self) -> CommandResult:
-        results = self.executor.results(64)
-        self.executor.delivered(results)
-        (result,) = results
+        (result,) = self.executor.undelivered
+        self.executor.undelivered.clear()
         return result

@@ -75,9 +75,10 @@ class Executor:
         """Loads and returns what takes profiles; None if this process cannot take any."""
         self.profiling: Profiling | None = None
         """Takes profiles, which end later; None before the first command for one."""
-        # Any thread may use these, each time in one operation, which is atomic.
+        # Any thread may use the results, each time in one operation, which is atomic.
         self._results: dict[str, CommandResult] = {}
-        self._undelivered: list[CommandResult] = []
+        self.undelivered: list[CommandResult] = []
+        """The results that no report has delivered."""
         self._runners: dict[str, Callable[[Command], SnapshotFile | None]] = {
             "empty_cache": self._empty_cache,
             "collect_garbage": self._collect_garbage,
@@ -140,12 +141,19 @@ class Executor:
         """
         lock, left_seconds = self._sampler.exclusively(), expires_seconds - self._clock()
         # Until the deadline at most: if the reporter's thread hangs, for example in a file system, training goes on.
-        if not lock.acquire(timeout=min(max(0.0, left_seconds), threading.TIMEOUT_MAX) if wait else 0.0):
-            return self.record(self.known(command.id) or _late(command)) if wait else None
+        held = lock.acquire(timeout=min(max(0.0, left_seconds), threading.TIMEOUT_MAX) if wait else 0.0)
+        if not held and not wait:
+            return None
         try:
-            return self._run_once(command, expires_seconds)
+            known = self.known(command.id)
+            if known is None and (not held or self._clock() >= expires_seconds):
+                late = "the deadline passed before the command started"
+                known = CommandResult(command.id, "expired", late, ReasonCode.DEADLINE_PASSED)
+            result = known or self.rejection(command) or self._run(command)
+            return None if result is None else self.record(result)
         finally:
-            lock.release()
+            if held:
+                lock.release()
 
     def record(self, result: CommandResult) -> CommandResult:
         """Record the result of a command for a report, and so that the command does not run again."""
@@ -153,45 +161,26 @@ class Executor:
         self._results[result.id] = result
         for oldest in list(self._results)[:-_REMEMBERED]:
             self._results.pop(oldest, None)
-        self._undelivered.append(result)
+        self.undelivered.append(result)
         return result
-
-    def results(self, at_most: int) -> tuple[CommandResult, ...]:
-        """Return the first results that are not delivered."""
-        return tuple(self._undelivered[:at_most])
-
-    def delivered(self, results: tuple[CommandResult, ...]) -> None:
-        """Forget the first results, because a report delivered them."""
-        del self._undelivered[: len(results)]
 
     def _is_known(self, action: str) -> bool:
         return action in self._runners and (action != "profile" or self.make_profiling is not None)
 
-    def _run_once(self, command: Command, expires_seconds: float) -> CommandResult | None:
-        known = self.known(command.id)
-        if known is not None:
-            return self.record(known)
-        if self._clock() >= expires_seconds:
-            return self.record(_late(command))
-        result = self._run(command)
+    def _run(self, command: Command) -> CommandResult | None:
+        with process_captures().no_start() as quiet:
+            if not quiet or self._allocator.capturing:
+                # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer
+                # (pytorch/pytorch#161037). PyTorch checks the calling thread's stream only.
+                return refused_during_capture(command)
+            result = self._run_and_measure(command)
         if result is None:
             return None
         self._sampler.outdated()
         if command.action == "empty_cache" and result.outcome == "done":
             settle_seconds = command.settle_seconds
             self.settling.cleared(result, self._clock() + settle_seconds if settle_seconds > 0 else None)
-        return self.record(replace(result, step=self._sampler.step, thread_id=threading.get_native_id()))
-
-    def _run(self, command: Command) -> CommandResult | None:
-        rejection = self.rejection(command)
-        if rejection is not None:
-            return rejection
-        with process_captures().no_start() as quiet:
-            if not quiet or self._allocator.capturing:
-                # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer
-                # (pytorch/pytorch#161037). PyTorch checks the calling thread's stream only.
-                return refused_during_capture(command)
-            return self._run_and_measure(command)
+        return replace(result, step=self._sampler.step, thread_id=threading.get_native_id())
 
     def _run_and_measure(self, command: Command) -> CommandResult | None:
         started = time.perf_counter()
@@ -300,11 +289,6 @@ class Executor:
 def refused_during_capture(command: Command) -> CommandResult:
     """Return the result of a command that cannot run because a CUDA graph is being captured."""
     return CommandResult(command.id, "refused", "a CUDA graph is being captured", ReasonCode.CUDA_GRAPH_CAPTURE)
-
-
-def _late(command: Command) -> CommandResult:
-    late = "the deadline passed before the command started"
-    return CommandResult(command.id, "expired", late, ReasonCode.DEADLINE_PASSED)
 
 
 def _require_running() -> None:

@@ -29,7 +29,8 @@ class Settling:
         self._cleared: deque[tuple[CommandResult, float | None]] = deque()
         # By device.
         self._waiting: dict[str, _Clear] = {}
-        self._ended: list[StillFree] = []
+        self.ended: list[StillFree] = []
+        """The results that no report has delivered."""
 
     def cleared(self, result: CommandResult, due_seconds: float | None) -> None:
         """Note the result of a clear, and when to measure what is still free; None if that is not requested."""
@@ -48,14 +49,6 @@ class Settling:
             if taken_seconds >= clear.due_seconds:
                 self._end(uuid, reserved.get(uuid))
 
-    def results(self, at_most: int) -> tuple[StillFree, ...]:
-        """Return the first results that are not delivered."""
-        return tuple(self._ended[:at_most])
-
-    def delivered(self, results: tuple[StillFree, ...]) -> None:
-        """Forget the first results, because a report delivered them."""
-        del self._ended[: len(results)]
-
     def _start_cleared(self) -> None:
         while self._cleared:
             result, due_seconds = self._cleared.popleft()
@@ -70,4 +63,4 @@ class Settling:
         clear = self._waiting.pop(uuid, None)
         if clear is not None and reserved_bytes is not None:
             reserved_again = max(0, reserved_bytes - clear.reserved_bytes)
-            self._ended.append(StillFree(clear.command_id, uuid, max(0, clear.freed_bytes - reserved_again)))
+            self.ended.append(StillFree(clear.command_id, uuid, max(0, clear.freed_bytes - reserved_again)))

@@ -178,8 +178,8 @@ class ReportLoop:
             devices=with_plan(sample.devices, self._planned_bytes),
             pinned_host_bytes=sample.pinned_host_bytes,
             step=sample.step,
-            results=self._executor.results(_MAX_RESULTS),
-            still_free=self._executor.settling.results(_MAX_RESULTS),
+            results=tuple(self._executor.undelivered[:_MAX_RESULTS]),
+            still_free=tuple(self._executor.settling.ended[:_MAX_RESULTS]),
             ooms=self.ooms.waiting(),
             actions=self._executor.actions,
             denied_actions=tuple(action for action in COMMAND_ACTIONS if action in self._denied_actions),
@@ -209,8 +209,8 @@ class ReportLoop:
         # What was rejected is dropped, too: each later report that has it would be rejected again.
         if report is not None and outcome in (Outcome.ACCEPTED, Outcome.REJECTED):
             self.ooms.reported(report.ooms)
-            self._executor.delivered(report.results)
-            self._executor.settling.delivered(report.still_free)
+            del self._executor.undelivered[: len(report.results)]
+            del self._executor.settling.ended[: len(report.still_free)]
         hold_seconds = self._interval_seconds if report is None else report.hold_seconds
         if reply is None:
             # Jitter: after a restart of the exporter, the processes of a node do not all come back at one time.
@@ -221,13 +221,13 @@ class ReportLoop:
         # The reply was sent before the hold ended, even if this process was stopped and reads it later. A command must
         # not run late after such a stop.
         self._follow(reply, sent_seconds=min(self._clock(), self._started_seconds + hold_seconds))
-        if self._executor.results(1) or reply.commands:
+        if self._executor.undelivered or reply.commands:
             return 0.0  # the exporter then knows at once that commands have arrived, and their results
         return min(self._started_seconds + self._interval_seconds, self._early_seconds) - self._clock()
 
     def final_report(self) -> Report:
         """Return the report that ends this session, with what was not delivered."""
-        results = self._executor.results(_MAX_RESULTS)
+        results = tuple(self._executor.undelivered[:_MAX_RESULTS])
         return Report(self.identity, self._sequence + 1, results=results, ooms=self.ooms.waiting(), final=True)
 
     def read_cache(self) -> float:
