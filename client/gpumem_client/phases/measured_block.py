@@ -55,24 +55,14 @@ class DeviceUse(ShownAsText):
         return self.peak_bytes == self.peak_at_most_bytes
 
 
-class MemoryUse(ShownAsText):
-    """The memory use of a block, set when the block ends. Without CUDA there are no devices.
+class MemoryUse(ShownAsText, Span):
+    """The memory use of a block, known when the block has ended. Without CUDA there are no devices.
 
     `before_bytes`, `after_bytes`, `growth_bytes` and `peak_bytes` describe the device with the highest peak. They are
-    None while the block runs and without a device.
-
-    Attributes:
-        name: the block's name.
-        duration_seconds: None while the block runs.
-        devices: each device on which this process has a context.
+    None while the block runs and without a device. `name` is the block's name.
     """
 
-    __slots__ = ("devices", "duration_seconds", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.duration_seconds: float | None = None
-        self.devices: tuple[DeviceUse, ...] = ()
+    __slots__ = ()
 
     def __repr__(self) -> str:
         return f"MemoryUse({self.name!r}, duration_seconds={self.duration_seconds}, devices={self.devices})"
@@ -80,6 +70,19 @@ class MemoryUse(ShownAsText):
     def __str__(self) -> str:
         devices = "; ".join(map(str, self.devices)) or "no CUDA"
         return f"{self.name}: {devices if self.duration_seconds is not None else 'running'}"
+
+    @property
+    def duration_seconds(self) -> float | None:
+        """None while the block runs."""
+        return None if self.ended_seconds is None else self.ended_seconds - self.started_seconds
+
+    @property
+    def devices(self) -> tuple[DeviceUse, ...]:
+        """Each device on which this process has a context."""
+        bounds = sorted(self.bounds.items()) if self.ended_seconds is not None else ()
+        return tuple(
+            DeviceUse(index, of.entered, of.now, of.peak.at_least_bytes, of.peak.at_most_bytes) for index, of in bounds
+        )
 
     @property
     def main(self) -> DeviceUse | None:
@@ -140,40 +143,31 @@ class Measured:
         self._kept = kept
         self._reset_peaks = reset_peaks
         self._ended = ended
-        self._running: RunningBlocks[tuple[Span, MemoryUse]] = RunningBlocks()
+        self._running: RunningBlocks[MemoryUse] = RunningBlocks()
 
     def __enter__(self) -> MemoryUse:
-        span, use = Span(self._name, reset_peaks=self._reset_peaks, kept=self._kept), MemoryUse(self._name)
-        self._running.push((span, use))
+        use = MemoryUse(self._name, reset_peaks=self._reset_peaks, kept=self._kept)
+        self._running.push(use)
         try:
             with guest_safety():
-                self._observed.enter(span)
+                self._observed.enter(use)
         except BaseException:  # raised by the user's signal handler: the block does not start
             self._running.pop()
             with guest_safety():
-                self._observed.leave(span)
+                self._observed.leave(use)
             raise
         return use
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        running = self._running.pop()
-        if running is None:
+        use = self._running.pop()
+        if use is None:
             return
-        span, use = running
         with guest_safety():
             if self._kept and error is not None:
                 _note_phase(error, self._name)
-            self._observed.leave(span)
-            if span.ended_seconds is not None:
-                use.duration_seconds = span.ended_seconds - span.started_seconds
-                use.devices = tuple(
-                    DeviceUse(
-                        *(index, bounds.entered, bounds.now), bounds.peak.at_least_bytes, bounds.peak.at_most_bytes
-                    )
-                    for index, bounds in sorted(span.bounds.items())
-                )
+            self._observed.leave(use)
             if self._ended is not None:
                 self._ended(use)
 
