@@ -95,6 +95,12 @@ def test_a_token_takes_precedence_over_a_password() -> None:
     assert [line for line in sent if line.startswith("Authorization")] == ["Authorization: Bearer token"]
 
 
+def test_a_token_of_two_lines_is_not_sent_and_not_shown() -> None:
+    with connected(answering(OK)) as connection, pytest.raises(ExporterUnreachableError, match="line break") as error:
+        connection.request("GET", "/", headers={"Authorization": "Bearer sec\nret"})
+    assert "sec" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("url", "shown"),
     [

@@ -26,7 +26,7 @@ MAX_ANSWER_BYTES = 64 << 20
 
 # What an answer may have besides its body: the headers, and the sizes of chunks.
 _MAX_HEAD_BYTES = 64 << 10
-_RECEIVE_BYTES = 256 << 10
+_RECEIVE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,8 @@ class Connection:
             raise ExporterUntrustedError(f"the server at {shown_url(self.url)} is not trusted: {self.objection}")
         deadline = time.monotonic() + seconds
         sock.settimeout(seconds)
+        if any("\n" in value or "\r" in value for value in headers.values()):
+            raise ValueError("a header contains a line break")  # the error of `http.client` shows the token
         http = HTTPConnection(*(self._address if isinstance(self._address, tuple) else ("localhost",)))
         http.sock = sock
         http.request(method, path, body, headers)
