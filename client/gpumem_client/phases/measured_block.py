@@ -165,8 +165,9 @@ class Measured:
         if use is None:
             return
         with guest_safety():
-            if self._kept and error is not None:
-                _note_phase(error, self._name)
+            out_of_memory = out_of_memory_in(error) if self._kept and error is not None else None
+            if out_of_memory is not None:
+                out_of_memory.__dict__.setdefault(_PHASE, self._name)
             self._observed.leave(use)
             if self._ended is not None:
                 self._ended(use)
@@ -212,13 +213,6 @@ def phase_at_error(error: BaseException) -> str | None:
     """Return the innermost phase of an out-of-memory error, also if the error has ended the phase; None without one."""
     ended: str | None = error.__dict__.get(_PHASE)
     return ended or process_observed().current_phase()
-
-
-def _note_phase(error: BaseException, name: str) -> None:
-    """Note the phase on an out-of-memory error."""
-    first = out_of_memory_in(error)
-    if first is not None:
-        first.__dict__.setdefault(_PHASE, name)
 
 
 def memory_context(name: str, *, reset_peaks: bool = False, level: int = logging.INFO) -> Measured:

@@ -152,7 +152,15 @@ class ReportLoop:
         self._take_oom_profile()
         self._advance_profile()
         self._started_seconds = started_seconds = self._clock()
-        self._early_seconds = self._early_report_seconds(started_seconds)
+        # A settling time or a deadline may end before the interval is over.
+        profiling = self._executor.profiling
+        ends = (
+            self._executor.settling.next_due_seconds(),
+            self._scheduler.next_expiry_seconds(),
+            None if profiling is None else profiling.next_due_seconds(),
+        )
+        later = [end + _LATE_SECONDS for end in ends if end is not None and end > started_seconds]
+        self._early_seconds = min(later, default=math.inf)
         hold_seconds = min(self._interval_seconds, self._early_seconds - started_seconds)
         with in_torch():
             return self._report(hold_seconds)
@@ -170,7 +178,8 @@ class ReportLoop:
             self.identity = replace(self.identity, allocator_settings=settings)
         self.identity = with_rank(self.identity, self._default_rank)
         if not self._ray_is_known:
-            self._errors.attempt("the Ray job is unknown", self._identify_in_ray, None)
+            in_ray = self._errors.attempt("the Ray job is unknown", lambda: with_ray(self.identity), None)
+            self.identity, self._ray_is_known = in_ray or self.identity, in_ray is not None
         return Report(
             process=self.identity,
             sequence=self._sequence,
@@ -255,21 +264,6 @@ class ReportLoop:
                 self.oom_moments.note(device, oom)
                 # The reporter's thread finds the error's entry in the history only until later entries overwrite it.
                 self._wake()
-
-    def _early_report_seconds(self, now: float) -> float:
-        """Return when a settling time or a deadline ends, for which a report may be due before the interval is over."""
-        profiling = self._executor.profiling
-        ends = (
-            self._executor.settling.next_due_seconds(),
-            self._scheduler.next_expiry_seconds(),
-            None if profiling is None else profiling.next_due_seconds(),
-        )
-        return min((end + _LATE_SECONDS for end in ends if end is not None and end > now), default=math.inf)
-
-    def _identify_in_ray(self) -> None:
-        identity = with_ray(self.identity)
-        if identity is not None:
-            self.identity, self._ray_is_known = identity, True
 
     def _allocations(self, facts: EngineFacts | None) -> tuple[tuple[int, int], ...] | None:
         """Return how many blocks of each device were allocated and freed; None if that is not known, or not needed."""
