@@ -232,7 +232,7 @@ class _Received(io.RawIOBase):
             left = self._deadline - time.monotonic()
             if left <= 0:
                 raise socket.timeout("timed out")
-            self._socket.settimeout(min(pause, left))
+            self._socket.settimeout(max(0.001, min(pause, left)))  # a timeout of 0 would be an error at once
             try:
                 size = self._socket.recv_into(buffer)
             except socket.timeout:
