@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Union
 from urllib.parse import unquote, urlsplit
 
@@ -168,8 +169,10 @@ class Connection:
         if any("\n" in value or "\r" in value for value in headers.values()):
             raise ValueError("a header contains a line break")  # the error of `http.client` shows the token
         http = HTTPConnection(*(self._address if isinstance(self._address, tuple) else ("localhost",)))
-        http.sock = sock
+        parts: list[bytes] = []
+        http.sock = SimpleNamespace(sendall=parts.append)  # a server reads one send at once, two in two turns
         http.request(method, path, body, headers)
+        sock.sendall(b"".join(parts))
         received = _Received(sock, deadline, self._max_answer_bytes, while_waiting)
         response = HTTPResponse(received, method=method)  # type: ignore[arg-type]
         response.begin()
