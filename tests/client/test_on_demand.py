@@ -1,4 +1,4 @@
-"""Code that a command needs is loaded when the command arrives, by the thread that makes reports."""
+"""Code that a command needs is loaded when the command runs."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def results(loop: ReportLoop) -> list[CommandResult]:
     return [*send(loop).results]
 
 
-def test_a_snapshot_at_a_step_is_loaded_before_the_step(loop: ReportLoop) -> None:
-    send(loop, Command("clear", "empty_cache", 60.0, mode="step"))
+def test_a_snapshot_loads_its_code(loop: ReportLoop) -> None:
+    send(loop, Command("clear", "empty_cache", 60.0))
     assert SNAPSHOTS not in sys.modules
-    send(loop, Command("snapshot", "snapshot", 60.0, mode="step"))
+    send(loop, Command("snapshot", "snapshot", 60.0))
     assert SNAPSHOTS in sys.modules
 
 
@@ -62,12 +62,11 @@ def test_a_command_that_the_owner_denies_loads_nothing() -> None:
 
 
 @pytest.mark.parametrize(("module", "action"), [(SNAPSHOTS, "snapshot"), (PROFILES, "profile")])
-@pytest.mark.parametrize("mode", ["now", "idle"])
 def test_a_command_whose_code_cannot_be_loaded_fails_and_reports_go_on(
-    loop: ReportLoop, monkeypatch: pytest.MonkeyPatch, module: str, action: str, mode: str
+    loop: ReportLoop, monkeypatch: pytest.MonkeyPatch, module: str, action: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, cast("Any", None))
-    send(loop, Command("1", action, 60.0, mode=mode))
+    send(loop, Command("1", action, 60.0))
     (result,) = results(loop)
     assert (result.id, result.outcome) == ("1", "failed")
     assert results(loop) == []

@@ -112,22 +112,6 @@ class Executor:
             return CommandResult(command.id, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
         return None
 
-    def load(self, command: Command) -> bool:
-        """Load the code that this command needs, so that no step loads any. Returns False if the command has failed."""
-        # Most processes never receive such a command.
-        if self.rejection(command) is not None:
-            return True
-        try:
-            if command.action == "snapshot":
-                with loading():
-                    import gpumem_client.allocator.snapshot_file  # noqa: F401
-            elif command.action == "profile" and self.profiling is None and self.make_profiling is not None:
-                self.profiling = self.make_profiling()
-        except Exception as error:  # noqa: BLE001 - a changed installation, or no memory, is this command's result
-            self.record(_failed(command, error, 0.0))
-            return False
-        return True
-
     def known(self, command_id: str) -> CommandResult | None:
         """Return the result of a finished command; None for any other."""
         return self._results.get(command_id)
@@ -220,11 +204,13 @@ class Executor:
             self._allocator.reset_peak(index)
 
     def _snapshot(self, _command: Command) -> SnapshotFile:
-        from gpumem_client.allocator.snapshot_file import write_snapshot  # `load` has loaded it
-
+        with loading():  # most processes never receive such a command
+            from gpumem_client.allocator.snapshot_file import write_snapshot
         return write_snapshot(self._allocator)
 
     def _profile(self, command: Command) -> None:
+        if self.profiling is None and self.make_profiling is not None:
+            self.profiling = self.make_profiling()
         if self.profiling is not None:
             self.profiling.start(command)
 

@@ -281,8 +281,6 @@ class ReportLoop:
             self._scheduler.cancel(reply.cancelled)
             for command in reply.commands:
                 log.debug("command %s received: %s, mode %s", command.id, command.action, command.mode)
-                if not self._executor.load(command):
-                    continue
                 expires_seconds = sent_seconds + command.deadline_seconds
                 if command.mode == "now" and not self._allocator.capturing:
                     self._executor.run(command, expires_seconds=expires_seconds)
