@@ -6,8 +6,9 @@ and without the allocator's lock. With cudaMallocAsync or a pluggable allocator 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -67,40 +68,35 @@ class OutOfMemoryLog:
     def __init__(self, wake: Callable[[], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._wake = wake
         self._clock = clock
-        # Reentrant: a finalizer may allocate and fail while its thread has the lock.
-        self._lock = threading.RLock()
+        # Without a lock: each access is one operation, which is atomic. A finalizer may allocate and fail at any time.
         self._noted: deque[tuple[float, OutOfMemory]] = deque(maxlen=_KEPT)
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._woken_seconds = float("-inf")
 
     def note(self, oom: OutOfMemory) -> OutOfMemory:
         """Record an error in the thread in which it happened, and return it with its number."""
         global _latest
-        now = self._clock()
-        with self._lock:
-            self._number += 1
-            oom = replace(oom, number=self._number)
-            self._noted.append((now, oom))
-            _latest = now, oom
-            wake = now - self._woken_seconds >= _WAKE_SECONDS
-            if wake:
-                self._woken_seconds = now
-        if wake:
+        now, oom = self._clock(), replace(oom, number=next(self._numbers))
+        self._noted.append((now, oom))
+        _latest = now, oom
+        if now - self._woken_seconds >= _WAKE_SECONDS:
+            self._woken_seconds = now
             self._wake()
         return oom
 
     def waiting(self) -> tuple[OutOfMemory, ...]:
         """Return the errors for the report that is sent now."""
         now = self._clock()
-        with self._lock:
-            return tuple(replace(oom, age_seconds=max(0.0, now - seconds)) for seconds, oom in self._noted)
+        return tuple([replace(oom, age_seconds=max(0.0, now - seconds)) for seconds, oom in self._noted.copy()])
 
     def reported(self, ooms: Sequence[OutOfMemory]) -> None:
         """Remove the errors of a report that was answered."""
         numbers = {oom.number for oom in ooms}
-        if numbers:
-            with self._lock:
-                self._noted = deque((each for each in self._noted if each[1].number not in numbers), maxlen=_KEPT)
+        for each in self._noted.copy():
+            if each[1].number in numbers:
+                # Many later errors have replaced it, or one comes now: an error that is sent twice is recognized.
+                with contextlib.suppress(ValueError, IndexError):
+                    self._noted.remove(each)
 
 
 def latest_oom() -> tuple[float, OutOfMemory] | None:
