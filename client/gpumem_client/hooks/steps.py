@@ -128,10 +128,6 @@ class Steps:
         self.install()  # for a listener that another thread has added meanwhile
         return True
 
-    def renew_lock(self) -> None:
-        """Replace the lock in a forked child, because another thread may have held it at the fork."""
-        self._changing = threading.Lock()
-
     def mark(self) -> None:
         """Report the end of a step that no optimizer made."""
         if self._listeners:

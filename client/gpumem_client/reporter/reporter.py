@@ -154,7 +154,6 @@ class Reporter:
 
     def _forked(self) -> None:
         """Remove the parent's hooks in a forked child, where the thread does not exist."""
-        self._steps.renew_lock()
         if not self._started_by:
             return
         # A sample there would show the parent's bytes, or wait forever for a lock that was held during the fork.
