@@ -136,10 +136,7 @@ class Delivery:
         # On a new connection: the stop has interrupted the old one.
         self._connection.close()
         self._connection = self._connect(self._connection.url, _FAREWELL_SECONDS)
-        try:
-            self._post(report, _FAREWELL_SECONDS)
-        except (ExporterError, WireError, ValueError, OSError) as error:
-            self._errors.note("the final report was not delivered", error, level=logging.INFO)
+        self._post_final(self._connection, report)
 
     def send_profile(self, document: bytes) -> str:
         """Post a profile on a connection of its own, which `interrupt` does not end. Returns the id of the profile.
@@ -175,15 +172,16 @@ class Delivery:
         log.debug("this process has another user: it connects again")
         # The exporter takes the user of a connection as the owner of the process. Without an end of the former user's
         # process, it would count the memory of both until the former one expires.
-        ended = Report(report.process, report.sequence, final=True)
-        try:
-            connection.request(
-                *("POST", REPORTS_PATH, _body(ended), self._headers()), timeout_seconds=_FAREWELL_SECONDS
-            )
-        except (ExporterError, OSError) as error:
-            self._errors.note("the report as the former user was not delivered", error, level=logging.INFO)
+        self._post_final(connection, Report(report.process, report.sequence, final=True))
         connection.close()
         self._connection = None
+
+    def _post_final(self, connection: Connection, report: Report) -> None:
+        request = "POST", REPORTS_PATH, _body(report)
+        try:
+            connection.request(*request, self._headers(), timeout_seconds=_FAREWELL_SECONDS)
+        except (ExporterError, OSError) as error:
+            self._errors.note("a final report was not delivered", error, level=logging.INFO)
 
     def _headers(self) -> dict[str, str]:
         return {"Content-Type": "application/json", **self._settings.authorization()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import io
 import math
@@ -277,15 +278,10 @@ def _parsed(url: str) -> tuple[_Address, bool, str]:
         if plain and parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
             return parts.path, False, ""
         if plain and (tls or parts.scheme == "http") and parts.hostname and parts.path in ("", "/"):
-            basic = "" if parts.username is None else _basic(parts.username, parts.password or "")
+            login = "" if parts.username is None else f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            basic = f"Basic {binascii.b2a_base64(login.encode(), newline=False).decode()}" if login else ""
             return (parts.hostname, port or (443 if tls else 80)), tls, basic
     raise ConfigurationError(
         f"invalid exporter URL {shown_url(url)!r}: expected host:port, http://host:port, https://host:port or "
         "unix:///path/to.sock"
     )
-
-
-def _basic(user: str, password: str) -> str:
-    import base64  # only for a URL with a password
-
-    return "Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
