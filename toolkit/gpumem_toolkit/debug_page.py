@@ -13,6 +13,7 @@ from typing import Any
 
 from gpumem_client import memory_summary
 from gpumem_client.hooks.out_of_memory import latest_oom
+from gpumem_client.profile.aggregate import latest_owners
 from gpumem_client.wire.units import human_bytes
 
 _log = logging.getLogger("gpumem_toolkit")
@@ -37,7 +38,8 @@ def debug_handlers() -> list[Any] | None:
 
         start_debug_server(handlers=toolkit.debug_handlers())  # in every rank
 
-    The page shows the summary, the counts of `watch` and the last out-of-memory error of all ranks. It needs torch 2.15
+    The page shows the summary, the counts of `watch`, the largest owners of the last profile and the last out-of-memory
+    error of all ranks. It needs torch 2.15
     and the Python packages jinja2, aiohttp and tabulate. Otherwise returns None, with which the server has its own
     pages, and logs the reason at level DEBUG.
     """
@@ -74,7 +76,14 @@ def _answer(_request: Any, response: Any) -> None:
     last = None
     if oom is not None:
         last = {"requested": oom[1].requested_bytes, "seconds_ago": time.monotonic() - oom[0]}
-    document = {"devices": devices, "reason": summary.reason, "last_oom": last}
+    owners = latest_owners()
+    document = {
+        "devices": devices,
+        "reason": summary.reason,
+        "last_oom": last,
+        "owners": owners.owners if owners is not None else [],
+        "profiled_seconds_ago": time.monotonic() - owners.taken_seconds if owners is not None else 0.0,
+    }
     response.set_content(json.dumps(document), "application/json")
     response.set_status(200)
 
@@ -116,7 +125,9 @@ class MemoryPage:
 
         _, answers = fetch_all(_HANDLER, timeout=self.fetch_timeout)
         names = (name.replace("_", " ") for name in _COLUMNS)
-        rows: list[Sequence[str]] = [("rank", "device", *names, "components", "last out of memory")]
+        rows: list[Sequence[str]] = [
+            ("rank", "device", *names, "components", "last out of memory", "owners in the last profile")
+        ]
         for rank, answer in enumerate(answers):
             if answer.status_code != 200:
                 rows.append((str(rank), f"no answer: {answer.status_code}"))
@@ -129,5 +140,12 @@ class MemoryPage:
             for device in document["devices"]:
                 parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in device["components"].items())
                 sizes = (human_bytes(device[name]) for name in _COLUMNS)
-                rows.append((str(rank), f"cuda:{device['index']} {device['name']}", *sizes, parts, last))
+                # A profile has all devices of its rank.
+                owners = "" if device is not document["devices"][0] else _listed(document)
+                rows.append((str(rank), f"cuda:{device['index']} {device['name']}", *sizes, parts, last, owners))
         return rows
+
+
+def _listed(document: dict[str, Any]) -> str:
+    owners = ", ".join(f"{name} {human_bytes(size)}" for name, size in document["owners"])
+    return f"{document['profiled_seconds_ago']:.0f} s ago: {owners}" if owners else ""

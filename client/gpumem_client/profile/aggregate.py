@@ -6,8 +6,10 @@ The document is JSON as gzip, within the limits of `profile_types`.
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Tuple
@@ -30,6 +32,8 @@ from gpumem_client.wire.protocol import ProcessIdentity, to_wire
 Place = Tuple[int, int]
 """The index of a device, and the address at which a storage starts."""
 
+_LATEST_OWNERS = 10
+
 
 class Naming(NamedTuple):
     """One search for the owners of storages, and when it read their addresses, in microseconds since the epoch."""
@@ -42,6 +46,23 @@ class Naming(NamedTuple):
     """What keeps an autograd graph, and with it blocks that no Python object refers to; empty if it is not known."""
     notes: tuple[str, ...] = ()
     """What could not be seen and why, for people."""
+
+
+class LatestOwners(NamedTuple):
+    """What held the most memory at the end of a profile."""
+
+    taken_seconds: float
+    """On the monotonic clock."""
+    owners: list[tuple[str, int]]
+    """Names and bytes, the largest first."""
+
+
+_latest: list[LatestOwners] = []
+
+
+def latest_owners() -> LatestOwners | None:
+    """Return the owners of the last profile of this process; None without one. Any thread may call this."""
+    return next(iter(_latest), None)
 
 
 class Rows:
@@ -96,9 +117,9 @@ class Rows:
             self._rows[number, "default", None, self._number(rest)] = [rest_bytes, 0, 0, 0]
 
     def profile(self, *, notes: Sequence[str] = (), **values: Any) -> Profile:
-        """Return the profile with these rows."""
+        """Return the profile with these rows, and remember its largest owners."""
         known = [device.peak_bytes is not None for device in self._devices]
-        return Profile(
+        profile = Profile(
             devices=tuple(self._devices),
             rows=tuple(
                 Row(*key, *(sums if known[key[0]] else [*sums[:2], None, None])) for key, sums in self._rows.items()
@@ -109,6 +130,12 @@ class Rows:
             notes=tuple(dict.fromkeys([*(note for naming in self._namings for note in naming.notes), *notes])),
             **values,
         )
+        sizes: Counter[str] = Counter()
+        for row in profile.rows:
+            owner = None if row.owner is None else profile.owners[row.owner]
+            sizes["no owner" if owner is None else f"{owner.kind} {owner.name}".strip()] += row.live_bytes
+        _latest[:] = [LatestOwners(time.monotonic() - profile.age_seconds, sizes.most_common(_LATEST_OWNERS))]
+        return profile
 
     def _owner(self, index: int, life: Lifetime) -> Owner | None:
         """Return what holds a block, if the block lived while addresses were read."""

@@ -16,13 +16,22 @@ __all__ = ["browser"]
 
 RANK = """
 import os
+from types import SimpleNamespace
 import gpumem_toolkit as toolkit
+from gpumem_client.allocator.allocator import attached
+from gpumem_client.commands.profiling import Profiling
+from gpumem_client.profile.heap_reader import HeapReader
+from gpumem_client.wire.protocol import Command
 from torch.distributed import debug
 if rank == 0:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     master = store.port
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(master), RANK=str(rank), WORLD_SIZE="2")
 held = torch.empty((rank + 1) * (8 << 20), dtype=torch.uint8, device="cuda")
+reader = HeapReader(torch, attached())
+taken = Profiling(reader, None, SimpleNamespace(step=None), capturing=lambda: False, send=lambda profile: profile.id)
+taken.start(Command("p", "profile", 60.0, force=True))
+assert taken.run_due().outcome == "done"
 debug.start_debug_server(port=port, start_method="fork", handlers=toolkit.debug_handlers())
 result = master
 """
@@ -52,6 +61,9 @@ def test_the_page_has_all_ranks_side_by_side(
             assert cells[0] == str(rank)
             assert cells[1].startswith("cuda:0")
             assert cells[2] == allocated
+            assert "s ago: tensors " in cells[-1]
+            assert "'held'" in cells[-1]
+            assert cells[-1].endswith(allocated)
     finally:
         processes[0].exec("debug.stop_debug_server()")
 
