@@ -73,7 +73,8 @@ class ScriptedDispatcher:
         if self.refuses:
             raise TargetNotFoundError("refused")
         action_id = str(len(self.actions))
-        action = Action(action_id, request.action, "queued", str(requested_by), 0.0, request.target)
+        named = (action_id, request.action, "queued", str(requested_by), 0.0, request.target)
+        action = Action(*named, dry_run=request.dry_run, settle_seconds=request.settle_seconds)
         self.actions[action.id] = action
         self.requests.append((request, requested_by))
         return action
