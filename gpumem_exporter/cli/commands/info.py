@@ -50,8 +50,7 @@ def info(api: ExporterApi, as_json: bool, wide: bool, brief: bool, **values: Any
         return 0
     rights = read_rights(api)
     console = open_console(wide=wide)
-    none = ("No orphan matches." if target.given else "There are no orphans.") if target.orphans else ""
-    show(console, node_tables([Node(shown)], view, console.width, wide=wide, ledger=True, without_jobs=none))
+    show(console, node_tables([Node(shown)], view, console.width, wide=wide, ledger=True))
     if line := rights_line(rights, "clear"):
         print(f"\n{line}")
     return 0

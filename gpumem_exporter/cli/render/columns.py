@@ -115,8 +115,7 @@ def lengths(sizes: Sequence[int], width: int) -> tuple[int, ...]:
 def _at(*path: str) -> Callable[[Row], Any]:
     """Return a function that reads a value in nested documents; None if it is unknown."""
 
-    def value(row: Row) -> Any:
-        found: Any = row
+    def value(found: Any) -> Any:
         for name in path:
             found = (found or {}).get(name)
         return found
@@ -126,10 +125,6 @@ def _at(*path: str) -> Callable[[Row], Any]:
 
 def _text(name: str) -> Callable[[Row], str | None]:
     return lambda row: None if row.get(name) in (None, "") else str(row[name])
-
-
-def _since(row: Row) -> str:
-    return clock(row["since_unix_seconds"], row["now"])
 
 
 def _state(row: Row) -> str | None:
@@ -148,18 +143,10 @@ def _kv_cache(row: Row) -> str:
     return f"{short_bytes(cache['used'])} of {short_bytes(cache['size'])}" if cache else ""
 
 
-def _owner(row: Row) -> str:
-    return row["owner"] or ("" if row["level"] else UNKNOWN)
-
-
 def _device_name(device: Row) -> str:
     """The name with the MIG profile, unless the name has the profile already."""
     name, profile = device.get("name") or "", device.get("mig_profile") or ""
     return (name if profile in name else f"{name} {profile}".lstrip()).removeprefix("NVIDIA ") or UNKNOWN
-
-
-def _swatch(row: Row) -> str:
-    return _on(row["color"], row) if row["color"] else ""
 
 
 def _on(color: str, row: Row) -> str:
@@ -167,42 +154,50 @@ def _on(color: str, row: Row) -> str:
     return color if row["dim"] else f"{_INK} on {color}"
 
 
-def _name_style(row: Row) -> str:
-    return "" if row["level"] else "bold"
-
-
-def _state_style(row: Row) -> str:
-    return {"silent": "red", "orphan": "yellow", "not reporting": "dim", "unreported": "dim", "sleeping": "dim"}.get(
-        row["state"] or "", ""
-    )
-
-
 def _size(name: str, rank: int = 0, **more: Any) -> Column:
-    return Column(name, _at(f"{name}_bytes"), rank, least=6, **more)
+    return Column(name, _at(f"{name}_bytes"), rank, **more)
 
 
 def _part(name: str, rank: int, **more: Any) -> Column:
     """Return the column of a size that few rows have: blank for 0 and for an unknown size."""
     value = _at(f"{name}_bytes")
-    return Column(name, lambda row: value(row) or "", rank, key=value, sparse=True, space=6, **more)
+    return Column(name, lambda row: value(row) or "", rank, key=value, sparse=True, **more)
 
 
-_NODE = Column("node", _text("node"), own="Node", left=True, space=12, sparse=True)
+_STATE_STYLES = {"silent": "red", "orphan": "yellow"} | dict.fromkeys(
+    ("not reporting", "unreported", "sleeping"), "dim"
+)
+_NODE = Column("node", _text("node"), left=True, space=12, sparse=True)
 _GPU = Column(
     *("gpu", lambda row: row["gpu"] or row["uuid"]), own="GPU", key=lambda row: natural(row["gpu"]), left=True, space=4
 )
 JOBS = (
-    Column("fold", lambda row: row["fold"], own=" ", sorts=False, left=True, style_of=_swatch),
-    _NODE,
-    Column("job", _text("title"), key=lambda row: row["title"].casefold(), left=True, space=22, style_of=_name_style),
-    Column("owner", _owner, 2, key=lambda row: row["owner"].casefold() or None, left=True, space=10),
     Column(
-        "devices",
-        lambda row: device_ranges(row["gpus"]),
-        3,
+        "color",
+        lambda _: " ",
+        space=1,
+        own=" ",
+        sorts=False,
+        style_of=lambda row: row["color"] and _on(row["color"], row),
+    ),
+    _NODE,
+    Column(
+        *("job", _text("title")),
+        space=16,
+        key=lambda row: row["title"].casefold(),
+        left=True,
+        style_of=lambda row: "" if row["level"] else "bold",
+    ),
+    Column(
+        *("owner", lambda row: row["owner"] or ("" if row["level"] else UNKNOWN), 2),
+        space=10,
+        key=lambda row: row["owner"].casefold() or None,
+        left=True,
+    ),
+    Column(
+        *("devices", lambda row: device_ranges(row["gpus"]), 3),
         key=lambda row: natural(row["gpus"][0]) if row["gpus"] else None,
         left=True,
-        space=7,
     ),
     _size("used"),
     _size("allocated", 8, short="Alloc"),
@@ -213,15 +208,17 @@ JOBS = (
     _size("non_torch", 13),
     _part("nccl", 14, own="NCCL"),
     _part("unmapped", 9),
-    Column("kv_cache", _kv_cache, 7, key=_at("engine", "kv_cache", "size"), sparse=True, space=13),
-    Column("growth", _growth, 6, key=_at("growth_bytes_per_hour"), sparse=True, space=8, style_of=lambda _: "yellow"),
-    Column("state", _state, 4, left=True, space=13, style_of=_state_style),
-    Column("since", _since, 5, key=_at("since_unix_seconds"), left=True, space=6),
-    Column("step", lambda row: str(row["step"] or ""), 10, sparse=True, key=_at("step"), space=7),
-    Column("engine", lambda row: _at("engine", "label")(row) or "", 10, sparse=True, left=True, space=20),
-    Column("command", _text("command"), 16, own="Command", left=True, space=20),
+    Column("kv_cache", _kv_cache, 7, space=13, key=_at("engine", "kv_cache", "size"), sparse=True),
+    Column("growth", _growth, 6, space=8, key=_at("growth_bytes_per_hour"), sparse=True, style="yellow"),
+    Column("state", _state, 4, space=13, left=True, style_of=lambda row: _STATE_STYLES.get(row["state"] or "", "")),
+    Column(
+        "since", lambda row: clock(row["since_unix_seconds"], row["now"]), 5, key=_at("since_unix_seconds"), left=True
+    ),
+    Column("step", lambda row: str(row["step"] or ""), 10, sparse=True, key=_at("step")),
+    Column("engine", lambda row: _at("engine", "label")(row) or "", 10, space=20, sparse=True, left=True),
+    Column("command", _text("command"), 16, space=20, left=True),
 )
-"""`job_rows` makes the rows: of jobs, and of the processes on each device."""
+"""Rows are jobs and their processes on each device, of `rows_of`."""
 _RARE_SORTS = ("node", "nccl", "step", "engine", "command")
 SORTS = tuple(column.name.replace("_", "-") for column in JOBS if column.sorts and column.name not in _RARE_SORTS)
 """The columns by which jobs can be sorted. Sizes are sorted from the largest, names and times from the smallest."""
@@ -229,26 +226,27 @@ SORTS = tuple(column.name.replace("_", "-") for column in JOBS if column.sorts a
 DEVICES = (
     _NODE,
     _GPU,
-    Column("name", _device_name, 4, own="Device", left=True, space=16),
-    Column("memory", lambda _: "", own="Memory by job", sorts=False, left=True, draw=draw_strip, least=34, most=60),
-    Column("used", _at("memory", "used_bytes"), least=6),
-    Column("free", _at("memory", "free_bytes"), least=6),
+    Column("name", _device_name, 4, space=16, own="Device", left=True),
+    Column("memory", lambda _: "", space=34, most=60, own="Memory by job", sorts=False, left=True, draw=draw_strip),
+    Column("used", _at("memory", "used_bytes")),
+    Column("free", _at("memory", "free_bytes")),
     _size("idle_cache", short="Idle", style="yellow"),
     _size("allocatable", 3),
-    Column("total", _at("memory", "total_bytes"), 1, least=6),
-    Column(
-        "busy", lambda row: human_ratio(row["utilization_ratio"]), 2, own="Busy", key=_at("utilization_ratio"), space=5
-    ),
+    Column("total", _at("memory", "total_bytes"), 1),
+    Column("busy", lambda row: human_ratio(row["utilization_ratio"]), 2, space=5, key=_at("utilization_ratio")),
 )
 _SHORT = ("Alloc", "Reclaim", "Frag", "", "Other", "Driver", "Unattr", "")
-_CATEGORIES = (Column(name, _at("ledger", name), short=short) for name, short in zip(CATEGORIES, _SHORT, strict=True))
-LEDGER = (_NODE, _GPU, *_CATEGORIES)
+LEDGER = (
+    _NODE,
+    _GPU,
+    *(Column(name, _at("ledger", name), short=short) for name, short in zip(CATEGORIES, _SHORT, strict=True)),
+)
 """Rows are devices with a ledger."""
 FINDINGS = (
-    Column("mark", lambda row: row["mark"], own=" ", left=True, least=2, style_of=lambda row: row["style"]),
+    Column("mark", _at("mark"), space=2, own=" ", left=True, style_of=lambda row: row["style"]),
     _NODE,
-    Column("since", lambda row: row["since"], left=True, space=6),
-    Column("title", lambda row: row["title"], 1, left=True, space=_TITLE_WIDTH, style_of=lambda row: row["style"]),
-    Column("sentence", _text("sentence"), left=True, space=68, lines=2, style_of=lambda row: row["style"]),
+    Column("since", _at("since"), space=5, left=True),
+    Column("title", _at("title"), 1, space=_TITLE_WIDTH, left=True, style_of=lambda row: row["style"]),
+    Column("sentence", _at("sentence"), space=60, left=True, wraps=True, style_of=lambda row: row["style"]),
 )
-"""`finding_rows` makes the rows. Their table has no heading."""
+"""Their table has no heading."""

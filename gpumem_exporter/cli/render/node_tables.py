@@ -10,11 +10,12 @@ from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, LEDGER
 from gpumem_exporter.cli.render.layout import Column, Layout, Order, Row
-from gpumem_exporter.cli.render.rows import BY_GPU, View, arranged, as_of, rows_of
+from gpumem_exporter.cli.render.rows import BY_GPU, View, as_of, rows_of, unfolded
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.core.ledger import sum_of_known
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.text import Text
 
 _TOTALS = ("used", "total", "idle_cache")
@@ -28,40 +29,33 @@ def node_tables(
     wide: bool = False,
     ledger: bool = False,
     warnings: Sequence[str] = (),
-    without_jobs: str = "",
-) -> Iterator[Text]:
-    """Yield the nodes for a terminal of `width` columns. `wide` adds the processes and all columns.
-
-    `without_jobs` is shown in place of jobs, if there are none; by default the reason.
-    """
+) -> Iterator[RenderableType]:
+    """Yield the nodes for a terminal of `width` columns. `wide` adds the processes."""
     yield heading(nodes)
-    findings, devices, jobs = rows_of(nodes, view.text, warnings=warnings)
-    parts: tuple[tuple[str, Sequence[Column], Sequence[Row], Order | None], ...] = (
-        ("", FINDINGS, findings, None),
-        ("", JOBS[1:], arranged(jobs, JOBS, view.order, None if wide else ()), view.order),
-        ("", DEVICES, arranged(devices, DEVICES, BY_GPU), BY_GPU),
-        ("Ledger", LEDGER, [device for device in devices if ledger and device["ledger"]], None),
+    findings, devices, jobs = rows_of(nodes, view.text, warnings)
+    jobs = view.order.sorted(jobs, JOBS)
+    parts: tuple[tuple[Sequence[Column], Sequence[Row], Order | None], ...] = (
+        (FINDINGS, _advised(findings), None),
+        (JOBS[1:], unfolded(jobs) if wide else jobs, view.order),
+        (DEVICES, BY_GPU.sorted(devices, DEVICES), BY_GPU),
+        (LEDGER, [device for device in devices if ledger and device["ledger"]], None),
     )
-    for title, columns, rows, order in parts:
+    for columns, rows, order in parts:
         if rows:
             yield plain("")
-            if title:
-                yield plain(title, "bold")
-            if columns is FINDINGS:
-                yield from finding_lines(rows, words_of(nodes), width)
-            else:
-                yield from Layout(columns, rows, width, words=words_of(nodes), order=order).lines(rows)
+            if columns is LEDGER:
+                yield plain("Ledger", "bold")
+            layout = Layout(columns, rows, width, words=words_of(nodes), order=order)
+            yield layout.table(rows, heading=columns is not FINDINGS)
     if not jobs:
-        yield from (plain(""), plain(without_jobs or no_job(nodes, view.text)))
+        yield from (plain(""), plain(no_job(nodes, view.text)))
 
 
-def finding_lines(rows: Sequence[Row], words: Row, width: int) -> Iterator[Text]:
-    """Yield findings, each with what to do next."""
-    layout = Layout(FINDINGS, rows, width, words=words)
-    for row in rows:
-        yield from layout.lines([row], heading=False)
-        if row.get("next"):
-            yield plain(f"   {row['next']}", "dim")
+def _advised(findings: Sequence[Row]) -> list[Row]:
+    """Return findings, each with a row that says what to do next."""
+    blank = {"mark": "", "node": "", "since": "", "title": "", "style": "dim"}
+    advised = [(row, {**row, **blank, "sentence": row["next"]} if row.get("next") else None) for row in findings]
+    return [row for pair in advised for row in pair if row]
 
 
 def words_of(nodes: Sequence[Node]) -> Mapping[str, Any]:

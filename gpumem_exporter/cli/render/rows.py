@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.columns import JOBS, SEVERITIES, clock, natural
-from gpumem_exporter.cli.render.layout import Column, Order, Row
-
-Key = tuple[str, ...]
-"""The identity of a row: the node, the job or device, the process, and its device."""
+from gpumem_exporter.cli.render.layout import Order, Row
 
 # By hue, like the page's dark colors. Light, for black names on them; none is the red or the yellow of a severity.
 _COLORS = tuple(f"color({number})" for number in (75, 215, 79, 140, 211, 179, 80, 137, 105, 149, 176, 109))
@@ -35,19 +32,13 @@ class View:
     order: Order = _BY_USED
 
 
-def matches(text: str, words: str) -> bool:
-    """Return whether a text has every one of some words. Case is ignored."""
-    known = text.casefold()
-    return all(word in known for word in words.casefold().split())
-
-
 def rows_of(
     nodes: Sequence[Node], words: str = "", warnings: Sequence[str] = ()
 ) -> tuple[list[Row], list[Row], list[Row]]:
     """Return the rows of findings, devices and jobs that have every one of some words, or whose job has them.
 
-    Below each job are its processes on each device, with `level` 1. Nodes that do not answer and `warnings` are
-    findings.
+    A row of a job has in `ranks` the rows of its processes on each device, by rank and pid. Nodes that do not answer
+    and `warnings` are findings.
     """
     findings = [_own_finding(node, "critical", "No answer", node.error) for node in nodes if node.error]
     findings += [_own_finding(Node(None), "warning", "Fleet", text) for text in warnings]
@@ -57,16 +48,16 @@ def rows_of(
         if node.live is None:
             continue
         rows = {job["id"]: _job(node, job) for job in node.live["jobs"]}
-        texts = {name: " ".join(row["text"] for row in of_job) for name, of_job in rows.items()}
-        jobs += [row for name, of_job in rows.items() if matches(texts[name], words) for row in of_job]
+        jobs += [row for row in rows.values() if _matches(words, row)]
         for device in node.live["devices"]:
-            on_it = [name for share in device["jobs"] if (name := share["job"]) in rows]
-            row = _device(node, device, [rows[name][0] for name in on_it])
-            if matches(" ".join((row["text"], *(texts[name] for name in on_it))), words):
+            on_it = [rows[share["job"]] for share in device["jobs"] if share["job"] in rows]
+            row = _device(node, device, on_it)
+            if _matches(words, row, *on_it):
                 devices.append(row)
         for found in node.live["findings"]:
-            row = _finding(node, found, rows[found["job"]][0]["job"] if found["job"] in rows else None)
-            if matches(f"{row['text']} {texts.get(found['job'], '')}", words):
+            about = rows.get(found["job"])
+            row = _finding(node, found, about and about["job"])
+            if _matches(words, row, *filter(None, (about,))):
                 findings.append(row)
     if nodes and not findings:
         nothing = "No finding matches." if words else "Nothing needs attention."
@@ -74,24 +65,14 @@ def rows_of(
     return findings, devices, jobs
 
 
-def arranged(
-    rows: Sequence[Row], columns: Sequence[Column], order: Order | None, unfolded: Container[Key] | None = None
-) -> list[Row]:
-    """Return rows in order, each job with its processes if it is unfolded; None unfolds all."""
-    first: list[Row] = []
-    processes: dict[Key, list[Row]] = {}
-    for row in rows:
-        (processes.setdefault(row["key"][:2], []) if row.get("level") else first).append(row)
-    found: list[Row] = []
-    for row in order.sorted(first, columns) if order else first:
-        below = processes.get(row["key"], []) if unfolded is None or row["key"] in unfolded else []
-        found += [{**row, "fold": "▾"} if below else row, *below]
-    return found
+def unfolded(jobs: Iterable[Row]) -> list[Row]:
+    """Return the rows of jobs, each with the rows of its processes below it."""
+    return [row for job in jobs for row in (job, *job.get("ranks", ()))]
 
 
 def process_documents(nodes: Sequence[Node], view: View) -> list[Row]:
     """Return each process on each device, in order, as JSON has it."""
-    rows = view.order.sorted((row for row in rows_of(nodes, view.text)[2] if row["level"]), JOBS)
+    rows = view.order.sorted((row for job in rows_of(nodes, view.text)[2] for row in job["ranks"]), JOBS)
     return [{name: row.get(name) for name in PROCESS_FIELDS} for row in rows]
 
 
@@ -105,29 +86,22 @@ def as_of(live: Row) -> str:
     return clock(live["time"]["unix_seconds"], form="%H:%M:%S")
 
 
-def _job(node: Node, job: Row) -> list[Row]:
-    """Return the row of a job, and one for each of its processes on each device, by rank and pid."""
-    key = (node.name, job["id"])
+def _matches(words: str, *rows: Row) -> bool:
+    """Return whether the texts of some rows have every one of some words. Case is ignored."""
+    known = " ".join(row["text"] for row in rows).casefold()
+    return all(word in known for word in words.casefold().split())
+
+
+def _job(node: Node, job: Row) -> Row:
+    """Return the row of a job with those of its processes on each device."""
     common = {**_common(node), "job": job}
-    gpus = [f"gpu {gpu}" for gpu in job["gpus"]]
-    own = {
-        "key": key,
-        "level": 0,
-        "fold": "▸",
-        "title": job["name"],
-        "color": _COLORS[(job.get("hue") or 0) % len(_COLORS)],  # older exporters assign none
-        "text": _text(
-            node.name, *(job[name] for name in _IDENTITY), (job.get("engine") or {}).get("label"), *gpus, *job["uuids"]
-        ),
-    }
-    rows: list[Row] = [{**job, **common, **own}]
+    ranks: list[Row] = []
     for process in sorted(job["processes"], key=lambda one: (natural(one["rank"] or ""), natural(one["pid"]))):
         title = f"  rank {process['rank']} ({process['pid']})" if process["rank"] else f"  pid {process['pid']}"
         for place in process["devices"] or ({"gpu": None, "uuid": ""},):
             own = {
-                "key": (*key, str(process["pid"]), place["uuid"]),
+                "key": (node.name, job["id"], str(process["pid"]), place["uuid"]),
                 "level": 1,
-                "fold": "",
                 "title": title,
                 "color": "",
                 "text": _text(title, *(process[name] for name in _OF_PROCESS)),
@@ -136,8 +110,21 @@ def _job(node: Node, job: Row) -> list[Row]:
                 "state": "orphan" if process.get("orphan") else process["state"],
                 "since_unix_seconds": process["started_unix_seconds"],
             }
-            rows.append({**process, **place, **common, **own})
-    return rows
+            ranks.append({**process, **place, **common, **own})
+    gpus = [f"gpu {gpu}" for gpu in job["gpus"]]
+    identity = (job[name] for name in _IDENTITY)
+    own = {
+        "key": (node.name, job["id"]),
+        "level": 0,
+        "title": job["name"],
+        "color": _COLORS[(job.get("hue") or 0) % len(_COLORS)],  # older exporters assign none
+        "ranks": ranks,
+        "text": _text(
+            *(node.name, *identity, (job.get("engine") or {}).get("label"), *gpus, *job["uuids"]),
+            *(rank["text"] for rank in ranks),
+        ),
+    }
+    return {**job, **common, **own}
 
 
 def _device(node: Node, device: Row, jobs: Sequence[Row]) -> Row:
@@ -149,9 +136,7 @@ def _device(node: Node, device: Row, jobs: Sequence[Row]) -> Row:
         "strip": [
             {**shares[job["id"]], "name": job["name"], "color": job["color"]} for job in jobs if job["id"] in shares
         ],
-        "text": _text(
-            node.name, f"gpu {device['gpu']}", device["uuid"], device["name"], *(job["name"] for job in jobs)
-        ),
+        "text": _text(node.name, f"gpu {device['gpu']}", device["uuid"], device["name"]),
     }
     return {**device, **_common(node), **own}
 

@@ -15,11 +15,11 @@ from typing import ClassVar
 from rich.table import Table
 from rich.text import Text
 from rich.traceback import Traceback
-from textual import events, on
+from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
-from textual.widgets import DataTable, Footer, Input, Static
+from textual.widgets import Footer, Input, Static
 
 from gpumem_client.wire.errors import GpumemError
 from gpumem_exporter.actions.sentences import sentence
@@ -34,7 +34,6 @@ from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
 from gpumem_exporter.cli.render.rows import BY_GPU, View, called, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.detail import DetailScreen
-from gpumem_exporter.cli.top.past import Past
 from gpumem_exporter.cli.top.source import NodeSource, in_daemon_thread
 from gpumem_exporter.cli.top.tables import RowTable
 
@@ -42,9 +41,9 @@ _KEYS = (
     ("arrows, j k", "select a row, which stays selected when the order changes"),
     ("tab", "go to the next table: findings, devices, jobs"),
     ("enter", "show the job or the device: timeline, processes, memory, events; a second click does the same"),
-    ("space, ← →", "fold and unfold the processes of a job; a click on the mark does the same; a: all jobs"),
+    ("space", "show the processes of all jobs, or hide them"),
     ("/ f", "filter every table: only jobs with every word, and their devices and findings; escape clears the filter"),
-    ("s S", "sort the table by the next or the previous column; a click on a heading sorts by it"),
+    ("s", "sort the table by the next column; a click on a heading sorts by it"),
     ("r", "reverse the order"),
     ("c", "clear the job, after a question"),
     ("q, Ctrl-C", "quit; Ctrl-Z: suspend"),
@@ -61,8 +60,8 @@ _QUESTION_SECONDS = 30.0
 _SHOWN_SECONDS = 5.0
 _RESULT_SECONDS = 15.0
 _SCROLLBAR_WIDTH = 1
-# The number of lines from which more findings are shown, and the number from which the past is.
-_TALL, _VERY_TALL = 30, 45
+# The number of lines from which more findings are shown.
+_TALL = 30
 
 
 class Question(ModalScreen[bool]):
@@ -107,7 +106,6 @@ class Top(App[None]):
     RowTable > .datatable--cursor { background: ansi_default; color: ansi_default; text-style: reverse; }
     RowTable > .datatable--header { background: ansi_default; }
     #words { height: 1; border: none; padding: 0; }
-    Screen > #past { height: 17; padding-top: 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
@@ -142,17 +140,14 @@ class Top(App[None]):
         self._findings = RowTable(FINDINGS, id="findings")
         self._devices = RowTable(DEVICES, BY_GPU, id="devices")
         self._jobs = RowTable(JOBS, view.order, id="jobs")
-        self._past = Past(open_api, events=5, span=1)
         self._note, self._noted = Static(id="note"), ""
         # Shown while the user types words.
         self._words = Input(id="words", placeholder="words to filter by", select_on_focus=False)
-        self._old_filter = self.filter
         # Cancels the clear that runs; None while none does.
         self._stopped: threading.Event | None = None
 
     def compose(self) -> ComposeResult:
-        yield from (self._header, self._findings, self._devices, self._jobs, self._past)
-        yield from (self._words, self._note, Footer())
+        yield from (self._header, self._findings, self._devices, self._jobs, self._words, self._note, Footer())
 
     def on_mount(self) -> None:
         self._words.display = False
@@ -231,19 +226,11 @@ class Top(App[None]):
         self._findings.show(findings, words, width)
         self._devices.show(devices, words, width)
         self._jobs.show(jobs, words, width)
-        self._past.display = self.size.height >= _VERY_TALL
-        self._show_past()
         note = self._noted or (f"filter: {self.filter}  (escape clears it)" if self.filter else "")
         if not jobs:
             note = note or no_job(nodes, self.filter)
         self._note.update(plain(note, "bold"))
         self._note.display = bool(note) and not self._words.display
-
-    @on(DataTable.RowHighlighted)
-    def _show_past(self) -> None:
-        row = self._table.selected if self._past.display and self.screen_stack else None  # no screen: it ends
-        if row is not None and (row["job"] or row.get("uuid")):
-            self._past.show(row, words_of(self._last_nodes), 8)
 
     def note(self, text: str, seconds: float | None = None) -> None:
         """Show a message at the bottom, for some seconds or until the next one."""
@@ -283,7 +270,6 @@ class Top(App[None]):
 
     def action_ask_words(self) -> None:
         """Let the user type words to filter by, which apply at once."""
-        self._old_filter = self.filter
         self._words.value = self.filter
         self._words.cursor_position = len(self._words.value)
         self._words.display = True
@@ -302,13 +288,11 @@ class Top(App[None]):
         self.show()
 
     def action_leave(self) -> None:
-        """End the typing of words and restore the previous filter; or clear the filter."""
+        """Clear the filter, and end the typing of words."""
+        self.filter = ""
         if self._words.display:
-            self.filter = self._old_filter
             self.on_input_submitted()
-        else:
-            self.filter = ""
-            self.show()
+        self.show()
 
     def action_clear(self) -> None:
         """Clear the job of the selected row after a question, or cancel a clear that waits."""

@@ -1,11 +1,9 @@
-"""The screens of one job and of one device in `top`: timeline, findings, processes, parts of memory and events."""
+"""The screen of one job or one device in `top`: its past, and what `info` shows of it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import ClassVar
 from urllib.parse import quote
 
@@ -18,19 +16,23 @@ from textual.screen import ModalScreen
 from textual.widgets import Footer, Static
 
 from gpumem_client.wire.errors import GpumemError
-from gpumem_client.wire.units import UNKNOWN, human_seconds, short_bytes
+from gpumem_client.wire.units import UNKNOWN, short_bytes
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node_view import Node, read_live, selected
-from gpumem_exporter.cli.render.columns import DEVICES, JOBS, LEDGER, clock
-from gpumem_exporter.cli.render.layout import Layout, Row
-from gpumem_exporter.cli.render.node_tables import finding_lines
-from gpumem_exporter.cli.render.rows import as_of, rows_of
+from gpumem_exporter.cli.render.columns import event_line
+from gpumem_exporter.cli.render.layout import Row
+from gpumem_exporter.cli.render.node_tables import node_tables
+from gpumem_exporter.cli.render.rows import View, as_of, called
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.cli.top.past import Past
+from gpumem_exporter.cli.top.plot import legend, timeline
 from gpumem_exporter.cli.top.source import in_daemon_thread
 
+_SPANS = (("10 min", 600), ("1 h", 3600), ("6 h", 21600), ("24 h", 86400))
 _REFRESH_SECONDS = 2.0
+_EVENTS = 8
+# The character of an event on the timeline, and its style.
+_MARKS = {"oom": ("!", "bold red"), "action": ("c", "bold yellow")}
 # The sizes by name that a process may have on a device.
 _PARTS = {
     "Components": "component_bytes",
@@ -66,50 +68,50 @@ class DetailScreen(ModalScreen[None]):
     ) -> None:
         super().__init__()
         self._part, self._node, self._open_api, self._clear = part, node, open_api, clear
-        # The node, with all values of a job; None until it is read.
+        # The node with all values of the job, and the past; None until they are read.
         self._live: Row | None = None
-        self._noted = ""
-        self._head, self._past, self._body = Static(), Past(open_api, events=8), Static()
+        self._history: Row | None = None
+        self._events: Sequence[Row] = ()
+        self._span = 0
+        self._noted = self._problem = ""
+        self._shown = Static()
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():
-            yield from (self._head, self._past, self._body)
+            yield self._shown
         yield Footer()
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
-        self.run_worker(self._watch)  # type: ignore[arg-type]
+        self.action_zoom(0)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self.show)
 
     def show(self) -> None:
         """Draw what was read last."""
-        node, width = self._node(), self.size.width - 1
+        node, of_job = self._node(), self._clear is not None
         live: Row = self._live or node.live or {}
-        now, words, of_job = live["time"]["unix_seconds"], live["words"], self._clear is not None
         name, identity = ("jobs", "id") if of_job else ("devices", "uuid")
         current = next((each for each in live[name] if each[identity] == self._part[identity]), None)
         self._part = part = current or self._part
         lost = f"as of {as_of(live)}" if node.error else "" if current else "ended" if of_job else "removed"
-        heading = plain(f"{node.name}  ".lstrip(), "bold")
-        heading.append_text(_job_heading(part, now) if of_job else _device_heading(part))
-        heading.append(f"  {lost}" if lost else "", style="bold red")
+        title = plain(f"{node.name}  ".lstrip(), "bold")
+        title.append_text(
+            plain(called(part) if of_job else f"GPU {part['gpu']}  {part['name']}  {part['uuid']}", "bold")
+        )
+        title.append(f"  {lost}" if lost else "", style="bold red")
         target = Target(pid=[str(one["pid"]) for one in part["processes"]]) if of_job else Target(uuid=part["uuid"])
-        findings, devices, jobs = rows_of([Node(selected({**live, name: [part]}, target))])
-        found = [row for row in findings if row["job"] or row.get("uuid")]
-        frees = plain((part["clear"] or {}).get("sentence", ""), "yellow") if of_job else plain("")
-        self._head.update(Group(heading, *finding_lines(found, words, width), frees, plain(self._noted, "bold")))
-        row = {**part, "job": part if of_job else None, "from": node, "now": now}
-        self._past.show(row, words, max(4, self.size.height // 4))
-        body: list[RenderableType] = []
-        tables = [(DEVICES, devices), (LEDGER, [] if of_job else devices), (JOBS[1:], jobs)]
-        for columns, rows in reversed(tables) if of_job else tables:
-            body += [plain(""), *Layout(columns, rows, width, words=words).lines(rows)] if rows else []
-        self._body.update(Group(*body, *_parts_of_memory(part["processes"] if of_job else ())))
+        shown = Node(selected({**live, name: [part]}, target), node.url)
+        width = self.size.width - 1
+        _, *tables = node_tables([shown], View(), width, wide=True, ledger=not of_job)
+        frees = (part["clear"] or {}).get("sentence") if of_job else None
+        lines = [plain(text, style) for text, style in ((frees, "yellow"), (self._noted, "bold")) if text]
+        past = self._past(live["words"], live["time"]["unix_seconds"], width)
+        self._shown.update(Group(title, *lines, *past, *tables, *_parts_of_memory(part["processes"] if of_job else ())))
 
     def note(self, text: str) -> None:
-        """Show a message below the findings, until the next one."""
+        """Show a message below the title, until the next one."""
         self._noted = text
         self.show()
 
@@ -122,41 +124,44 @@ class DetailScreen(ModalScreen[None]):
             self._clear(self._part)
 
     def action_zoom(self, step: int) -> None:
-        self._past.zoom(step)
+        """Show a longer or a shorter time."""
+        self._span = max(0, min(len(_SPANS) - 1, self._span + step))
+        self.run_worker(self._watch, exclusive=True)  # type: ignore[arg-type]
 
     async def _watch(self) -> None:
         while True:
-            node = self._node()
-            if node.url and self._clear is not None:
-                with contextlib.suppress(GpumemError):  # the timeline shows it
-                    self._live = await in_daemon_thread(partial(self._read, node.url))
             self.show()
+            if self._node().url:
+                try:
+                    self._live, self._history, self._events = await in_daemon_thread(self._read)
+                    self._problem = ""
+                except GpumemError as error:
+                    self._problem = str(error)
+                self.show()
             await asyncio.sleep(_REFRESH_SECONDS)
 
-    def _read(self, url: str) -> Row:
-        with self._open_api(url) as api:
-            return read_live(api, quote(self._part["id"], safe=""))
+    def _read(self) -> tuple[Row, Row, Sequence[Row]]:
+        of_job, node = self._clear is not None, self._node()
+        id_ = quote(self._part["id" if of_job else "uuid"], safe="")
+        subject = f"{'job' if of_job else 'device'}={id_}"
+        with self._open_api(node.url) as api:
+            live = read_live(api, id_ if of_job else "none")
+            now = live["time"]["unix_seconds"]
+            span = f"from={now - _SPANS[self._span][1]:.0f}&to={now:.0f}&points=2000"
+            history = api.get(f"/api/v1/history?{subject}&{span}")
+            return live, history, api.get(f"/api/v1/events?{subject}&limit={_EVENTS}&fold=true")["events"]
 
-
-def _job_heading(job: Row, now: float) -> Text:
-    title = plain(job["name"], "bold").append_text(plain(f"  {job['owner']}  {job['state'] or ''}", "not bold"))
-    title.append(f", since {clock(job['since_unix_seconds'], now)}")
-    if job["step"] is not None:
-        title.append(f", step {job['step']}")
-        title.append(f" ({human_seconds(job['step_seconds'])} each)" if job["step_seconds"] else "")
-    if engine := job.get("engine"):
-        title.append(f", {engine['label']}")
-        cache = engine["kv_cache"]
-        if cache and cache["peak_day"] is not None:
-            peak, size = short_bytes(cache["peak_day"]), short_bytes(cache["size"])
-            title.append(f", at most {peak} of {size} KV cache used in {human_seconds(cache['observed_seconds'])}")
-    return title
-
-
-def _device_heading(device: Row) -> Text:
-    title = plain(f"GPU {device['gpu']}", "bold")
-    title.append_text(plain(f"  {device['name']}  {device['uuid']}", "not bold"))
-    return title.append(f"  {device['error']}" if device["error"] else "", "bold red")
+    def _past(self, words: Row, now: float, width: int) -> Iterator[Text]:
+        """Yield the timeline and the latest events."""
+        marks = [(event["unix_seconds"], *_MARKS[event["type"]]) for event in self._events if event["type"] in _MARKS]
+        line = plain(f"last {_SPANS[self._span][0]}  ", "bold").append_text(legend(words))
+        yield line.append("! out of memory  c action  " if marks else "").append_text(plain(self._problem, "red"))
+        if self._history is None:
+            yield plain("Reading …" if self._node().url else "The past needs an exporter; none answers.", "dim")
+            return
+        yield from timeline(self._history, width, max(4, self.size.height // 4), marks)
+        for event in sorted(self._events, key=lambda event: -float(event["unix_seconds"])):
+            yield event_line(event, now, width)
 
 
 def _parts_of_memory(processes: Sequence[Row]) -> Iterator[RenderableType]:

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, SORTS, device_ranges
 from gpumem_exporter.cli.render.layout import Layout, Order, Row
-from gpumem_exporter.cli.render.rows import arranged, rows_of
+from gpumem_exporter.cli.render.rows import rows_of, unfolded
 from gpumem_exporter.page.words import WORDS
+from tests.support.golden import printed
 from tests.support.live_documents import device, finding, full_node, job, live, process
 
 _NAMES = st.text(max_size=40) | st.sampled_from(("漢字" * 20, "\x1b[2J\x1b]0;x\x07", "[bold]x[/bold]", "a\nb\rc\t"))
@@ -20,12 +22,8 @@ def _jobs(*jobs: dict[str, Any]) -> list[Row]:
     return rows_of([Node(live([], list(jobs)))])[2]
 
 
-def _folded(rows: list[Row], order: Order | None = None) -> list[Row]:
-    return arranged(rows, JOBS, order, ())
-
-
 def _names(*jobs: dict[str, Any], order: Order) -> list[str]:
-    return [row["name"] for row in _folded(_jobs(*jobs), order)]
+    return [row["name"] for row in order.sorted(_jobs(*jobs), JOBS)]
 
 
 @settings(max_examples=15)
@@ -36,11 +34,11 @@ def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: s
     told = finding("oom", "warning", name, f"{name} {name}", job=busy["id"])
     nodes = [Node(live([device("0", busy, name=name), device("1", memory=None)], [busy], [told]), name="node-1")]
     findings, devices, jobs = rows_of(nodes)
-    tables = ((JOBS, jobs), (DEVICES, devices), (FINDINGS, findings))
+    tables = ((JOBS, unfolded(jobs)), (DEVICES, devices), (FINDINGS, findings))
     for columns, rows in tables:
-        lines = list(Layout(columns, rows, width, words=WORDS).lines(rows))
+        lines = printed(Layout(columns, rows, width, words=WORDS).table(rows), width=width)
         assert len(lines) > len(rows)
-        assert all(line.cell_len <= width and line.plain.isprintable() for line in lines)
+        assert all(cell_len(line) <= width and line.isprintable() for line in lines)
 
 
 @pytest.mark.parametrize("sort", sorted({*SORTS} - {"node", "nccl", "unmapped", "kv-cache"}))
@@ -69,7 +67,7 @@ def test_names_are_sorted_without_case_and_devices_as_numbers() -> None:
 
 def test_the_processes_of_a_job_are_sorted_by_rank_and_then_by_pid() -> None:
     ranks = [process(pid, "0", rank=rank) for pid, rank in ((1, "10"), (2, "9"), (3, "0"), ("1@4026532008", "0"))]
-    job_and_ranks = arranged(_jobs(job("llm", *ranks)), JOBS, None)
+    job_and_ranks = unfolded(_jobs(job("llm", *ranks)))
     assert [row.get("pid") for row in job_and_ranks] == [None, "1@4026532008", 3, 2, 1]
 
 
@@ -87,7 +85,7 @@ def test_the_processes_of_a_job_are_sorted_by_rank_and_then_by_pid() -> None:
 )
 def test_a_filter_hides_jobs_devices_and_findings(text: str, jobs: Any, devices: Any, findings: int) -> None:
     found, on_devices, rows = rows_of([Node(full_node())], text)
-    shown, gpus = [row["name"] for row in _folded(rows)], [row["gpu"] for row in on_devices]
+    shown, gpus = [row["name"] for row in rows], [row["gpu"] for row in on_devices]
     assert (shown, gpus) == (jobs, devices) if text else (len(shown), len(gpus)) == (jobs, devices)
     assert sum(row["since"] != "" for row in found) == findings
 

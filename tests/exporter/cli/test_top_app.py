@@ -60,28 +60,17 @@ async def test_keys_and_clicks_sort_the_table_with_the_cursor() -> None:
         assert world.table("jobs").order == Order("job", reverse=True)
 
 
-async def test_ranks_are_folded_and_unfolded_by_keys_and_the_mouse() -> None:
+async def test_the_ranks_of_all_jobs_are_folded_and_unfolded() -> None:
     world = TopScreen()
     ranks = [f"rank {i} ({50100 + i})" for i in range(4)]
     async with world.on_screen() as pilot:
         jobs = world.titles
         await pilot.press("space")
-        assert world.titles == [jobs[0], *ranks, *jobs[1:]]
-        assert world.selected == jobs[0]
-        await pilot.press("down", "down", "left")
-        assert (world.titles, world.selected) == (jobs, jobs[0]), "folded from one of its ranks"
-        await pilot.press("right")
-        assert world.titles[1:5] == ranks
-        await pilot.click(offset=(0, (await world.place("▾"))[1]))
-        assert world.titles == jobs
-        await pilot.click(offset=(0, (await world.place("▸ moe-finetune"))[1]))
-        assert world.titles[5:7] == ["rank 0 (51144)", "rank 1 (51145)"]
-        await pilot.press("a")
-        assert world.titles == jobs
-        before = await world.place("Used▼")
-        await pilot.press("a")
         assert len(world.titles) == 16
-        assert await world.place("Used▼") == before, "the columns stay"
+        assert world.titles[:5] == [jobs[0], *ranks]
+        assert world.selected == jobs[0]
+        await pilot.press("down", "down", "space")
+        assert (world.titles, world.selected) == (jobs, jobs[0]), "folded from one of its ranks"
 
 
 async def test_a_filter_hides_rows_in_every_table_while_it_is_typed() -> None:
@@ -91,11 +80,10 @@ async def test_a_filter_hides_rows_in_every_table_while_it_is_typed() -> None:
         await until(lambda: world.titles == ["moe-finetune"], "the rows of the filter")
         assert world.gpus == ["6", "7"]
         assert len(world.table("findings").rows_shown) == 1
-        await pilot.press("enter", "f", "x")
-        await until(lambda: world.titles == [], "no row")
-        await pilot.press("escape")
-        await until(lambda: world.titles == ["moe-finetune"], "the rows of the old filter")
+        await pilot.press("enter")
         assert "filter: al fin" in world.text
+        await pilot.press("f", "x")
+        await until(lambda: world.titles == [], "no row")
         await pilot.press("escape")
         await until(lambda: len(world.titles) == 6, "all rows")
 

@@ -18,6 +18,7 @@ from gpumem_exporter.features.fleet.fleet_command import FleetSource
 from gpumem_exporter.features.fleet.fleet_nodes import Fleet
 from gpumem_exporter.features.fleet.prometheus import Prometheus
 from gpumem_exporter.main import main
+from tests.support.golden import printed
 from tests.support.live_documents import device, full_node, job, live, process
 
 
@@ -162,7 +163,7 @@ def test_a_node_that_does_not_answer_keeps_its_last_values_and_a_new_one_says_wh
     assert [(node.name, node.error) for node in nodes] == [("node2", "node2-is-down"), ("node3", "node3-is-down")]
     assert nodes[0].live == first[1].live
     assert nodes[1].live is None
-    text = "\n".join(line.plain for line in node_tables(nodes, View(), 120, warnings=source.warnings))
+    text = "\n".join(printed(*node_tables(nodes, View(), 120, warnings=source.warnings), width=120))
     for line in ("node2 .*as of 03:42:04.*node2-is-down", "node3 .*node3-is-down", "a store is down", "node2.*llm"):
         assert re.search(line, text)
     world.answers["http://node2"] = full_node()

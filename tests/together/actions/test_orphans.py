@@ -69,7 +69,7 @@ def test_an_engine_without_its_server_is_shown_and_terminated_and_a_background_j
     listed = "/api/v1/processes"
     wait_for(lambda: {engine, job} <= {each["pid"] for each in exporter.get(listed)["processes"]}, "both on the list")
     assert orphans(exporter) == {}
-    assert "There are no orphans." in run_command("info", "--orphans", "--url", exporter.url).stdout
+    assert "No job matches." in run_command("info", "--orphans", "--url", exporter.url).stdout
     assert run_command("terminate", "--orphans", "--yes", "--url", exporter.url).returncode == 0
 
     adopter.kill(server, shell)

@@ -52,7 +52,7 @@ def open_top() -> Iterator[OpenTop]:
 
 def _until_rows(terminal: TerminalProgram) -> None:
     """Return once the screen lists jobs."""
-    terminal.until_shows("Since", "▸")
+    terminal.until_shows("Since", "demo-")
 
 
 def _until_written(terminal: TerminalProgram, text: bytes, times: int) -> None:
