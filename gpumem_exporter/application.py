@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.kinds import KINDS
-from gpumem_exporter.cli.connection import kube_forward, use_kube, use_url
+from gpumem_exporter.cli.connection import kube_forward, use_exporter
 from gpumem_exporter.cli.program import COMPLETION_VARIABLE, EXPLAIN, GROUPS, LOOK, OPERATE, PROGRAM, RELEASE, Listed
 from gpumem_exporter.cli.usage import CommandGroup, quiet_option, usage_text
 from gpumem_exporter.features import features
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _CLI = "gpumem_exporter.cli.commands"
 _CORE = {
-    "info": Listed(LOOK, "Show jobs, devices and where every byte is.", f"{_CLI}.info"),
-    "top": Listed(LOOK, "Show findings, jobs and devices, live.", f"{_CLI}.top"),
+    "info": Listed(LOOK, "Show jobs, devices and where every byte is.", f"{_CLI}.node"),
+    "top": Listed(LOOK, "Show findings, jobs and devices, live.", f"{_CLI}.node"),
     **{
         kind.command: Listed(RELEASE if kind.releases else EXPLAIN, kind.summary, f"{_CLI}.actions")
         for kind in KINDS.values()
@@ -148,11 +148,11 @@ class _Commands(CommandGroup):
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 @quiet_option
-@click.option("--url", metavar="URL", callback=use_url, help="Use the exporter at this address.")
+@click.option("--url", metavar="URL", callback=use_exporter, help="Use the exporter at this address.")
 @click.option(
     "--kube",
     metavar="NODE|POD",
-    callback=use_kube,
+    callback=use_exporter,
     help="Use the exporter of a node of Kubernetes; without a command: its page.",
 )
 @click.pass_context

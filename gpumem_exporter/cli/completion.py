@@ -13,7 +13,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, shell_complete
 
-from gpumem_exporter.cli.connection import action_token, exporter_urls
+from gpumem_exporter.cli.connection import kube_forward, open_api
 from gpumem_exporter.cli.program import COMPLETION_VARIABLE, PROGRAM
 
 # The timeout of the exporter at a tab.
@@ -54,14 +54,11 @@ def _names(path: str, found: Callable[[Document], Iterable[object]]) -> Completi
 
 
 def _read(context: click.Context, path: str) -> Document:
-    from gpumem_exporter.cli.api_client import ExporterApi
-
-    if context.find_root().params.get("kube"):
-        return {}  # kubectl takes seconds
-    values = context.params
-    token = action_token(values.get("token_file"))
-    with ExporterApi(exporter_urls(values.get("url")), token=token, timeout_seconds=_ANSWER_SECONDS) as api:
-        return api.get(path)
+    with context.scope(cleanup=False):
+        if kube_forward() is not None:
+            return {}  # kubectl takes seconds
+        with open_api(context.params.get("token_file"), timeout_seconds=_ANSWER_SECONDS) as api:
+            return api.get(path)
 
 
 def _of_processes(name: str) -> Completion:

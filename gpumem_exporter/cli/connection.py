@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import exporter_urls as default_urls
 from gpumem_client.wire.http import full_url
 from gpumem_client.wire.trust import Trust
+from gpumem_exporter.cli.api_client import ExporterApi
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.kube import Forward
@@ -21,50 +22,49 @@ if TYPE_CHECKING:
 _URL = "gpumem_exporter.url"
 
 
-def kube_forward() -> Forward | None:
-    """Return the port of --kube; None without --kube."""
-    context = click.get_current_context(silent=True)
-    return context.find_root().obj if context is not None else None
-
-
-def use_kube(context: click.Context, _option: click.Parameter, target: str | None) -> str | None:
-    """Reach the exporter of a node or pod, until the command ends: --kube, before or after the command."""
-    if target is None:
-        return None
+def use_exporter(context: click.Context, option: click.Parameter, given: str | None) -> str | None:
+    """Keep --url or --kube, before or after the command, until the command ends."""
     root = context.find_root()
-    if root.obj is not None:
-        raise ConfigurationError("--kube is given twice")
-    from gpumem_exporter.cli.kube import Forward, Kubectl
+    if given is not None and option.name == "url":
+        root.meta[_URL] = given
+    elif given is not None:
+        from gpumem_exporter.cli.kube import Forward
 
-    root.obj = Forward(Kubectl.from_environment(), target)
-    root.call_on_close(root.obj.close)
-    return target
+        root.obj = Forward(given)
+        root.call_on_close(root.obj.close)
+    return given
 
 
-def use_url(context: click.Context, _option: click.Parameter, url: str | None) -> str | None:
-    """Return the value of --url, before or after the command. Raises ConfigurationError for both."""
-    given = context.find_root().meta
-    if url is not None:
-        if _URL in given:
-            raise ConfigurationError("--url is given twice")
-        given[_URL] = url
-    found: str | None = given.get(_URL)
+def given_url() -> str | None:
+    """Return the value of --url; None without --url."""
+    found: str | None = click.get_current_context().find_root().meta.get(_URL)
     return found
 
 
-def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> Iterable[str]:
+def kube_forward() -> Forward | None:
+    """Return the port of --kube; None without --kube."""
+    found: Forward | None = click.get_current_context().find_root().obj
+    return found
+
+
+def exporter_urls() -> Iterable[str]:
     """Return the addresses to try, in order. With --kube, to read them takes until kubectl has connected."""
-    forward = kube_forward()
+    url, forward = given_url(), kube_forward()
+    if url is not None and forward is not None:
+        raise ConfigurationError("--kube and --url both name the exporter; give one of them")
     if forward is not None:
-        if url is not None:
-            raise ConfigurationError("--kube and --url both name the exporter; give one of them")
         return (each.url for each in (forward,))
-    return (full_url(url),) if url is not None else default_urls(environ)
+    return default_urls(os.environ) if url is None else (full_url(url),)
 
 
 def exporter_trust() -> Trust:
     """Return which servers receive the token: over --kube, kubectl of this user needs no certificate."""
     return replace(Trust.from_environment(), own_tunnel=kube_forward() is not None)
+
+
+def open_api(token_file: str | None, **options: Any) -> ExporterApi:
+    """Return the API of the exporter that --url, --kube or the environment names."""
+    return ExporterApi(exporter_urls(), token=action_token(token_file), trust=exporter_trust(), **options)
 
 
 def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ) -> str:

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
@@ -39,99 +38,31 @@ Pod = Mapping[str, Any]
 """An object of Kubernetes' API."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kubectl:
-    """The program kubectl, and where it finds exporters."""
-
-    command: tuple[str, ...]
-    namespace: str
-    selector: str
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Kubectl:
-        """Return what the environment sets."""
-        command, namespace, selector = (environ.get(name, "").strip() or default for name, default in _DEFAULTS.items())
-        try:
-            return cls(tuple(shlex.split(command)), namespace, selector)
-        except ValueError as error:
-            raise ConfigurationError(f"GPUMEM_KUBECTL {command!r}: {error}") from None
-
-    def words(self, verb: str, *words: str) -> list[str]:
-        """Return the words of a command in the namespace."""
-        return [*self.command, verb, "--namespace", self.namespace, *words]
-
-    def pods(self) -> list[Pod]:
-        """List the exporters' pods.
-
-        Raises ExporterUnreachableError with kubectl's reason, and ConfigurationError if there is no such program.
-        """
-        timeout = f"--request-timeout={_LIST_SECONDS / 2:g}s"
-        words = self.words("get", "pods", "--selector", self.selector, "--output", "json", timeout)
-        try:
-            ended = subprocess.run(  # noqa: S603 - the user's own command
-                words, **_PIPED, stderr=subprocess.PIPE, timeout=_LIST_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise ExporterUnreachableError(f"kubectl did not list pods within {_LIST_SECONDS:g} s") from None
-        except OSError as error:
-            reason = f"cannot run {self.command[0]!r}: {error.strerror}"
-            raise ConfigurationError(f"{reason}; install kubectl, or set GPUMEM_KUBECTL to its command") from None
-        if ended.returncode != 0:
-            lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
-            raise ExporterUnreachableError(f"kubectl: {_reason(lines[-1])}")
-        try:
-            return list(json.loads(ended.stdout)["items"])
-        except (ValueError, KeyError, TypeError):
-            raise ExporterUnreachableError("kubectl printed no list of pods") from None
-
-    def find(self, target: str, pods: Sequence[Pod]) -> Pod:
-        """Return the pod with this name or on this node; raises ExporterUnreachableError if there is none."""
-        found = [pod for pod in pods if target in (pod["metadata"]["name"], pod["spec"].get("nodeName"))]
-        if found:
-            # A pod that is being replaced may still be on the node.
-            return min(found, key=lambda pod: "deletionTimestamp" in pod["metadata"])
-        where = f"in the namespace {self.namespace!r} with the label {self.selector}"
-        if not pods:
-            raise ExporterUnreachableError(f"no pod {where}: set GPUMEM_KUBE_NAMESPACE and GPUMEM_KUBE_SELECTOR")
-        nodes = sorted({pod["spec"].get("nodeName", "") for pod in pods} - {""})
-        listed = ", ".join([*nodes[:_SHOWN_NODES], *(["…"] if len(nodes) > _SHOWN_NODES else ())])
-        raise ExporterUnreachableError(f"no node or pod {target!r} {where}; the nodes are {listed}")
-
-
 class Forward:
-    """A port of this machine that leads to the exporter of a node, from `start` until `close` or the end of kubectl."""
+    """A port of this machine that leads to the exporter of a node, from the first `url` until `close`.
 
-    def __init__(self, kubectl: Kubectl, target: str) -> None:
-        self._kubectl, self._target = kubectl, target
+    `target` is a node or a pod. The environment sets the command kubectl, and where it finds exporters.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        command, self._namespace, self._selector = (
+            os.environ.get(name, "").strip() or default for name, default in _DEFAULTS.items()
+        )
+        self._command = shlex.split(command)
         self._process: subprocess.Popen[str] | None = None
         self._reader = threading.Thread(target=self._read, name="gpumem-kubectl", daemon=True)
         self._scheme, self._address, self._last = "http", "", ""
         self._started = threading.Event()
 
-    def start(self) -> None:
-        """Start kubectl, unless it was started. Raises the errors of `Kubectl.pods` and `Kubectl.find`."""
-        if self._process is not None:
-            return
-        pod = self._kubectl.find(self._target, self._kubectl.pods())
-        containers = [*pod["spec"].get("containers", ()), *pod["spec"].get("initContainers", ())]
-        ports = [port for each in containers for port in each.get("ports", ()) if port.get("name") == "metrics"]
-        probes = [each.get(name, {}) for each in containers for name in ("readinessProbe", "livenessProbe")]
-        if any(probe.get("httpGet", {}).get("scheme") == "HTTPS" for probe in probes):
-            self._scheme = "https"
-        port = ports[0]["containerPort"] if ports else _DEFAULT_PORT
-        words = ("--address", "127.0.0.1", f"pod/{pod['metadata']['name']}", f":{port}")
-        self._process = subprocess.Popen(  # noqa: S603 - the user's own command
-            self._kubectl.words("port-forward", *words),
-            **_PIPED,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the command, which ends kubectl afterwards
-        )
-        self._reader.start()
-
     @property
     def url(self) -> str:
-        """The URL on this machine; waits until kubectl listens. Raises the errors of `start`."""
-        self.start()
+        """The URL on this machine; waits until kubectl listens.
+
+        Raises ExporterUnreachableError with kubectl's reason, and ConfigurationError if there is no such program.
+        """
+        if self._process is None:
+            self._start(self._find(self._pods()))
         in_time = self._started.wait(_START_SECONDS)
         if self._address:
             return self._address
@@ -160,9 +91,57 @@ class Forward:
                     os.killpg(self._process.pid, number)
                     self._process.wait(_END_SECONDS)
 
+    def _words(self, verb: str, *words: str) -> list[str]:
+        return [*self._command, verb, "--namespace", self._namespace, *words]
+
+    def _pods(self) -> list[Pod]:
+        """List the exporters' pods."""
+        timeout = f"--request-timeout={_LIST_SECONDS / 2:g}s"
+        words = self._words("get", "pods", "--selector", self._selector, "--output", "json", timeout)
+        try:
+            ended = subprocess.run(  # noqa: S603 - the user's own command
+                words, **_PIPED, stderr=subprocess.PIPE, timeout=_LIST_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ExporterUnreachableError(f"kubectl did not list pods within {_LIST_SECONDS:g} s") from None
+        except OSError as error:
+            reason = f"cannot run {self._command[0]!r}: {error.strerror}"
+            raise ConfigurationError(f"{reason}; install kubectl, or set GPUMEM_KUBECTL to its command") from None
+        if ended.returncode != 0:
+            lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+            raise ExporterUnreachableError(f"kubectl: {_reason(lines[-1])}")
+        return list(json.loads(ended.stdout)["items"])
+
+    def _find(self, pods: Sequence[Pod]) -> Pod:
+        found = [pod for pod in pods if self._target in (pod["metadata"]["name"], pod["spec"].get("nodeName"))]
+        if found:
+            # A pod that is being replaced may still be on the node.
+            return min(found, key=lambda pod: "deletionTimestamp" in pod["metadata"])
+        where = f"in the namespace {self._namespace!r} with the label {self._selector}"
+        if not pods:
+            raise ExporterUnreachableError(f"no pod {where}: set GPUMEM_KUBE_NAMESPACE and GPUMEM_KUBE_SELECTOR")
+        nodes = sorted({pod["spec"].get("nodeName", "") for pod in pods} - {""})[:_SHOWN_NODES]
+        raise ExporterUnreachableError(f"no node or pod {self._target!r} {where}; the nodes are {', '.join(nodes)}")
+
+    def _start(self, pod: Pod) -> None:
+        containers = [*pod["spec"].get("containers", ()), *pod["spec"].get("initContainers", ())]
+        ports = [port for each in containers for port in each.get("ports", ()) if port.get("name") == "metrics"]
+        probes = [each.get(name, {}) for each in containers for name in ("readinessProbe", "livenessProbe")]
+        if any(probe.get("httpGet", {}).get("scheme") == "HTTPS" for probe in probes):
+            self._scheme = "https"
+        port = ports[0]["containerPort"] if ports else _DEFAULT_PORT
+        words = ("--address", "127.0.0.1", f"pod/{pod['metadata']['name']}", f":{port}")
+        self._process = subprocess.Popen(  # noqa: S603 - the user's own command
+            self._words("port-forward", *words),
+            **_PIPED,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for the command, which ends kubectl afterwards
+        )
+        self._reader.start()
+
     def _read(self) -> None:
         """Read the output of kubectl until its end."""
-        assert self._process is not None  # noqa: S101 - `start` has set it
+        assert self._process is not None  # noqa: S101 - `_start` has set it
         # kubectl prints a line for each connection before it forwards the connection. It would wait for a reader. After
         # SIGKILL to this process, SIGPIPE ends kubectl at that line, so that the port leads nobody to the exporter.
         for line in self._process.stdout or ():

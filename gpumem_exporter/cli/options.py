@@ -22,16 +22,9 @@ from gpumem_exporter.actions.action_options import (
     Target,
     invalid_fields,
 )
-from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.completion import JOBS, of_list
 from gpumem_exporter.cli.completion import SELECTORS as COMPLETIONS
-from gpumem_exporter.cli.connection import (
-    action_token,
-    exporter_trust,
-    exporter_urls,
-    use_kube,
-    use_url,
-)
+from gpumem_exporter.cli.connection import open_api, use_exporter
 from gpumem_exporter.cli.render.columns import SORTS
 from gpumem_exporter.cli.render.layout import Order
 from gpumem_exporter.cli.render.rows import View
@@ -70,7 +63,8 @@ connection_options = option_group(
     click.option(
         "--url",
         metavar="URL",
-        callback=use_url,
+        expose_value=False,
+        callback=use_exporter,
         help="The exporter: host:port, https://host:port or unix:///path/to.sock. user:password@ before the "
         "host is basic auth. Default: GPUMEM_EXPORTER_URL, else unix:///run/gpumem/exporter.sock, then "
         "http://127.0.0.1:9844.",
@@ -79,7 +73,7 @@ connection_options = option_group(
         "--kube",
         metavar="NODE|POD",
         expose_value=False,
-        callback=use_kube,
+        callback=use_exporter,
         help="The exporter of a node of Kubernetes. --url and --kube may also stand before the command.",
     ),
     access_options,
@@ -91,32 +85,43 @@ def api_options(command: Callable[..., int]) -> Callable[..., int]:
 
     @connection_options
     @wraps(command)
-    def run(*, url: str | None, token_file: str | None, **values: Any) -> int:
-        with ExporterApi(exporter_urls(url), token=action_token(token_file), trust=exporter_trust()) as api:
+    def run(*, token_file: str | None, **values: Any) -> int:
+        with open_api(token_file) as api:
             return command(api=api, **values)
 
     return run
 
 
-def seconds_option(
-    flag: str, name: str, *, least: float, most: float = math.inf, **attributes: Any
-) -> Callable[[_Command], _Command]:
-    """Return an option that takes finite seconds from `least` to `most`."""
-    accepted = f"{least:g} to {most:g} seconds" if most < math.inf else f"{least:g} or more seconds"
+def duration(text: object) -> float:
+    """Return the seconds of `30`, `30s`, `5m`, `1h` or `2d`. Raises ValueError if the text is not a duration."""
+    number, unit = str(text)[:-1], str(text)[-1:]
+    return float(number) * _SECONDS[unit] if unit in _SECONDS else float(str(text))
 
-    def checked(_context: click.Context, _option: click.Parameter, seconds: float | None) -> float | None:
-        if seconds is not None and not (least <= seconds <= most and math.isfinite(seconds)):
-            raise ConfigurationError(f"{flag} {seconds:g}: must be {accepted}")
-        return seconds
 
-    return click.option(flag, name, type=float, metavar="SECONDS", callback=checked, **attributes)
+class Seconds(click.FloatRange):
+    """Seconds in a range, as `duration` reads them."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the seconds. Raises click.BadParameter if the value is invalid."""
+        try:
+            seconds = duration(value)
+        except ValueError:
+            seconds = math.nan
+        if not math.isfinite(seconds):
+            self.fail(f"{value}: expected seconds, or a time such as 30s, 5m or 1h", param, ctx)
+        return super().convert(seconds, param, ctx)
 
 
 def interval_option(default: float) -> Callable[[_Command], _Command]:
     """Return the option --interval of a live view."""
-    text = "Seconds between updates: 0.2 to 3600."
-    name = "interval_seconds"
-    return seconds_option("--interval", name, least=0.2, most=3600, default=default, show_default=True, help=text)
+    return click.option(
+        *("--interval", "interval_seconds"),
+        type=Seconds(0.2, 3600),
+        metavar="SECONDS",
+        default=default,
+        show_default=True,
+        help="Seconds between updates.",
+    )
 
 
 target_options = option_group(
@@ -136,22 +141,17 @@ target_options = option_group(
 """The processes that a command acts on or shows. Each is repeatable and takes a list: --gpu 0 --gpu 1 is --gpu 0,1."""
 
 
-def pop_target(values: dict[str, Any]) -> Target:
+def pop_target(values: dict[str, Any], *, required: bool = False) -> Target:
     """Remove the values of `target_options` from `values`, and return the target, which is empty without any."""
     everything, orphans = values.pop("all"), values.pop("orphans")
     given: dict[str, Any] = {name: split_list(texts) for name in SELECTORS if (texts := values.pop(name))}
     if everything and given:
         names = ", ".join(f"--{name}" for name in given)
         raise ConfigurationError(f"--all selects every process; leave out --all or {names}")
-    checked_request({"action": "empty_cache", "target": given or {"all": True}})
-    return Target(**given, orphans=orphans, all=everything)
-
-
-def pop_action_target(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values of `target_options` from `values`. Return the target of an action, which may not be empty."""
-    target = pop_target(values).document()
-    if not target:
+    if required and not (everything or orphans or given):
         raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank, --user, --orphans or --all")
+    target = Target(**given, orphans=orphans, all=everything)
+    _check(ActionRequest("empty_cache", Target(**given, all=not given)))
     return target
 
 
@@ -238,15 +238,6 @@ yes_to_terminate = click.option("--yes", is_flag=True, help="Do not ask. Needed 
 """An option of `terminate` and `fleet terminate`."""
 
 
-def duration(text: object) -> float:
-    """Return the seconds of `30`, `30s`, `5m`, `1h` or `2d`. Raises ValueError if the text is not a duration."""
-    number, unit = str(text)[:-1], str(text)[-1:]
-    try:
-        return float(number) * _SECONDS[unit] if unit in _SECONDS else float(str(text))
-    except ValueError:
-        raise ValueError(text) from None  # click shows it
-
-
 def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any], Any]:
     if not option.flag.startswith("-"):
         return click.argument(name, type=option.kind, metavar=option.flag)
@@ -258,7 +249,7 @@ def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any
     return click.option(
         option.flag,
         name,
-        type=duration if option.unit == "seconds" else option.kind,
+        type=Seconds(option.least, option.most) if option.unit == "seconds" else option.kind,
         metavar=option.metavar,
         default=default,
         show_default=bool(default),
@@ -279,14 +270,12 @@ def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool)
             request[name] = option.terminal_default
     # What is not given is the exporter's choice.
     request = {name: value for name, value in request.items() if value is not None}
-    return checked_request(request)
+    _check(ActionRequest(**request, target=Target(pid=1)))
+    return request
 
 
-def checked_request(document: dict[str, Any]) -> dict[str, Any]:
-    """Check the values of a request and return it. A request without a target is checked as if it had one process."""
-    target = Target(**document.get("target", {"pid": 1}))
-    for invalid in invalid_fields(ActionRequest(**{**document, "target": target})):
+def _check(request: ActionRequest) -> None:
+    for invalid in invalid_fields(request):
         name = invalid.field.removeprefix("target.")
         flag = OPTIONS[name].flag if name in OPTIONS else f"--{name}"
         raise ConfigurationError(f"invalid {flag} {invalid.value}: {invalid.advice}")
-    return document

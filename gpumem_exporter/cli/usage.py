@@ -1,13 +1,11 @@
-"""What all commands share, `serve` too: the group, click's errors as one plain line in this project's words, --quiet.
+"""What all commands share, `serve` too: the group, click's errors as one plain line, --quiet.
 
 Apart from `options`, so that `serve` starts without the options and the tables of the other commands.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from typing import Any
 
 import click
 
@@ -64,32 +62,9 @@ class CommandGroup(click.Group):
 
 
 def usage_text(error: click.UsageError) -> str:
-    """Return what is wrong and what is accepted. click's own texts speak of types and arguments."""
-    context, name = error.ctx, getattr(error, "option_name", None)
+    """Return what is wrong and what is accepted, in the words of click."""
     if isinstance(error, click.NoSuchOption):
-        return f"no option {name}; {did_you_mean(name or '', error.possibilities or ())}".removesuffix("; ")
-    if isinstance(error, click.BadOptionUsage):
-        return f"{name} takes no value" if "does not take" in error.message else f"{name} needs a value"
-    if isinstance(error, click.MissingParameter) and error.param is not None:
-        return f"{_flag(error.param)} is required"
-    if isinstance(error, click.BadParameter) and error.param is not None:
-        value = error.message.partition(" is not ")[0]
-        return f"invalid {_flag(error.param)} {value}: expected {_expected(error.param.type)}"
-    if extra := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message.rstrip(".")):
-        return f"unexpected {extra[1]!r}"
-    if context is not None and isinstance(context.command, click.Group):
-        return f"no command; give one of {', '.join(context.command.list_commands(context))}"
-    return error.format_message().rstrip(".")
-
-
-def _flag(parameter: click.Parameter) -> str:
-    return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.metavar or str(parameter.name)
-
-
-def _expected(kind: Any) -> str:
-    if isinstance(kind, click.Choice):
-        return ", ".join(map(str, kind.choices))
-    if isinstance(kind, click.IntRange):
-        return f"a whole number from {kind.min}" + ("" if kind.max is None else f" to {kind.max}")
-    known = {"integer": "a whole number", "float": "a number", "duration": "seconds, or a time such as 30s, 5m or 1h"}
-    return known.get(kind.name, f"a {kind.name}")
+        name = error.option_name
+        return f"no option {name}; {did_you_mean(name, error.possibilities or ())}".removesuffix("; ")
+    text = error.format_message().rstrip(".")
+    return text[:1].lower() + text[1:]

@@ -9,21 +9,15 @@ from typing import Any
 import click
 
 from gpumem_exporter.actions.kinds import KINDS, ActionKind, is_done
-from gpumem_exporter.cli.action_dialog import (
-    act,
-    can_ask,
-    confirmed_clear,
-    confirmed_termination,
-    must_confirm,
-)
+from gpumem_exporter.cli.action_dialog import act, confirmed, needs_yes
 from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
 from gpumem_exporter.cli.options import (
+    Seconds,
     action_options,
     action_request,
     api_options,
     option_group,
-    pop_action_target,
-    seconds_option,
+    pop_target,
     target_options,
     yes_to_terminate,
 )
@@ -36,10 +30,10 @@ _yes_options = {
     "clear": click.option("--yes", is_flag=True, help="Do not ask before `clear --all` on a terminal."),
     "terminate": yes_to_terminate,
 }
-_wait_option = seconds_option(
-    "--wait",
-    "wait_seconds",
-    least=0,
+_wait_option = click.option(
+    *("--wait", "wait_seconds"),
+    type=Seconds(0),
+    metavar="SECONDS",
     help="How long to wait for the result; 0 does not wait. Default: to the end.",
 )
 
@@ -72,15 +66,11 @@ def _run(
 ) -> int:
     """Request an action, print its results, and return the exit code."""
     on_terminal = sys.stdout.isatty() and not as_json
-    target = pop_action_target(values)
+    target = pop_target(values, required=True).document()
     body = {**action_request(action, values, on_terminal=on_terminal), "target": target}
-    able = not (yes or as_json) and can_ask()
-    asks = action == "empty_cache" and target == {"all": True} and able and not body["dry_run"]
-    asks_to_end = must_confirm(body, yes=yes, as_json=as_json)
+    asks = needs_yes(body, yes=yes, as_json=as_json)
     api.find_addresses()  # kubectl takes seconds, in which Ctrl-C ends the command
-    if asks and not confirmed_clear(api.submit({**body, "dry_run": True})):
-        return FAILED
-    requested = confirmed_termination(api, body) if asks_to_end else body
+    requested = confirmed(api, body) if asks else body
     if requested is None:
         return FAILED
     document = act(api, requested, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else _print_new())

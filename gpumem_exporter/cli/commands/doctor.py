@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.connection import action_token, exporter_trust, exporter_urls, kube_forward
+from gpumem_exporter.cli.connection import action_token, exporter_urls, kube_forward, open_api
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
 from gpumem_exporter.cli.doctor.exporter import check_exporter, check_trust, reach
 from gpumem_exporter.cli.doctor.machine import (
@@ -45,25 +44,24 @@ _STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 
 @click.command(epilog=_EXAMPLES)
 @connection_options
-def doctor(url: str | None, token_file: str | None, as_json: bool) -> int:
+def doctor(token_file: str | None, as_json: bool) -> int:
     """Show what is wrong and how to fix it.
 
     Checks driver, devices, exporter, socket, version, health, permissions, actions, clock, reporters, PID namespace and
     jobs. Run it on the exporter's machine to check the driver, and where training runs to check the connection to the
     exporter. If the driver is on another machine, doctor shows what the exporter reports about it. Nothing is changed.
     """
-    findings = tuple(diagnose(url, token_file))
+    findings = tuple(diagnose(token_file))
     verdict = next((each for each in (FAIL, WARN) if any(found.verdict == each for found in findings)), PASS)
     document = {"verdict": verdict, "findings": [asdict(finding) for finding in findings]}
     print_result(document, _lines(findings), as_json=as_json)
     return FAILED if verdict == FAIL else 0
 
 
-def diagnose(url: str | None, token_file: str | None = None) -> Iterator[Finding]:
+def diagnose(token_file: str | None) -> Iterator[Finding]:
     """Run every check. A check that fails does not stop the others."""
-    token = action_token(token_file)
-    urls = tuple(exporter_urls(url))
-    with ExporterApi(urls, token=token, token_for_reads=False, trust=exporter_trust(), advice="") as api:
+    urls = tuple(exporter_urls())
+    with open_api(token_file, token_for_reads=False, advice="") as api:
         reached, health = reach(api, urls)
         nearby = is_on_this_machine(api.url) and kube_forward() is None
         if nearby:
@@ -77,7 +75,7 @@ def diagnose(url: str | None, token_file: str | None = None) -> Iterator[Finding
             yield from run_check("socket", lambda: check_socket(path, required=len(urls) == 1))
         if health is not None:
             yield check_trust(api.objection, nearby=nearby)
-            yield from check_exporter(api, health, has_token=bool(token))
+            yield from check_exporter(api, health, has_token=bool(action_token(token_file)))
 
 
 def _driver() -> Provider:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.options import api_options, option_group, seconds_option
+from gpumem_exporter.cli.options import Seconds, api_options, option_group
 from gpumem_exporter.cli.program import FAILED, one_line
 from gpumem_exporter.cli.render.terminal import print_json
 
@@ -23,14 +23,13 @@ _LONGEST_WAIT_SECONDS = 60.0
 
 
 _nvml_options = option_group(
-    seconds_option(
-        "--wait",
-        "wait_seconds",
-        least=0,
-        most=_LONGEST_WAIT_SECONDS,
+    click.option(
+        *("--wait", "wait_seconds"),
+        type=Seconds(0, _LONGEST_WAIT_SECONDS),
+        metavar="SECONDS",
         default=10.0,
         show_default=True,
-        help=f"How long to wait, at most {_LONGEST_WAIT_SECONDS:g}; 0 does not wait.",
+        help="How long to wait; 0 does not wait.",
     ),
     click.option("--reason", metavar="TEXT", default="", help="Recorded in the audit log."),
     api_options,

@@ -12,7 +12,7 @@ from gpumem_client.wire.http import shown_url
 from gpumem_client.wire.units import counted
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.action_options import ACTIONS, OUTSIDE_ACTIONS
-from gpumem_exporter.cli.api_client import Document, ExporterApi, read_rights
+from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
 
 _STALE_POLL_SECONDS = 15.0
@@ -62,10 +62,10 @@ def check_exporter(api: ExporterApi, health: Document, *, has_token: bool) -> It
         "version": lambda: check_version(health),
         "health": lambda: check_health(health),
         "auth": lambda: check_auth(api, has_token=has_token),
-        "actions": lambda: check_actions(read_rights(api)),
+        "actions": lambda: check_actions(api.get("/api/v1/caller")["allowed_actions"]),
         "clock": lambda: check_clock(live()["node"]),
         "reporters": lambda: check_reporters(processes(), live()["findings"]),
-        "pid namespace": lambda: check_pid_namespace(processes(), mode=health.get("mode"), driver_up=driver_up),
+        "pid namespace": lambda: check_pid_namespace(processes(), mode=health["mode"], driver_up=driver_up),
         "jobs": lambda: check_jobs(live()["findings"]),
     }
     for name, check in checks.items():
@@ -152,11 +152,8 @@ def check_auth(api: ExporterApi, *, has_token: bool) -> Iterator[Finding]:
         yield Finding("auth", PASS, f"the exporter accepts actions from here, {how}")
 
 
-def check_actions(caller: Document) -> Iterator[Finding]:
-    """Report which actions `--action.allow` turns off. An older exporter does not show them."""
-    allowed = caller.get("allowed_actions")
-    if allowed is None:
-        return
+def check_actions(allowed: Sequence[str]) -> Iterator[Finding]:
+    """Report which actions `--action.allow` turns off."""
     off = [action for action in ACTIONS if action not in allowed]
     detail = f"off: {', '.join(off)}" if off else "all are on"
     if "empty_cache" in off:
@@ -183,11 +180,8 @@ def check_reporters(processes: Sequence[Document], findings: Sequence[Document])
         yield Finding("reporters", WARN, unreported or "no process reports", fix)
 
 
-def check_pid_namespace(processes: Sequence[Document], *, mode: str | None, driver_up: bool) -> Iterator[Finding]:
-    """Check that the exporter runs in the host's PID namespace: the driver lists processes by the host's pids.
-
-    `mode` is the exporter's, from `/health`; None if it is older than this field.
-    """
+def check_pid_namespace(processes: Sequence[Document], *, mode: str, driver_up: bool) -> Iterator[Finding]:
+    """Check that the exporter runs in the host's PID namespace: the driver lists processes by the host's pids."""
     fix = "run the exporter in the host's PID namespace: hostPID: true in the pod, --pid=host for docker and podman"
     reporting = [process for process in processes if process.get("state") == "reporting"]
     lost = [process for process in reporting if process.get("host_pid") is None]
@@ -200,8 +194,6 @@ def check_pid_namespace(processes: Sequence[Document], *, mode: str | None, driv
             "counts as other processes"
         )
         yield Finding("pid namespace", FAIL if driver_up else WARN, detail, fix)
-    elif mode is None:
-        yield Finding("pid namespace", WARN, "the exporter does not show its own", "install the same version there")
     elif reporting and driver_up:
         reporters = counted(len(reporting), "reporter", "reporters")
         yield Finding("pid namespace", PASS, f"{reporters} matched with the driver's processes")

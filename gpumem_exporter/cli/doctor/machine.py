@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 _SOCKET_SECONDS = 2.0
 # On real drivers, total = used + free + reserved within 2 MiB: NVML rounds each value.
 _ROUNDING_BYTES = 4 << 20
-_NO_DEMO = "run serve without --demo on a node with GPUs"
 
 
 def is_on_this_machine(url: str) -> bool:
@@ -35,17 +35,10 @@ def is_on_this_machine(url: str) -> bool:
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return True
-    try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
-    for family, _, _, _, address in found:
-        # Nothing is sent: a connected datagram socket has the source address of the route, and the route to an own
-        # address starts at that address or at a loopback address. Without a route, the socket does not connect.
-        with suppress(OSError), closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-            probe.connect(address)
-            source = str(probe.getsockname()[0])
-            if source in (address[0], "::1") or source.startswith("127."):
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(parts.hostname, 0, type=socket.SOCK_DGRAM):
+            with suppress(OSError), closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+                probe.bind(address)  # which fails for an address of another machine
                 return True
     return False
 
@@ -91,36 +84,35 @@ def check_driver(
         yield from _check_memory(memory)
 
 
-def check_driver_elsewhere(health: Mapping[str, Any]) -> Finding:
-    """Judge the driver of an exporter on another machine by that exporter's `/health`."""
+def check_driver_elsewhere(health: Mapping[str, Any], here: str = "") -> Finding:
+    """Judge the driver by the exporter's `/health`: on another machine, or if it is not usable `here`."""
     nvml = health.get("nvml") or {}
-    if not nvml.get("up"):
-        detail = f"the exporter, on another machine, has no driver: {nvml.get('error') or 'no reason given'}"
-        fix = "run doctor and nvidia-smi on the exporter's machine"
-        return Finding("driver", WARN if nvml.get("released") else FAIL, detail, fix)
-    if health.get("source") == "demo":
-        return Finding("driver", WARN, "the exporter shows simulated devices", _NO_DEMO)
-    return Finding("driver", PASS, "the exporter, on another machine, has a driver")
+    where = here or "the exporter, on another machine,"
+    if nvml.get("up") and health.get("source") == "demo":
+        detail = f"{here}; the exporter shows simulated devices".removeprefix("; ")
+        return Finding("driver", WARN, detail, "run serve without --demo on a node with GPUs")
+    if nvml.get("up"):
+        needless = f"{here}, and not needed: the exporter has a driver"
+        return Finding("driver", PASS, needless if here else f"{where} has a driver")
+    error = nvml.get("error") or "no reason given"
+    detail = f"{here} nor in the exporter: {error}" if here else f"{where} has no driver: {error}"
+    fix = "run doctor and nvidia-smi on the exporter's machine"
+    return Finding("driver", WARN if nvml.get("released") else FAIL, detail, fix)
 
 
 def _driver_not_usable(error: Exception, health: Mapping[str, Any]) -> Finding:
     """Judge a driver that this process cannot use. It is not needed if the exporter has one."""
-    nvml = health.get("nvml") or {}
-    here = f"not usable in this process ({error})"
-    if nvml.get("up") and health.get("source") == "demo":
-        return Finding("driver", WARN, f"{here}; the exporter shows simulated devices", _NO_DEMO)
-    if nvml.get("up"):
-        return Finding("driver", PASS, f"{here}, and not needed: the exporter has a driver")
     fix = "install gpumem-exporter again, with its dependencies"
     if isinstance(error, NvmlError):
         fix = (
             "install the NVIDIA driver; in a container add the NVIDIA runtime with "
             "NVIDIA_DRIVER_CAPABILITIES=utility (docker: --gpus all), then try nvidia-smi"
         )
-    if nvml.get("error") in (None, "", str(error)):
+    nvml = health.get("nvml") or {}
+    if not nvml.get("up") and nvml.get("error") in (None, "", str(error)):
         return Finding("driver", FAIL, str(error), fix)
-    verdict = WARN if nvml.get("released") else FAIL
-    return Finding("driver", verdict, f"{here} nor in the exporter: {nvml['error']}", fix)
+    judged = check_driver_elsewhere(health, f"not usable in this process ({error})")
+    return judged if nvml.get("up") else replace(judged, fix=fix)
 
 
 def _check_devices(devices: Sequence[DeviceIdentity]) -> Iterator[Finding]:

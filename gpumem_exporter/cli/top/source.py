@@ -79,27 +79,23 @@ class Source:
 
     def _read(self) -> tuple[Document, str]:
         """Return the node, and the exporter's address; without an address, the driver was read."""
-        if self._driver is not None and self._clock() < self._next_attempt:
-            return self._read_driver(), ""
+        if self._driver is None or self._clock() >= self._next_attempt:
+            try:
+                live = read_live(self._api, self._details)
+            except ExporterError as error:
+                self._failure = str(error)
+                # Another address may answer the next time, from another exporter.
+                self._api.close()
+                self._api = self._open_api()
+                if self._open_driver is None:
+                    raise
+                self._next_attempt = self._clock() + _RETRY_SECONDS
+                self._driver = self._driver or self._open_driver()
+            else:
+                self._release_driver()
+                return live, self._api.url
         try:
-            live = read_live(self._api, self._details)
-        except ExporterError as error:
-            self._failure = str(error)
-            # Another address may answer the next time, from another exporter.
-            self._api.close()
-            self._api = self._open_api()
-            if self._open_driver is None:
-                raise
-            self._next_attempt = self._clock() + _RETRY_SECONDS
-            self._driver = self._driver or self._open_driver()
-            return self._read_driver(), ""
-        self._release_driver()
-        return live, self._api.url
-
-    def _read_driver(self) -> Document:
-        assert self._driver is not None  # noqa: S101 - the caller has opened it
-        try:
-            return self._driver.read(self._failure)
+            return self._driver.read(self._failure), ""
         except NvmlError as error:
             self._release_driver()
             raise ExporterUnreachableError(

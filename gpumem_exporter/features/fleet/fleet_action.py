@@ -17,7 +17,7 @@ from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, OUTSIDE_ACTIO
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.sentences import sentence, subject
 from gpumem_exporter.cli import action_dialog
-from gpumem_exporter.cli.action_dialog import Interrupts, confirmed_end, must_confirm
+from gpumem_exporter.cli.action_dialog import Interrupts, needs_yes, said_yes
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.options import action_request
 from gpumem_exporter.cli.program import FAILED, one_line
@@ -57,7 +57,7 @@ def act(action: str, query: str, max_processes: int, values: dict[str, Any]) -> 
     fleet, yes = Fleet(values), bool(values.pop("yes", False))
     on_terminal = sys.stdout.isatty() and not fleet.as_json
     body = action_request(action, values, on_terminal=on_terminal)
-    asks = must_confirm(body, yes=yes, as_json=fleet.as_json)
+    asks = needs_yes({**body, "target": None}, yes=yes, as_json=fleet.as_json)
     found, warnings = fleet.find(query)
     if any(Selector() in selectors for selectors in found.values()):
         raise ConfigurationError("--query: keep a label that selects processes, as in `sum by (instance, pid) (...)`")
@@ -75,7 +75,7 @@ def act(action: str, query: str, max_processes: int, values: dict[str, Any]) -> 
         if asks and requests:
             dry_run = {**body, "dry_run": True}
             tried = _submit(requests, dry_run, fleet)
-            if not confirmed_end(fleet_document(dry_run, [*tried, *failed]), action_tables):
+            if not said_yes(fleet_document(dry_run, [*tried, *failed])):
                 raise ActionRefusedError("the answer was not yes")
             refused = [row for row in tried if not is_done(row["outcome"])]
             requests, failed = _without(requests, refused), [*failed, *refused]

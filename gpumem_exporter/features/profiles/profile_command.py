@@ -27,7 +27,7 @@ from gpumem_exporter.cli.options import (
     api_options,
     job_option,
     option_group,
-    pop_action_target,
+    pop_target,
     target_options,
 )
 from gpumem_exporter.cli.program import FAILED
@@ -110,7 +110,7 @@ def take(api: ExporterApi, pids: Sequence[str], **values: Any) -> int:
     lines of code that allocated, and the highest moment. With --search, it also names what refers to other tensors.
     """
     values["pid"] = (*values["pid"], *pids)
-    file, target = _Output.pop(values), pop_action_target(values)
+    file, target = _Output.pop(values), pop_target(values, required=True).document()
     body = {**action_request("profile", values, on_terminal=False), "target": target}
     # First: the cost of a profile is printed before the profile starts, and -o is for one process.
     expected = api.submit({**body, "dry_run": True})

@@ -9,7 +9,7 @@ import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli import action_dialog
-from gpumem_exporter.cli.action_dialog import act, confirmed_clear
+from gpumem_exporter.cli.action_dialog import act, confirmed, said_yes
 from tests.support.fleet_builders import action, row
 
 GIB = 1 << 30
@@ -81,11 +81,10 @@ def test_the_question_says_what_stays_free_and_when_the_jobs_clear(
         return given
 
     monkeypatch.setattr("builtins.input", answered)
-    assert confirmed_clear(EXPECTED) is agreed
+    assert said_yes(EXPECTED) is agreed
     text = " ".join(capsys.readouterr().out.split())
-    assert "Clear 4 processes? Stays free 4.0 GiB; 36.0 GiB more would be reserved again." in text
-    assert "At the end of a step, within 45 s: llm (2 ranks). At once: 2 processes. [y/N]" in text
-    assert action_dialog.can_ask() is False
+    assert "Stays free 4.0 GiB; 36.0 GiB more would be reserved again." in text
+    assert "At the end of a step, within 45 s: llm (2 ranks). At once: 2 processes. Clear 4 processes? [y/N]" in text
 
 
 def test_an_action_is_read_until_it_ends_or_the_wait_does() -> None:
@@ -129,4 +128,6 @@ def test_an_exporter_that_restarts_does_not_end_the_wait(monkeypatch: pytest.Mon
 
 
 def test_nothing_to_clear_is_no_question() -> None:
-    assert confirmed_clear(action(dry_run=True)) is True
+    api = Api()
+    api._running = lambda: action(dry_run=True)  # type: ignore[method-assign]
+    assert confirmed(api, {**BODY, "dry_run": False}) == {**BODY, "dry_run": True}  # type: ignore[arg-type]

@@ -173,11 +173,7 @@ def test_the_text_of_each_finding() -> None:
             for has_token in (False, True)
             for finding in check_auth(_Api(answer), has_token=has_token)  # type: ignore[arg-type]
         ),
-        *(
-            finding
-            for caller in ({}, *({"allowed_actions": each} for each in (ACTIONS, DEFAULT_ACTIONS, ["terminate"])))
-            for finding in check_actions(caller)
-        ),
+        *(finding for allowed in (ACTIONS, DEFAULT_ACTIONS, ["terminate"]) for finding in check_actions(allowed)),
         *check_reporters([_process(1), _process(3, "silent"), _process(4, "unreported")], [UNREPORTED]),
         *check_reporters([_process(1), _process(2)], []),
         *check_reporters([_process(4, "unreported")], [UNREPORTED]),
@@ -186,7 +182,6 @@ def test_the_text_of_each_finding() -> None:
         *_namespace(_process(1)),
         *_namespace(),
         *_namespace(_process(5, host_pid=None), mode="sidecar"),
-        *_namespace(_process(1), mode=None),
         *run_check("clock", broken),
     ]
     lines = [f"{found.verdict} {found.check}: {found.detail}{found.fix and f' → {found.fix}'}" for found in findings]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 from pathlib import Path
@@ -10,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.cli.commands import doctor
-from gpumem_exporter.cli.commands.doctor import diagnose
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN
 from gpumem_exporter.cli.doctor.machine import check_socket
+from gpumem_exporter.main import main
 from gpumem_exporter.node.pynvml_provider import PynvmlProvider
 from tests.support.running_exporter import ScriptedProvider, running_exporter
 from tests.support.waiting import eventually
 
 
 def test_the_exporters_driver_error_is_shown_and_the_local_driver_is_not_opened(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def opened(_: PynvmlProvider) -> None:
         raise AssertionError("opened-here")
@@ -30,10 +31,11 @@ def test_the_exporters_driver_error_is_shown_and_the_local_driver_is_not_opened(
     provider.error = "driver-not-loaded"
     with running_exporter(provider=provider) as exporter:
         eventually(lambda: exporter.document("/health")["nvml"]["error"], lambda error: "driver-not-loaded" in error)
-        found = {finding.check: finding for finding in diagnose(exporter.url)}
-    assert found["driver"].verdict == FAIL
-    assert "driver-not-loaded" in found["driver"].detail
-    assert "opened-here" not in found["driver"].detail
+        assert main(["doctor", "--json", "--url", exporter.url]) == 1
+    found = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["driver"]["verdict"] == FAIL
+    assert "driver-not-loaded" in found["driver"]["detail"]
+    assert "opened-here" not in found["driver"]["detail"]
     assert "devices" not in found
 
 

@@ -219,9 +219,9 @@ def top_without_default_exporter(socket: Path, *arguments: str) -> list[str]:
     """Return the command line of `top` with `socket` as the default socket."""
     code = (
         "import os, sys; from gpumem_exporter.main import main\n"
-        "from gpumem_exporter.cli.commands import top; urls = top.exporter_urls\n"
-        "is_named = lambda url: url is not None or 'GPUMEM_EXPORTER_URL' in os.environ\n"
-        f"top.exporter_urls = lambda url: urls(url) if is_named(url) else ('unix://{socket}',)\n"
+        "from gpumem_exporter.cli import connection; urls = connection.default_urls\n"
+        "named = 'GPUMEM_EXPORTER_URL' in os.environ\n"
+        f"connection.default_urls = lambda environ: urls(environ) if named else ('unix://{socket}',)\n"
         "sys.exit(main())"
     )
     return [sys.executable, "-c", code, "top", *arguments]

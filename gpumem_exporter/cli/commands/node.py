@@ -1,4 +1,4 @@
-"""`top`: jobs and devices, live in a terminal, or once for scripts."""
+"""`info` and `top`: jobs and devices, once, or live in a terminal."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.connection import action_token, exporter_trust, exporter_urls, kube_forward
-from gpumem_exporter.cli.node_view import node_document
+from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
+from gpumem_exporter.cli.connection import (
+    action_token,
+    exporter_trust,
+    exporter_urls,
+    given_url,
+    kube_forward,
+)
+from gpumem_exporter.cli.node_view import Node, node_document, read_live, require_known, selected
 from gpumem_exporter.cli.options import (
+    api_options,
     connection_options,
     interval_option,
     pop_target,
     pop_view,
     target_options,
     view_options,
+    wide_option,
 )
-from gpumem_exporter.cli.render.node_tables import node_tables
+from gpumem_exporter.cli.render.node_tables import device_lines, node_tables
 from gpumem_exporter.cli.render.rows import process_documents
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 from gpumem_exporter.cli.top.source import Source
@@ -29,7 +37,19 @@ from gpumem_exporter.cli.top.source import Source
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader
 
-_EXAMPLES = """\b
+_INFO_EXAMPLES = """\b
+Examples:
+  gpumem-exporter info
+  gpumem-exporter info --url http://gpu-node-7:9844 --sort idle-cache
+  gpumem-exporter info --gpu 0,1 --workload llm
+  gpumem-exporter info -o wide                        # the processes of each job, and all columns
+  gpumem-exporter info -1                             # one line for each GPU
+  gpumem-exporter info --json | jq '.processes[] | select(.reporting) | .workload'
+
+\b
+A dash is a value that is not known, and ≥ a lower bound. K, M and G are KiB, MiB and GiB.
+"""
+_TOP_EXAMPLES = """\b
 Examples:
   gpumem-exporter top
   gpumem-exporter top --url http://gpu-node-7:9844 --sort idle-cache
@@ -54,19 +74,47 @@ c clears after a question, ? helps, q quits. The mouse works, too.
 \b
 Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.
 """
-# The timeout for an answer, which is short because the driver may replace the exporter.
+# The timeout for an answer to `top`, which is short because the driver may replace the exporter.
 _ANSWER_SECONDS = 2.0
 
 
-@click.command(epilog=_EXAMPLES)
+@click.command(epilog=_INFO_EXAMPLES)
+@view_options
+@wide_option
+@click.option("-1", "brief", is_flag=True, help="One line for each GPU: used, what stays free after a clear, and jobs.")
+@target_options
+@api_options
+def info(api: ExporterApi, as_json: bool, wide: bool, brief: bool, **values: Any) -> int:
+    """Show jobs, devices and where every byte is.
+
+    The values are the latest of the driver and the reporters. `info` takes the same target options as actions: each is
+    repeatable and takes a list. It shows the jobs of the selected processes, and the devices that they use.
+    """
+    view, target = pop_view(values), pop_target(values)
+    live = read_live(api, "all" if as_json else "none")
+    require_known(live, target)
+    shown = selected(live, target)
+    if as_json:
+        print_json(node_document(shown))
+        return 0
+    if brief:
+        print(*device_lines(shown), sep="\n")
+        return 0
+    rights = read_rights(api)
+    console = open_console(wide=wide)
+    show(console, node_tables([Node(shown)], view, console.width, wide=wide, ledger=True))
+    if line := rights_line(rights, "clear"):
+        print(f"\n{line}")
+    return 0
+
+
+@click.command(epilog=_TOP_EXAMPLES)
 @view_options
 @interval_option(1.0)
 @click.option("--once", is_flag=True, help="Print the current values once and exit.")
 @target_options
 @connection_options
-def top(
-    *, interval_seconds: float, once: bool, url: str | None, token_file: str | None, as_json: bool, **values: Any
-) -> int:
+def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json: bool, **values: Any) -> int:
     """Show findings, jobs and devices, live.
 
     If no exporter answers, and neither --url nor GPUMEM_EXPORTER_URL is set, `top` reads only the driver: devices and
@@ -78,9 +126,9 @@ def top(
     view, target = pop_view(values), pop_target(values)
     if not once:
         require_terminal("top --once")
-    token = action_token(token_file)
-    urls, trust = tuple(exporter_urls(url)), exporter_trust()
-    named = url is not None or kube_forward() is not None or bool(os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
+    # Threads without the context of click open the API, too.
+    token, urls, trust = action_token(token_file), tuple(exporter_urls()), exporter_trust()
+    named = given_url() or kube_forward() or os.environ.get("GPUMEM_EXPORTER_URL", "").strip()
     source = Source(
         lambda: ExporterApi(urls, token=token, trust=trust, timeout_seconds=_ANSWER_SECONDS),
         target,
