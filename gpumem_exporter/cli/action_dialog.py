@@ -110,8 +110,8 @@ def act(
 ) -> dict[str, Any]:
     """Send a request, wait for its end and for what stays free, and return the action.
 
-    What has not started is canceled on Ctrl-C, at any moment, and once `stopped` returns true. `say` is called again
-    and again with what the action waits for. Without `wait_seconds`, the wait ends with the action.
+    What has not started is canceled on Ctrl-C, at any moment, and once `stopped` returns true. `say` is called with
+    what the action waits for, each time that it changes. Without `wait_seconds`, the wait ends with the action.
 
     Raises ExporterAnswerError if the exporter rejects the request, and ExporterUnreachableError if no address answers.
     Once the action has an id, the error has it.
@@ -138,11 +138,11 @@ def _followed(
     if wait_seconds is None:
         deadline_seconds = action.get("deadline_seconds") or body.get("deadline_seconds")
         wait_seconds = longest_seconds({**body, "deadline_seconds": deadline_seconds})
-    action_id, canceled, settles = action["id"], False, False
+    action_id, canceled, settles, said = action["id"], False, False, ""
     answered_seconds = time.monotonic()
     end, pause = answered_seconds + wait_seconds, _FIRST_PAUSE_SECONDS
     while True:
-        stops = stopped()
+        stops, text = stopped(), ""
         if has_ended(action):
             if stops or not (wait_seconds > 0 and action.get("settling") and action["freed_bytes"]):
                 return action
@@ -150,9 +150,12 @@ def _followed(
                 settles, pause = True, _LONGEST_PAUSE_SECONDS
                 end = time.monotonic() + action["settle_seconds"] + ANSWER_GRACE_SECONDS
             seconds = action["settle_seconds"]
-            say(f"{sentences.sentence(action)} Measuring for {seconds:g} s how much of it stays free.")
+            text = f"{sentences.sentence(action)} Measuring for {seconds:g} s how much of it stays free."
         elif action.get("waits_for") or any(part["mode"] != "now" for part in action.get("pending") or ()):
-            say(sentences.waiting(action))
+            text = sentences.waiting(action)
+        if text not in ("", said):
+            say(text)
+            said = text
         cancels = stops and not canceled
         left = end - time.monotonic()
         if left <= 0 and not cancels:

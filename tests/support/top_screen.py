@@ -112,7 +112,7 @@ class TopScreen:
 
     @asynccontextmanager
     async def on_screen(self, width: int = 80, height: int = 24) -> AsyncIterator[Pilot[None]]:
-        async with self.app.run_test(size=(width, height)) as pilot:
+        async with self.app.run_test(size=(width, height), notifications=True) as pilot:
             await pilot.pause()
             await until(lambda: "quit" in self.text, "the footer, which is drawn last")
             yield pilot

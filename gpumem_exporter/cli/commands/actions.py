@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -73,24 +73,12 @@ def _run(
     requested = confirmed(api, body) if asks else body
     if requested is None:
         return FAILED
-    document = act(api, requested, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else _print_new())
+    document = act(api, requested, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else note)
     print_result(document, action_tables(document), as_json=as_json)
     # The table of a user with rights to its own processes lacks the processes of others.
     if not as_json and not is_quiet() and (rights := read_rights(api)).get("rights") == "own":
         print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
     return exit_code(document, waited=wait_seconds != 0)
-
-
-def _print_new() -> Callable[[str], None]:
-    """Return a function that prints a text to stderr, each text once."""
-    printed: set[str] = set()
-
-    def print_new(text: str) -> None:
-        if text not in printed:
-            printed.add(text)
-            note(text)
-
-    return print_new
 
 
 def exit_code(document: Mapping[str, Any], *, waited: bool) -> int:

@@ -22,6 +22,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Footer, Input, Static
 
 from gpumem_client.wire.errors import GpumemError
+from gpumem_exporter.actions.action_options import MAX_DEADLINE_SECONDS
 from gpumem_exporter.actions.sentences import sentence
 from gpumem_exporter.cli.action_dialog import act
 from gpumem_exporter.cli.api_client import ExporterApi
@@ -53,12 +54,9 @@ _KEYS = (
 _WHEN = {"step": "It clears at the end of a step. ", "idle": "It clears when it is idle. "}
 # If a reading takes longer than this, its values are no longer current.
 _LATE_SECONDS = 4.0
-# Without a new reading, the screen is drawn this often, because the values may no longer be current.
-_TICK_SECONDS = 1.0
 # After this time the sizes in the question are too old for an answer.
 _QUESTION_SECONDS = 30.0
-_SHOWN_SECONDS = 5.0
-_RESULT_SECONDS = 15.0
+_SHOWN_SECONDS = 15.0
 _SCROLLBAR_WIDTH = 1
 # The number of lines from which more findings are shown.
 _TALL = 30
@@ -106,6 +104,7 @@ class Top(App[None]):
     RowTable > .datatable--cursor { background: ansi_default; color: ansi_default; text-style: reverse; }
     RowTable > .datatable--header { background: ansi_default; }
     #words { height: 1; border: none; padding: 0; }
+    Toast { width: 100%; max-width: 100%; margin: 0; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
@@ -132,7 +131,7 @@ class Top(App[None]):
         self.ended: int | None = None
         """The signal that ended the program; None for `q`."""
         self._source, self._last_nodes = source, first
-        self._answered_seconds = time.monotonic()
+        # Why the last values are no longer current; empty while they are.
         self._failure = ""
         self.filter = view.text
         self._open_api = open_api
@@ -140,7 +139,7 @@ class Top(App[None]):
         self._findings = RowTable(FINDINGS, id="findings")
         self._devices = RowTable(DEVICES, BY_GPU, id="devices")
         self._jobs = RowTable(JOBS, view.order, id="jobs")
-        self._note, self._noted = Static(id="note"), ""
+        self._note = Static(id="note")
         # Shown while the user types words.
         self._words = Input(id="words", placeholder="words to filter by", select_on_focus=False)
         # Cancels the clear that runs; None while none does.
@@ -156,7 +155,6 @@ class Top(App[None]):
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         # After Ctrl-Z the terminal's screen is empty, and Textual draws only what changes.
         self.app_resume_signal.subscribe(self, lambda _: self.screen.refresh(layout=True))
-        self.set_interval(_TICK_SECONDS, self._tick)
         self.run_worker(self._watch)  # type: ignore[arg-type]
         self.call_after_refresh(self.show)
 
@@ -190,30 +188,24 @@ class Top(App[None]):
         self.ended = number
         self.exit()
 
-    def _tick(self) -> None:
-        if time.monotonic() - self._answered_seconds > _TICK_SECONDS:
-            self.show()
-
     async def _watch(self) -> None:
-        due = self._answered_seconds
         while True:
-            due = max(due + self.interval_seconds, time.monotonic())
-            await asyncio.sleep(due - time.monotonic())
+            due = time.monotonic() + self.interval_seconds
+            reading = asyncio.ensure_future(in_daemon_thread(self._source.read))
+            while not (await asyncio.wait({reading}, timeout=_LATE_SECONDS))[0]:
+                self._failure = f"no answer for {time.monotonic() - due + self.interval_seconds:.0f} s"
+                self.show()
             try:
-                self._last_nodes = await in_daemon_thread(self._source.read)
-                self._failure, self._answered_seconds = "", time.monotonic()
+                self._last_nodes, self._failure = reading.result(), ""
             except GpumemError as error:
                 self._failure = str(error)
             self.show()
+            await asyncio.sleep(due - time.monotonic())
 
     @property
     def nodes(self) -> list[Node]:
         """The nodes, each with the reason why its values are no longer current."""
-        late_seconds = time.monotonic() - self._answered_seconds
-        failure = self._failure
-        if late_seconds > self.interval_seconds + _LATE_SECONDS:
-            failure = failure or f"no answer for {late_seconds:.0f} s"
-        return [replace(node, error=failure) for node in self._last_nodes] if failure else self._last_nodes
+        return [replace(node, error=self._failure) for node in self._last_nodes] if self._failure else self._last_nodes
 
     def show(self) -> None:
         """Draw the last values; dimmed where they are no longer current."""
@@ -226,21 +218,15 @@ class Top(App[None]):
         self._findings.show(findings, words, width)
         self._devices.show(devices, words, width)
         self._jobs.show(jobs, words, width)
-        note = self._noted or (f"filter: {self.filter}  (escape clears it)" if self.filter else "")
-        if not jobs:
-            note = note or no_job(nodes, self.filter)
+        note = f"filter: {self.filter}  (escape clears it)" if self.filter else "" if jobs else no_job(nodes, "")
         self._note.update(plain(note, "bold"))
         self._note.display = bool(note) and not self._words.display
 
-    def note(self, text: str, seconds: float | None = None) -> None:
-        """Show a message at the bottom, for some seconds or until the next one."""
-        self._noted = text
-        self.show()
-        for screen in self.screen_stack:
-            if isinstance(screen, DetailScreen):
-                screen.note(text)
-        if seconds is not None:
-            self.set_timer(seconds, lambda: self.note("") if self._noted == text else None)
+    def note(self, text: str, seconds: float = _SHOWN_SECONDS) -> None:
+        """Show a message at the bottom of any screen for some seconds, instead of the last one."""
+        self.clear_notifications()
+        if text:
+            self.notify(one_line(text), timeout=seconds, markup=False)
 
     @property
     def _table(self) -> RowTable:
@@ -298,7 +284,7 @@ class Top(App[None]):
         """Clear the job of the selected row after a question, or cancel a clear that waits."""
         row = self._table.selected
         if row is None or row.get("job") is None:
-            self.note("Select a job to clear.", _SHOWN_SECONDS)
+            self.note("Select a job to clear.")
         elif self._table is self._findings and row["clear"]:  # the job that should clear, not the job that lacks memory
             self._clear(row["clear"]["name"], row["clear"], row["from"])
         else:
@@ -317,7 +303,7 @@ class Top(App[None]):
 
         async def run() -> None:
             try:
-                self.note(await self._cleared(named, clear, "" if node.error else node.url, stopped), _RESULT_SECONDS)
+                self.note(await self._cleared(named, clear, "" if node.error else node.url, stopped))
             finally:
                 self._stopped = None
 
@@ -338,17 +324,17 @@ class Top(App[None]):
         loop = asyncio.get_running_loop()
 
         def say(text: str) -> None:
-            loop.call_soon_threadsafe(self.note, f"{one_line(text)} c cancels.")
+            loop.call_soon_threadsafe(self.note, f"{text} c cancels.", MAX_DEADLINE_SECONDS)
 
         def run() -> str:
             with self._open_api(url) as api:
                 action = act(api, body, say=say, stopped=stopped.is_set)
-            return one_line(" ".join(reasons(action["results"])) or sentence(action))
+            return " ".join(reasons(action["results"])) or sentence(action)
 
         try:
             return await in_daemon_thread(run)
         except GpumemError as error:
-            return one_line(str(error))
+            return str(error)
 
 
 def _die(number: int) -> None:

@@ -25,14 +25,12 @@ from gpumem_exporter.cli.render.layout import Row
 from gpumem_exporter.cli.render.node_tables import node_tables
 from gpumem_exporter.cli.render.rows import View, as_of, called
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.cli.top.plot import legend, timeline
+from gpumem_exporter.cli.top.plot import bar_count, timeline
 from gpumem_exporter.cli.top.source import in_daemon_thread
 
 _SPANS = (("10 min", 600), ("1 h", 3600), ("6 h", 21600), ("24 h", 86400))
 _REFRESH_SECONDS = 2.0
 _EVENTS = 8
-# The character of an event on the timeline, and its style.
-_MARKS = {"oom": ("!", "bold red"), "action": ("c", "bold yellow")}
 # The sizes by name that a process may have on a device.
 _PARTS = {
     "Components": "component_bytes",
@@ -73,7 +71,7 @@ class DetailScreen(ModalScreen[None]):
         self._history: Row | None = None
         self._events: Sequence[Row] = ()
         self._span = 0
-        self._noted = self._problem = ""
+        self._problem = ""
         self._shown = Static()
 
     def compose(self) -> ComposeResult:
@@ -105,15 +103,10 @@ class DetailScreen(ModalScreen[None]):
         shown = Node(selected({**live, name: [part]}, target), node.url)
         width = self.size.width - 1
         _, *tables = node_tables([shown], View(), width, wide=True, ledger=not of_job)
-        frees = (part["clear"] or {}).get("sentence") if of_job else None
-        lines = [plain(text, style) for text, style in ((frees, "yellow"), (self._noted, "bold")) if text]
+        if of_job and part["clear"]:
+            title.append(f"\n{part['clear']['sentence']}", style="yellow")
         past = self._past(live["words"], live["time"]["unix_seconds"], width)
-        self._shown.update(Group(title, *lines, *past, *tables, *_parts_of_memory(part["processes"] if of_job else ())))
-
-    def note(self, text: str) -> None:
-        """Show a message below the title, until the next one."""
-        self._noted = text
-        self.show()
+        self._shown.update(Group(title, *past, *tables, *_parts_of_memory(part["processes"] if of_job else ())))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:  # noqa: ARG002
         """Return whether an action is possible."""
@@ -147,19 +140,17 @@ class DetailScreen(ModalScreen[None]):
         with self._open_api(node.url) as api:
             live = read_live(api, id_ if of_job else "none")
             now = live["time"]["unix_seconds"]
-            span = f"from={now - _SPANS[self._span][1]:.0f}&to={now:.0f}&points=2000"
+            span = f"from={now - _SPANS[self._span][1]:.0f}&to={now:.0f}&points={bar_count(self.size.width)}"
             history = api.get(f"/api/v1/history?{subject}&{span}")
             return live, history, api.get(f"/api/v1/events?{subject}&limit={_EVENTS}&fold=true")["events"]
 
     def _past(self, words: Row, now: float, width: int) -> Iterator[Text]:
         """Yield the timeline and the latest events."""
-        marks = [(event["unix_seconds"], *_MARKS[event["type"]]) for event in self._events if event["type"] in _MARKS]
-        line = plain(f"last {_SPANS[self._span][0]}  ", "bold").append_text(legend(words))
-        yield line.append("! out of memory  c action  " if marks else "").append_text(plain(self._problem, "red"))
+        yield plain(f"last {_SPANS[self._span][0]}  ", "bold").append_text(plain(self._problem, "red"))
         if self._history is None:
             yield plain("Reading …" if self._node().url else "The past needs an exporter; none answers.", "dim")
             return
-        yield from timeline(self._history, width, max(4, self.size.height // 4), marks)
+        yield from timeline(self._history, words, width)
         for event in sorted(self._events, key=lambda event: -float(event["unix_seconds"])):
             yield event_line(event, now, width)
 

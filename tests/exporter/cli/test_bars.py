@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +8,8 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.cli.render.columns import draw_strip, lengths
 from gpumem_exporter.cli.top.plot import timeline
-from tests.support.live_documents import GIB, NOW, history
+from gpumem_exporter.page.words import WORDS
+from tests.support.live_documents import GIB, history
 
 
 def _device(total: int, free: int, *jobs: tuple[str, int | None, int | None]) -> dict[str, Any]:
@@ -43,43 +43,23 @@ def test_a_strip_has_each_job_its_idle_cache_the_rest_and_what_is_free(device: d
     assert draw_strip(device, device["memory"]["total_bytes"]).plain == drawn
 
 
-def _flat(*points: int | None, step: int = 1) -> dict[str, Any]:
-    """The history of a job that has nothing but tensors."""
-    past = history("a", step=step, points=[0] * len(points))
-    values = {"used": points, "allocated": points, "idle_cache": [0] * len(points)}
-    past["series"][0] |= {name: {"max": list(series)} for name, series in values.items()}
-    return past
+def _plot(*points: int | None, series: bool = True) -> list[str]:
+    """Return the lines of a history of 600 s in 78 columns, which have 60 bars."""
+    past = history("a", points=[0] * len(points))
+    for name in ("used", "allocated"):
+        past["series"][0][name] = {"max": list(points)}
+    return [line.plain for line in timeline(past if series else {**past, "series": []}, WORDS, 78)]
 
 
-def _plot(past: dict[str, Any], width: int = 68, height: int = 6, **marks: Any) -> list[str]:
-    return [line.plain for line in timeline(past, width, height, **marks)]
-
-
-def test_the_timeline_has_the_highest_use_the_times_and_one_column_for_each_part() -> None:
-    lines = _plot(_flat(*[60 * GIB] * 300, *[30 * GIB] * 300))
-    assert lines[0].split("┤") == [" 60.0G ", "█" * 30 + " " * 30]
-    assert lines[5].split("┤") == ["    0B ", "█" * 60]
-    assert (lines[-1].split(), {len(line) for line in lines}) == (["03:32", "03:37", "03:42"], {68})
+def test_the_timeline_has_a_line_for_each_size_on_one_scale_and_the_times() -> None:
+    used, allocated, idle, times = _plot(*[60 * GIB] * 300, *[30 * GIB] * 300)
+    assert used == f"Used       {'█' * 30}{'▄' * 30}  60.0G"
+    assert allocated == used.replace("Used     ", "Allocated")
+    assert idle == f"Idle cache {'▂' * 30}{'▁' * 30}   8.0G"
+    assert (times.split(), len(times)) == (["03:32", "03:42"], 71)
 
 
 def test_a_part_without_a_reading_is_blank_and_its_neighbors_are_not() -> None:
-    past = _flat(*[60 * GIB] * 200, *[None] * 200, *[60 * GIB] * 200)
-    assert _plot(past)[0].split("┤")[1] == "█" * 20 + " " * 20 + "█" * 20
-    assert set("".join(_plot({**past, "series": []})[:6])) <= {" ", "│"}
-
-
-def test_the_parts_are_stacked_in_their_order_and_never_exceed_the_used_memory() -> None:
-    past = _flat(*[60 * GIB] * 600)
-    past["series"][0] |= {"allocated": {"max": [30 * GIB] * 600}, "idle_cache": {"max": [50 * GIB] * 600}}
-    styles: Counter[str] = Counter()
-    for line in timeline(past, 68, 6):
-        for span in line.spans:
-            if set(line.plain[span.start : span.end]) == {"█"}:
-                styles[str(span.style)] += span.end - span.start
-    assert styles == {"green": 180, "yellow": 180}
-
-
-def test_what_happened_is_marked_at_its_time() -> None:
-    marks = [(NOW - 300, "!", "red"), (NOW - 900, "c", "")]
-    line = _plot(history("a"), marks=marks)[-2]
-    assert line == " " * 7 + "└" + "─" * 30 + "!" + "─" * 29
+    used = _plot(*[60 * GIB] * 200, *[None] * 200, *[60 * GIB] * 200)[0]
+    assert used == f"Used       {'█' * 20}{' ' * 20}{'█' * 20}  60.0G"
+    assert _plot(series=False)[0].split() == ["Used", "-"]

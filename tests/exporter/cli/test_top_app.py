@@ -125,7 +125,6 @@ async def test_nothing_moves_when_findings_come_and_go() -> None:
 
 async def test_a_lost_exporter_leaves_the_last_values_dimmed_with_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpumem_exporter.cli.top.app._LATE_SECONDS", 0.1)
-    monkeypatch.setattr("gpumem_exporter.cli.top.app._TICK_SECONDS", 0.05)
     world = TopScreen()
     async with world.on_screen(120) as pilot:
         world.hangs.clear()
