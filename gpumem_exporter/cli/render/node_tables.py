@@ -47,8 +47,6 @@ def node_tables(
                 yield plain("Ledger", "bold")
             layout = Layout(columns, rows, width, words=words_of(nodes), order=order)
             yield layout.table(rows, heading=columns is not FINDINGS)
-    if not jobs:
-        yield from (plain(""), plain(no_job(nodes, view.text)))
 
 
 def _advised(findings: Sequence[Row]) -> list[Row]:
@@ -61,14 +59,6 @@ def _advised(findings: Sequence[Row]) -> list[Row]:
 def words_of(nodes: Sequence[Node]) -> Mapping[str, Any]:
     """Return the labels and help texts of the first node that answered."""
     return next((node.live["words"] for node in nodes if node.live), {})
-
-
-def no_job(nodes: Sequence[Node], words: str) -> str:
-    """Return why no job is listed."""
-    if not nodes:
-        return "The query selects no exporter."
-    jobs = any(node.live and node.live["node"]["totals"]["jobs"] for node in nodes)
-    return "No job matches." if jobs or words else "There is no process on a device, and no process that reports."
 
 
 def heading(nodes: Sequence[Node]) -> Text:

@@ -62,6 +62,10 @@ def rows_of(
     if nodes and not findings:
         nothing = "No finding matches." if words else "Nothing needs attention."
         findings.append(_own_finding(Node(None), "info", "", nothing))
+    if not jobs:
+        known = words or any(node.live and node.live["node"]["totals"]["jobs"] for node in nodes)
+        none = "No job matches." if known else "There is no process on a device, and no process that reports."
+        findings.append(_own_finding(Node(None), "info", "", none if nodes else "The query selects no exporter."))
     return findings, devices, jobs
 
 

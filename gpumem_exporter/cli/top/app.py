@@ -15,7 +15,7 @@ from typing import ClassVar
 from rich.table import Table
 from rich.text import Text
 from rich.traceback import Traceback
-from textual import events
+from textual import events, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
@@ -31,7 +31,7 @@ from gpumem_exporter.cli.program import INTERRUPTED, one_line, replace_missing_c
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
 from gpumem_exporter.cli.render.layout import Row
-from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
+from gpumem_exporter.cli.render.node_tables import heading, words_of
 from gpumem_exporter.cli.render.rows import BY_GPU, View, called, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.detail import DetailScreen
@@ -97,7 +97,7 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     * { scrollbar-size-vertical: 1; }
-    #header, #note { text-wrap: nowrap; text-overflow: ellipsis; height: 1; }
+    #header { text-wrap: nowrap; text-overflow: ellipsis; height: 1; }
     RowTable { overflow-x: hidden; background: ansi_default; }
     #jobs { height: 1fr; min-height: 4; }
     #devices { height: auto; max-height: 40%; }
@@ -130,32 +130,28 @@ class Top(App[None]):
         self.interval_seconds = interval_seconds
         self.ended: int | None = None
         """The signal that ended the program; None for `q`."""
-        self._source, self._last_nodes = source, first
-        # Why the last values are no longer current; empty while they are.
-        self._failure = ""
-        self.filter = view.text
-        self._open_api = open_api
+        self.nodes = first
+        """The nodes, each with the reason why its values are no longer current."""
+        self._source, self._open_api = source, open_api
         self._header = Static(id="header")
         self._findings = RowTable(FINDINGS, id="findings")
         self._devices = RowTable(DEVICES, BY_GPU, id="devices")
         self._jobs = RowTable(JOBS, view.order, id="jobs")
-        self._note = Static(id="note")
-        # Shown while the user types words.
-        self._words = Input(id="words", placeholder="words to filter by", select_on_focus=False)
+        # The filter. Shown while it has words or the user types them.
+        self._words = Input(view.text, id="words", placeholder="words to filter by", select_on_focus=False)
         # Cancels the clear that runs; None while none does.
         self._stopped: threading.Event | None = None
 
     def compose(self) -> ComposeResult:
-        yield from (self._header, self._findings, self._devices, self._jobs, self._words, self._note, Footer())
+        yield from (self._header, self._findings, self._devices, self._jobs, self._words, Footer())
 
     def on_mount(self) -> None:
-        self._words.display = False
         self._jobs.focus()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         # After Ctrl-Z the terminal's screen is empty, and Textual draws only what changes.
         self.app_resume_signal.subscribe(self, lambda _: self.screen.refresh(layout=True))
-        self.run_worker(self._watch)  # type: ignore[arg-type]
+        self._watch()
         self.call_after_refresh(self.show)
 
     def on_resize(self) -> None:
@@ -188,39 +184,35 @@ class Top(App[None]):
         self.ended = number
         self.exit()
 
+    @work
     async def _watch(self) -> None:
         while True:
-            due = time.monotonic() + self.interval_seconds
+            start = time.monotonic()
             reading = asyncio.ensure_future(in_daemon_thread(self._source.read))
             while not (await asyncio.wait({reading}, timeout=_LATE_SECONDS))[0]:
-                self._failure = f"no answer for {time.monotonic() - due + self.interval_seconds:.0f} s"
-                self.show()
+                self._lose(f"no answer for {time.monotonic() - start:.0f} s")
             try:
-                self._last_nodes, self._failure = reading.result(), ""
+                self.nodes = reading.result()
+                self.show()
             except GpumemError as error:
-                self._failure = str(error)
-            self.show()
-            await asyncio.sleep(due - time.monotonic())
+                self._lose(str(error))
+            await asyncio.sleep(start + self.interval_seconds - time.monotonic())
 
-    @property
-    def nodes(self) -> list[Node]:
-        """The nodes, each with the reason why its values are no longer current."""
-        return [replace(node, error=self._failure) for node in self._last_nodes] if self._failure else self._last_nodes
+    def _lose(self, reason: str) -> None:
+        self.nodes = [replace(node, error=reason) for node in self.nodes]
+        self.show()
 
     def show(self) -> None:
         """Draw the last values; dimmed where they are no longer current."""
-        nodes, width = self.nodes, self.size.width - _SCROLLBAR_WIDTH
-        words = words_of(nodes)
-        self._header.update(heading(nodes))
-        findings, devices, jobs = rows_of(nodes, self.filter, self._source.warnings)
+        width, words = self.size.width - _SCROLLBAR_WIDTH, words_of(self.nodes)
+        self._header.update(heading(self.nodes))
+        findings, devices, jobs = rows_of(self.nodes, self._words.value, self._source.warnings)
         # The slot keeps its height, so that nothing below moves when a finding comes or goes.
         self._findings.styles.height = 6 if self.size.height >= _TALL else 4
         self._findings.show(findings, words, width)
         self._devices.show(devices, words, width)
         self._jobs.show(jobs, words, width)
-        note = f"filter: {self.filter}  (escape clears it)" if self.filter else "" if jobs else no_job(nodes, "")
-        self._note.update(plain(note, "bold"))
-        self._note.display = bool(note) and not self._words.display
+        self._words.display = bool(self._words.value) or self._words.has_focus
 
     def note(self, text: str, seconds: float = _SHOWN_SECONDS) -> None:
         """Show a message at the bottom of any screen for some seconds, instead of the last one."""
@@ -256,29 +248,21 @@ class Top(App[None]):
 
     def action_ask_words(self) -> None:
         """Let the user type words to filter by, which apply at once."""
-        self._words.value = self.filter
-        self._words.cursor_position = len(self._words.value)
         self._words.display = True
         self._words.focus()
-        self.show()
 
-    def on_input_changed(self, event: Input.Changed) -> None:
-        if self._words.display:
-            self.filter = event.value
-            self.show()
+    def on_input_changed(self) -> None:
+        self.show()
 
     def on_input_submitted(self) -> None:
         """Return to the jobs."""
-        self._words.display = False
         self._jobs.focus()
-        self.show()
+        self.call_after_refresh(self.show)
 
     def action_leave(self) -> None:
-        """Clear the filter, and end the typing of words."""
-        self.filter = ""
-        if self._words.display:
-            self.on_input_submitted()
-        self.show()
+        """Clear the filter, and return to the jobs."""
+        self._words.value = ""
+        self.on_input_submitted()
 
     def action_clear(self) -> None:
         """Clear the job of the selected row after a question, or cancel a clear that waits."""
@@ -290,7 +274,8 @@ class Top(App[None]):
         else:
             self._clear(called(row["job"]), row["job"]["clear"], row["from"])
 
-    def _clear(self, name: str, clear: Row | None, node: Node) -> None:
+    @work
+    async def _clear(self, name: str, clear: Row | None, node: Node) -> None:
         """Ask whether to clear a job, and clear it after a yes, one job at a time. `clear` is the exporter's proposal.
 
         If a clear waits for the end of a step or for an engine, cancel that clear instead.
@@ -300,14 +285,10 @@ class Top(App[None]):
             return
         stopped = self._stopped = threading.Event()
         named = one_line(f"{name} on {node.name}" if node.name else name)
-
-        async def run() -> None:
-            try:
-                self.note(await self._cleared(named, clear, "" if node.error else node.url, stopped))
-            finally:
-                self._stopped = None
-
-        self.run_worker(run)  # type: ignore[arg-type]
+        try:
+            self.note(await self._cleared(named, clear, "" if node.error else node.url, stopped))
+        finally:
+            self._stopped = None
 
     async def _cleared(self, name: str, clear: Row | None, url: str, stopped: threading.Event) -> str:
         """Ask and clear. Return the note about the result; empty if the answer is no."""

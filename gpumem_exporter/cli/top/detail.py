@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from rich.console import Group, RenderableType
 from rich.text import Text
+from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
@@ -119,8 +120,9 @@ class DetailScreen(ModalScreen[None]):
     def action_zoom(self, step: int) -> None:
         """Show a longer or a shorter time."""
         self._span = max(0, min(len(_SPANS) - 1, self._span + step))
-        self.run_worker(self._watch, exclusive=True)  # type: ignore[arg-type]
+        self._watch()
 
+    @work(exclusive=True)
     async def _watch(self) -> None:
         while True:
             self.show()
