@@ -78,7 +78,7 @@ def settled(source: Source) -> list[Node]:
 
 async def picture(url: str) -> str:
     """Draw the screen as an SVG without external resources."""
-    source = Named(lambda: ExporterApi((url,)), Target())
+    source = Named(ExporterApi((url,)), Target())
     app = Top(
         source,
         settled(source),

@@ -88,9 +88,10 @@ class ExporterApi:
         self._candidates = self._candidates or [(url, self._connect(url)) for url in self._urls]
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. The next request tries every address again."""
         for _, transport in self._candidates:
             transport.close()
+        self._candidates = []
 
     def get(self, path: str, *, also: Collection[int] = ()) -> dict[str, Any]:
         """Read one JSON document. `also` has the statuses besides 200 whose answers are documents.
@@ -162,22 +163,20 @@ class ExporterApi:
         timeout_seconds: float | None = None,
     ) -> Answer:
         failures: list[ExporterUnreachableError] = []
-        public = method == "GET" and path.startswith(_PUBLIC) and not self._token_for_reads
-        sent = {**self._headers, **(headers or {})}
-        with_token = {**sent, **self._authorization}
+        withheld = method == "GET" and path.startswith(_PUBLIC) and not self._token_for_reads
+        sent = {**self._headers, **(headers or {}), **({} if withheld else self._authorization)}
         self.find_addresses()
         for url, transport in self._candidates:
             try:
-                first = sent if public else with_token
-                answer = transport.request(method, path, body, first, timeout_seconds=timeout_seconds)
-                # The exporter has passwords, and accepts the token instead.
-                if public and self._authorization and answer.status == http.client.UNAUTHORIZED:
-                    self._token_for_reads = True
-                    answer = transport.request(method, path, body, with_token, timeout_seconds=timeout_seconds)
+                answer = transport.request(method, path, body, sent, timeout_seconds=timeout_seconds)
             except ExporterUnreachableError as error:
                 failures.append(error)
                 continue
             self._candidates = [(url, transport)]
+            if withheld and self._authorization and answer.status == http.client.UNAUTHORIZED:
+                # The exporter has passwords, and accepts the token instead.
+                self._token_for_reads = True
+                return self._request(method, path, body, headers, timeout_seconds)
             return answer
         reasons = "; ".join(map(str, failures))
         if any(isinstance(error, ExporterUntrustedError) for error in failures):
@@ -214,10 +213,8 @@ def read_rights(api: ExporterApi) -> Document:
 def rights_line(rights: Document, verb: str = "act on") -> str:
     """Return what the caller may do: "You can clear your own 3 processes (uid 1001)."; empty if it is unknown."""
     count = rights.get("processes", 0)
-    if rights.get("rights") == "own":
-        return f"You can {verb} your own {counted(count, 'process', 'processes')} (uid {rights.get('uid')})."
-    if rights.get("rights") == "all":
-        return f"You can {verb} all processes that report ({count})."
-    if rights.get("rights") == "none":
-        return f"You cannot {verb} processes. {one_line(str(rights.get('reason') or ''))}".strip()
-    return ""
+    return {
+        "own": f"You can {verb} your own {counted(count, 'process', 'processes')} (uid {rights.get('uid')}).",
+        "all": f"You can {verb} all processes that report ({count}).",
+        "none": one_line(f"You cannot {verb} processes. {rights.get('reason') or ''}"),
+    }.get(rights.get("rights", ""), "")

@@ -40,10 +40,7 @@ def read_live(api: ExporterApi, details: str = "none") -> dict[str, Any]:
     live = api.get(f"{_PATH}?details={details}")
     if all(name in live for name in ("node", "devices", "jobs", "findings", "words")):
         return live
-    problem = "is not a gpumem-exporter"
-    if isinstance(state := live.get("state"), dict) and "version" in state:  # version 0.2
-        problem = f"is of version {state['version']}, which is too old for this command"
-    raise ExporterUnreachableError(f"the server at {shown_url(api.url)} {problem}")
+    raise ExporterUnreachableError(f"the server at {shown_url(api.url)} is not a gpumem-exporter of this version")
 
 
 def processes_of(live: Document) -> list[Document]:

@@ -14,6 +14,7 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.action_options import (
+    GROUP_IS_DEPRECATED,
     OPTIONS,
     ORPHANS,
     SELECTORS,
@@ -259,18 +260,13 @@ def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any
 
 def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool) -> dict[str, Any]:
     """Return the request of an action, without its target, from the values of its options."""
-    request = {"action": action, **values}
-    if request.pop("group", False):
-        if request["mode"] not in (None, "auto", "step"):
-            raise ConfigurationError(f"--group and --mode {request['mode']} contradict each other")
-        note("--group is deprecated: --mode step acts on all ranks of a job together")
-        request["mode"] = "step"
-    for name, option in OPTIONS.items():
-        if name in request and request[name] is None and on_terminal and not request["dry_run"]:
-            request[name] = option.terminal_default
+    for_people = on_terminal and not values["dry_run"]
+    given = {name: OPTIONS[name].terminal_default if v is None and for_people else v for name, v in values.items()}
     # What is not given is the exporter's choice.
-    request = {name: value for name, value in request.items() if value is not None}
+    request = {"action": action, **{name: v for name, v in given.items() if v is not None and (v or name != "group")}}
     _check(ActionRequest(**request, target=Target(pid=1)))
+    if values.get("group"):
+        note(f"--{GROUP_IS_DEPRECATED}")
     return request
 
 

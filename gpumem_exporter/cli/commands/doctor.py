@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,7 +17,6 @@ from gpumem_exporter.cli.doctor.machine import (
     check_driver_elsewhere,
     check_socket,
     is_on_this_machine,
-    socket_path,
 )
 from gpumem_exporter.cli.options import connection_options
 from gpumem_exporter.cli.program import FAILED
@@ -70,9 +70,10 @@ def diagnose(token_file: str | None) -> Iterator[Finding]:
         elif health is not None:
             yield check_driver_elsewhere(health)
         yield reached
-        path = socket_path(urls)
-        if path is not None:
-            yield from run_check("socket", lambda: check_socket(path, required=len(urls) == 1))
+        for url in urls:
+            if url.startswith("unix://"):
+                path = Path(url.removeprefix("unix://"))
+                yield from run_check("socket", lambda: check_socket(path, required=len(urls) == 1))  # noqa: B023
         if health is not None:
             yield check_trust(api.objection, nearby=nearby)
             yield from check_exporter(api, health, has_token=bool(action_token(token_file)))

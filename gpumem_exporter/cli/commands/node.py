@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError, ExporterError
 from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
 from gpumem_exporter.cli.connection import (
@@ -33,9 +32,6 @@ from gpumem_exporter.cli.render.node_tables import device_lines, node_tables
 from gpumem_exporter.cli.render.rows import process_documents
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 from gpumem_exporter.cli.top.source import Source
-
-if TYPE_CHECKING:
-    from gpumem_exporter.cli.top.driver import DriverReader
 
 _INFO_EXAMPLES = """\b
 Examples:
@@ -128,14 +124,20 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
         require_terminal("top --once")
     # Threads without the context of click open the API, too.
     token, urls, trust = action_token(token_file), tuple(exporter_urls()), exporter_trust()
-    named = given_url() or kube_forward() or os.environ.get("GPUMEM_EXPORTER_URL", "").strip()
-    source = Source(
-        lambda: ExporterApi(urls, token=token, trust=trust, timeout_seconds=_ANSWER_SECONDS),
-        target,
-        open_driver=None if named else _open_driver,
-        details="all" if as_json else "none",
-    )
-    with contextlib.closing(source) if once else contextlib.nullcontext():
+
+    def open_api(*addresses: str, **more: Any) -> ExporterApi:
+        return ExporterApi(addresses, token=token, trust=trust, **more)
+
+    api = open_api(*urls, timeout_seconds=_ANSWER_SECONDS)
+    source = Source(api, target, details="all" if as_json else "none")
+    try:
+        nodes = source.read()
+    except ExporterError as error:
+        if given_url() or kube_forward() or os.environ.get("GPUMEM_EXPORTER_URL", "").strip():
+            raise
+        from gpumem_exporter.cli.top.driver import DriverSource
+
+        source = DriverSource(api, target, str(error))
         nodes = source.read()
     if as_json:
         (node,) = nodes
@@ -150,13 +152,4 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
         return 0
     from gpumem_exporter.cli.top.app import Top
 
-    def open_api(address: str) -> ExporterApi:
-        return ExporterApi((address,), token=token, trust=trust)
-
     return Top(source, nodes, view, interval_seconds=interval_seconds, open_api=open_api).run_to_end()
-
-
-def _open_driver() -> DriverReader:
-    from gpumem_exporter.cli.top.driver import DriverReader
-
-    return DriverReader()

@@ -7,7 +7,7 @@ import click
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.options import Seconds, api_options, option_group
 from gpumem_exporter.cli.program import FAILED, one_line
-from gpumem_exporter.cli.render.terminal import print_json
+from gpumem_exporter.cli.render.terminal import plain, print_result
 
 _RELEASE_EXAMPLES = """\b
 Examples:
@@ -19,13 +19,11 @@ Examples:
   gpumem-exporter attach-nvml
   gpumem-exporter attach-nvml --url http://gpu-node-7:9844 --reason "upgrade done"
 """
-_LONGEST_WAIT_SECONDS = 60.0
-
 
 _nvml_options = option_group(
     click.option(
         *("--wait", "wait_seconds"),
-        type=Seconds(0, _LONGEST_WAIT_SECONDS),
+        type=Seconds(0, 60),
         metavar="SECONDS",
         default=10.0,
         show_default=True,
@@ -45,18 +43,15 @@ def release_nvml(api: ExporterApi, wait_seconds: float, reason: str, as_json: bo
     exporter keeps running, and processes keep reporting. Device metrics are absent until attach-nvml or a restart of
     the exporter. Jobs on the GPUs are not touched: they keep the driver in use.
     """
-    answer = _post(api, "release", wait_seconds, reason, as_json=as_json)
-    open_files = answer.get("held") or ()
-    released = answer.get("state") == "released"
-    if not as_json:
-        if not released:
-            print("The driver has not answered yet. The exporter releases NVML as soon as it does.")
-        elif open_files:
-            print(f"NVML is shut down, but the exporter still has {one_line(', '.join(map(str, open_files)))} open.")
-        else:
-            print("NVML is released. Run attach-nvml to attach it again.")
-    done = released or wait_seconds == 0
-    return 0 if done and not open_files else FAILED
+    answer = _post(api, "release", wait_seconds, reason)
+    open_files, released = answer.get("held") or (), answer.get("state") == "released"
+    text = "NVML is released. Run attach-nvml to attach it again."
+    if not released:
+        text = "The driver has not answered yet. The exporter releases NVML as soon as it does."
+    elif open_files:
+        text = f"NVML is shut down, but the exporter still has {one_line(', '.join(map(str, open_files)))} open."
+    print_result(answer, [plain(text)], as_json=as_json)
+    return 0 if (released or wait_seconds == 0) and not open_files else FAILED
 
 
 @click.command(epilog=_ATTACH_EXAMPLES)
@@ -66,21 +61,16 @@ def attach_nvml(api: ExporterApi, wait_seconds: float, reason: str, as_json: boo
 
     The exporter tries the driver at once. If the driver does not answer yet, the exporter attaches as soon as it does.
     """
-    answer = _post(api, "attach", wait_seconds, reason, as_json=as_json)
+    answer = _post(api, "attach", wait_seconds, reason)
     state = answer.get("state")
-    if not as_json:
-        if state == "attached":
-            print("NVML is attached. The exporter reads the driver again.")
-        else:
-            error = one_line(str(answer.get("error") or "no answer yet"))
-            print(f"The driver does not answer ({error}). The exporter attaches as soon as it does.")
+    text = "NVML is attached. The exporter reads the driver again."
+    if state != "attached":
+        error = one_line(str(answer.get("error") or "no answer yet"))
+        text = f"The driver does not answer ({error}). The exporter attaches as soon as it does."
+    print_result(answer, [plain(text)], as_json=as_json)
     return 0 if state == "attached" or (state == "attaching" and wait_seconds == 0) else FAILED
 
 
-def _post(api: ExporterApi, operation: str, wait_seconds: float, reason: str, *, as_json: bool) -> Document:
-    """Request `release` or `attach`, print the answer with --json, and return it."""
+def _post(api: ExporterApi, operation: str, wait_seconds: float, reason: str) -> Document:
     body = {"reason": reason, "wait_seconds": wait_seconds}
-    answer = api.post(f"/api/v1/nvml/{operation}", body, hold_seconds=wait_seconds)
-    if as_json:
-        print_json(answer)
-    return answer
+    return api.post(f"/api/v1/nvml/{operation}", body, hold_seconds=wait_seconds)

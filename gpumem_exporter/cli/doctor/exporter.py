@@ -85,44 +85,37 @@ def check_version(health: Document) -> Iterator[Finding]:
 
 def check_health(health: Document) -> Iterator[Finding]:
     """Judge the document of `/health`."""
-    status = health.get("status")
-    nvml = health.get("nvml") or {}
+    status, nvml = health.get("status"), health.get("nvml") or {}
     demo = "; demo with simulated devices" if health.get("source") == "demo" else ""
     devices = counted(health.get("devices", "?"), "device", "devices")
-    counts = f"{devices}, {counted(health.get('processes', '?'), 'process', 'processes')}"
+    counts = f"{devices}, {counted(health.get('processes', '?'), 'process', 'processes')}{demo}"
     if status == "ok":
-        yield Finding("health", PASS, f"ok, {counts}{demo}")
+        yield Finding("health", PASS, f"ok, {counts}")
         return
     failing = [
         f"{name}: {check.get('detail') or check.get('status')}"
         for name, check in (health.get("checks") or {}).items()
         if check.get("status") != "ok"
     ]
-    problems = "; ".join(failing) or nvml.get("error") or "no reason given"
+    detail = f"{status}: {'; '.join(failing) or nvml.get('error') or 'no reason given'} ({counts})"
+    fix = "run nvidia-smi there: if it hangs, save dmesg and restart the node; if not, restart the exporter"
     if status == "degraded":
         fix = "" if nvml.get("up") else "the exporter attaches when the driver answers; see the line of the driver"
-        if nvml.get("released"):
-            fix = "run `gpumem-exporter attach-nvml` after the maintenance"
-        yield Finding("health", WARN, f"degraded: {problems} ({counts}{demo})", fix)
-    else:
-        fix = "run nvidia-smi there: if it hangs, save dmesg and restart the node; if not, restart the exporter"
-        yield Finding("health", FAIL, f"{status}: {problems} ({counts}{demo})", fix)
+        fix = "run `gpumem-exporter attach-nvml` after the maintenance" if nvml.get("released") else fix
+    yield Finding("health", WARN if status == "degraded" else FAIL, detail, fix)
 
 
 def check_clock(node: Document, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
     """Compare the time of the exporter's last poll with this machine's clock."""
     taken = node.get("taken_unix_seconds")
-    if taken is None:
+    age = None if taken is None else wall_clock() - taken
+    if age is None:
         fix = "wait for the first poll; without one, the driver hangs: see /health"
         yield Finding("clock", WARN, "not compared: there is no recent poll of the driver", fix)
-        return
-    age = wall_clock() - taken
-    if age < -_CLOCKS_APART_SECONDS:
-        fix = "synchronize the clocks (chrony, systemd-timesyncd): Prometheus would see samples from the future"
-        yield Finding("clock", WARN, f"the exporter's last poll is {-age:.1f} s in the future of this clock", fix)
-    elif age > _STALE_POLL_SECONDS:
-        fix = "synchronize the clocks, or look in /health for a poller that hangs"
-        yield Finding("clock", WARN, f"the exporter's last poll is {age:.0f} s old by this clock", fix)
+    elif not -_CLOCKS_APART_SECONDS <= age <= _STALE_POLL_SECONDS:
+        fix = "synchronize the clocks (chrony, systemd-timesyncd), or look in /health for a poller that hangs"
+        detail = f"the exporter's last poll is {abs(age):.1f} s {'old' if age > 0 else 'in the future'} by this clock"
+        yield Finding("clock", WARN, detail, fix)
     else:
         yield Finding("clock", PASS, f"agrees: the last poll is {max(age, 0):.1f} s old")
 
@@ -139,14 +132,14 @@ def check_auth(api: ExporterApi, *, has_token: bool) -> Iterator[Finding]:
     except ExporterAnswerError as error:
         if error.status not in (401, 403):
             raise
-        verdict, fix = FAIL, "give the token of the exporter's --action.token-file"
+        fix = "give the token of the exporter's --action.token-file"
         if not has_token:
-            verdict, fix = (
-                WARN,
+            fix = (
                 "run this on the exporter's machine or as its socket's owner, or give a token with --token-file or "
-                "GPUMEM_ACTION_TOKEN_FILE",
+                "GPUMEM_ACTION_TOKEN_FILE"
             )
-        yield Finding("auth", verdict, f"the exporter refuses actions from here: {error.detail}", fix)
+        detail = f"the exporter refuses actions from here: {error.detail}"
+        yield Finding("auth", FAIL if has_token else WARN, detail, fix)
     else:
         how = "with the token" if has_token else "without a token"
         yield Finding("auth", PASS, f"the exporter accepts actions from here, {how}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import stat
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from gpumem_client.wire.peer import PeerCredentials, unix_peer, user_name
+from gpumem_client.wire.peer import unix_peer, user_name
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding
+from gpumem_exporter.cli.top.source import in_daemon_thread
 from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:
@@ -51,34 +52,25 @@ def check_driver(
     `health` is the document of the exporter's `/health`, or empty. A driver that takes longer than the timeout counts
     as hanging; the thread that waits for it is abandoned.
     """
-    answers: list[tuple[str, Sequence[DeviceIdentity], dict[str, DeviceMemory]] | Exception] = []
 
-    def query() -> None:
-        try:
-            provider = make_provider()
-            provider.open()
-            try:
-                devices = tuple(provider.devices())
-                memory = {}
-                for each in devices:
-                    with suppress(NvmlError):  # a device that is lost is a finding already
-                        memory[each.gpu] = provider.read_memory(each.uuid)
-                answers.append((provider.driver_version(), devices, memory))
-            finally:
-                provider.close()
-        except Exception as error:  # noqa: BLE001 - the error is the finding
-            answers.append(error)
+    def query() -> tuple[str, Sequence[DeviceIdentity], dict[str, DeviceMemory]]:
+        provider = make_provider()
+        provider.open()
+        with closing(provider):
+            devices, memory = provider.devices(), {}
+            for each in devices:
+                with suppress(NvmlError):  # a device that is lost is a finding already
+                    memory[each.gpu] = provider.read_memory(each.uuid)
+            return provider.driver_version(), devices, memory
 
-    thread = threading.Thread(target=query, name="gpumem-doctor-nvml", daemon=True)
-    thread.start()
-    thread.join(timeout_seconds)
-    if not answers:
+    try:
+        version, devices, memory = asyncio.run(asyncio.wait_for(in_daemon_thread(query), timeout_seconds))
+    except asyncio.TimeoutError:
         fix = "look for Xid errors in the kernel log; reset or drain the GPU, or restart the node"
         yield Finding("driver", FAIL, f"NVML does not answer within {timeout_seconds:g} s", fix)
-    elif isinstance(answers[0], Exception):
-        yield _driver_not_usable(answers[0], health)
+    except Exception as error:  # noqa: BLE001 - the error is the finding
+        yield _driver_not_usable(error, health)
     else:
-        version, devices, memory = answers[0]
         yield Finding("driver", PASS, f"NVML answers, driver {version}")
         yield from _check_devices(devices)
         yield from _check_memory(memory)
@@ -87,7 +79,7 @@ def check_driver(
 def check_driver_elsewhere(health: Mapping[str, Any], here: str = "") -> Finding:
     """Judge the driver by the exporter's `/health`: on another machine, or if it is not usable `here`."""
     nvml = health.get("nvml") or {}
-    where = here or "the exporter, on another machine,"
+    where = "the exporter, on another machine,"
     if nvml.get("up") and health.get("source") == "demo":
         detail = f"{here}; the exporter shows simulated devices".removeprefix("; ")
         return Finding("driver", WARN, detail, "run serve without --demo on a node with GPUs")
@@ -141,43 +133,31 @@ def _check_memory(memory: Mapping[str, DeviceMemory]) -> Iterator[Finding]:
             yield Finding("memory", WARN, detail, fix)
 
 
-def socket_path(urls: tuple[str, ...]) -> Path | None:
-    """Return the path of the first address that is a unix socket."""
-    return next((Path(url.removeprefix("unix://")) for url in urls if url.startswith("unix://")), None)
-
-
-def socket_peer(path: Path) -> PeerCredentials:
-    """Connect and return the listening process. Raises OSError if no process listens, or this user may not connect."""
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
-        connection.settimeout(_SOCKET_SECONDS)
-        connection.connect(str(path))
-        return unix_peer(connection)
-
-
 def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
     """Check the socket's file, its permissions and its listener. It is required if it is the only address."""
-    user = user_name(os.geteuid())
+    verdict, user = FAIL if required else WARN, user_name(os.geteuid())
     try:
         status = path.stat()
     except (FileNotFoundError, PermissionError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        detail = f"none at {path}" if missing else f"this process ({user}) may not access {path}"
-        fix = "run as root, or reach the exporter by TCP: --url http://127.0.0.1:9844"
-        if missing:
-            fix = f"run serve with --web.listen-socket {path}, and mount its directory in the containers that report"
+        detail, fix = f"none at {path}", f"run serve with --web.listen-socket {path}, and mount its directory in jobs"
+        if isinstance(error, PermissionError):
+            detail = f"this process ({user}) may not access {path}"
+            fix = "run as root, or reach the exporter by TCP: --url http://127.0.0.1:9844"
         if required:
             yield Finding("socket", FAIL, detail, fix)
         else:
             yield Finding("socket", PASS, f"{detail}, and not needed: there is a TCP address")
         return
-    verdict = FAIL if required else WARN
     described = f"{path} mode {stat.S_IMODE(status.st_mode):04o} of {user_name(status.st_uid)}"
     if not stat.S_ISSOCK(status.st_mode):
         fix = "remove it, and mount the socket's directory, not the socket"
         yield Finding("socket", verdict, f"{described} is not a socket", fix)
         return
     try:
-        peer = socket_peer(path)
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
+            connection.settimeout(_SOCKET_SECONDS)
+            connection.connect(str(path))
+            peer = unix_peer(connection)
     except PermissionError:
         fix = "run as its owner or in its group, or set the exporter's umask so that others may write to it"
         yield Finding("socket", verdict, f"{described}: this process ({user}) may not connect", fix)

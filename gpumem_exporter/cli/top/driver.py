@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from typing import Any
 
+from gpumem_client.wire.errors import ExporterUnreachableError
+from gpumem_exporter.actions.action_options import Target
+from gpumem_exporter.cli.api_client import Document, ExporterApi
+from gpumem_exporter.cli.top.source import Source
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.node.linux import LinuxHost
 from gpumem_exporter.node.pynvml_provider import PynvmlProvider
 from gpumem_exporter.node.reader import NodeReader
@@ -17,31 +19,29 @@ from gpumem_exporter.page.live import ALL_DETAILS, NodeView
 _UNKNOWN = ("ledger", "idle_cache_bytes", "allocatable_bytes", "pressure_ratio")
 
 
-class DriverReader:
-    """Reads the node without an exporter. Not thread-safe; blocks while the driver blocks."""
+class DriverSource(Source):
+    """Reads the node without an exporter; a finding has the `reason`. Blocks while the driver blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, api: ExporterApi, target: Target, reason: str) -> None:
+        super().__init__(api, target)
+        self._reason = reason
         # The screen shows the error. A line in the log would overwrite the screen.
         logging.getLogger("gpumem_exporter").addHandler(logging.NullHandler())
         self._provider = PynvmlProvider()
         self._reader = NodeReader(self._provider, LinuxHost(), clock=time.monotonic, wall_clock=time.time)
         self._view = NodeView(clock=time.monotonic, wall_clock=time.time, minima_of=lambda _: ())
 
-    def read(self, reason: str) -> dict[str, Any]:
-        """Return the document, with a finding that has the `reason` why no exporter was read.
-
-        Raises NvmlUnavailableError if there is no driver, or it does not answer.
-        """
+    def _live(self) -> tuple[Document, str]:
         node = self._reader.read()
         if not node.up:
-            raise NvmlUnavailableError(node.error)
-        snapshot = Snapshot(taken_seconds=node.taken_seconds, node=node)
+            raise ExporterUnreachableError(f"{self._reason}. The driver alone cannot be read either: {node.error}")
         facts = {
             "host": socket.gethostname(),
             "source": self._provider.source,
             "driver": {"up": True, "error": "", "version": node.driver_version},
-            "failed_checks": [{"part": "NVML ALONE", "status": "degraded", "detail": reason}],
+            "failed_checks": [{"part": "NVML ALONE", "status": "degraded", "detail": self._reason}],
         }
+        snapshot = Snapshot(taken_seconds=node.taken_seconds, node=node)
         live = self._view.document(snapshot, facts, time.time(), details=ALL_DETAILS)
         live["time"] = {"unix_seconds": time.time(), "clock_seconds": node.taken_seconds}
         for device in live["devices"]:
@@ -52,9 +52,4 @@ class DriverReader:
             job["state"] = None
             for process in job["processes"]:
                 process["reporting"] = process["state"] = None
-        return live
-
-    def release(self) -> None:
-        """Release NVML and unload its library."""
-        self._reader.close()
-        self._provider.release()
+        return live, ""

@@ -51,7 +51,7 @@ def test_a_group_is_mode_step_with_a_warning(exporter: ScriptedExporter, capsys:
     assert "--group is deprecated" in capsys.readouterr().err
     assert main(["clear", "--all", "--json"]) == 0
     group, plain = exporter.requests_of("submit")
-    assert group["mode"] == "step"
+    assert group["group"] is True
     assert not plain.keys() & {"mode", "group", "deadline_seconds"}, "the exporter's choice"
 
 

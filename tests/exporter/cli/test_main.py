@@ -66,7 +66,7 @@ def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
         ),
         (["clear", "--all", "--settle=3601"], "--settle", "0<=x<=3600"),
         *((["gc", "--all", f"--deadline={value}"], "--deadline", "3600") for value in ("0", "3601")),
-        (["clear", "--all", "--mode", "now", "--group"], "--mode now", "--group"),
+        (["clear", "--all", "--mode", "now", "--group"], "--mode now", "a group acts"),
         (["clear", "--all", "--gpu", "0", "--pid", "3"], "--gpu, --pid", "--all"),
         (["info", "--url", "ftp://node:9844"], "ftp://node:9844", "https://host:port"),
         (["actions"], "command", "actions --help"),

@@ -12,110 +12,78 @@ from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.render.node_tables import heading, node_tables
 from gpumem_exporter.cli.render.rows import View
+from gpumem_exporter.cli.top.driver import DriverSource
 from gpumem_exporter.cli.top.source import Source
 from gpumem_exporter.errors import NvmlUnavailableError, TargetNotFoundError
 from gpumem_exporter.features.fleet.fleet_command import FleetSource
 from gpumem_exporter.features.fleet.fleet_nodes import Fleet
 from gpumem_exporter.features.fleet.prometheus import Prometheus
 from gpumem_exporter.main import main
+from gpumem_exporter.node.pynvml_provider import PynvmlProvider
 from tests.support.golden import printed
 from tests.support.live_documents import device, full_node, job, live, process
 
 
 class _World:
-    """An exporter and a driver, each of which answers or raises an error, and a clock that the test moves."""
+    """An exporter."""
 
     url = "unix:///e.sock"
 
-    def __init__(self, *, named: bool = False, **target: Any) -> None:
+    def __init__(self, **target: Any) -> None:
         self.error: Exception | None = None
-        self.driver_error: Exception | None = None
         self.live: Any = live([device("0")], [job("llm", process(7, "0", workload="llm"))])
-        self.paths: list[str] = []
-        self.opened = self.released = 0
-        self.now = 100.0
-        source: Any = Source
-        self.source = source(
-            lambda: self, Target(**target), open_driver=None if named else self.open, clock=lambda: self.now
-        )
-
-    def address(self) -> str:
-        """Read the node, and return its address; empty if the driver was read."""
-        (node,) = self.source.read()
-        return str(node.url)
+        self.closed = 0
+        api: Any = self
+        self.source = Source(api, Target(**target))
 
     def get(self, path: str) -> Any:
-        self.paths.append(path)
+        assert path == "/api/v1/live?details=none"
         if self.error is not None:
             raise self.error
         return self.live
 
     def close(self) -> None:
-        return None
-
-    def open(self) -> _World:
-        self.opened += 1
-        return self
-
-    def read(self, reason: str) -> Any:
-        if self.driver_error is not None:
-            raise self.driver_error
-        return live([device("0")], [], host=reason)
-
-    def release(self) -> None:
-        self.released += 1
+        self.closed += 1
 
 
 @pytest.mark.parametrize("error", [ExporterUnreachableError("no-answer"), ExporterAnswerError(404, "no-answer")])
-def test_the_driver_replaces_the_exporter_until_it_answers(error: ExporterError) -> None:
+def test_after_a_missing_answer_every_address_is_tried_again(error: ExporterError) -> None:
     world = _World()
-    assert world.address() == world.url
-    assert (world.paths, world.opened) == (["/api/v1/live?details=none"], 0)
-    world.error = error
     (node,) = world.source.read()
-    assert (node.url, node.live["node"]["host"]) == ("", str(error)), "the reason"
-    world.error = None
-    world.now += 2.9
-    assert world.address() == ""
-    assert len(world.paths) == 2
-    world.now += 0.1
-    assert world.address() == world.url
-    assert (world.opened, world.released) == (1, 1)
+    assert (node.url, world.closed) == (world.url, 0)
+    world.error = error
+    with pytest.raises(type(error), match="no-answer"):
+        world.source.read()
+    assert world.closed == 1
 
 
-def test_the_error_names_exporter_and_driver_and_releases_nvml() -> None:
-    world = _World()
-    world.error = ExporterUnreachableError("no-answer")
-    world.driver_error = NvmlUnavailableError("no library")
+def test_the_error_of_a_driver_that_cannot_replace_the_exporter_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: PynvmlProvider) -> None:
+        raise NvmlUnavailableError("no library")
+
+    monkeypatch.setattr(PynvmlProvider, "open", absent)
+    api: Any = _World()
     with pytest.raises(ExporterUnreachableError, match=r"no-answer.*no library"):
-        world.address()
-    assert world.released == 1
-    named = _World(named=True)
-    named.error = ExporterUnreachableError("no-answer")
-    with pytest.raises(ExporterUnreachableError, match="no-answer"):
-        named.address()
+        DriverSource(api, Target(), "no-answer").read()
 
 
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [({"jobs": []}, "is not a gpumem-exporter"), ({"state": {"version": "0.2.1"}}, r"version 0\.2\.1\b")],
-)
-def test_another_server_and_an_old_exporter_are_errors(document: Any, message: str) -> None:
-    world = _World(named=True)
-    world.live = document
-    with pytest.raises(ExporterUnreachableError, match=message):
-        world.address()
+def test_another_server_is_an_error() -> None:
+    world = _World()
+    world.live = {"jobs": []}
+    with pytest.raises(ExporterUnreachableError, match="is not a gpumem-exporter"):
+        world.source.read()
 
 
 def test_a_name_must_exist_in_the_first_reading_only() -> None:
-    world = _World(named=True, workload="llm")
+    world = _World(workload="llm")
     running, world.live = world.live, live([device("0")], [job("eval", process(7, "0", workload="eval"))])
     with pytest.raises(TargetNotFoundError, match="no such workload 'llm'"):
-        world.address()
+        world.source.read()
     world.live = running
-    world.address()
+    world.source.read()
     world.live = live([], [])
     (later,) = world.source.read()
+    assert later.live is not None
     assert later.live["jobs"] == []
 
 
