@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN, human_ratio, human_seconds, short_bytes
@@ -64,12 +65,11 @@ def event_line(event: Row, now_unix_seconds: float, width: int) -> Text:
     at, folded = event["unix_seconds"], event.get("folded")
     first = folded["first_unix_seconds"] if folded else at
     since = f", since {local_time(first, now_unix_seconds)}" if at - first >= _WORTH_SAYING_SECONDS else ""
-    # An exporter of version 0.2 sends neither title nor text.
-    title = plain(event.get("title") or event.get("type"))
+    title = plain(event["title"])
     title.stylize(SEVERITIES.get(str(event.get("severity")), ("", ""))[1])
     title.pad_right(_TITLE_WIDTH - title.cell_len)
     when = plain(local_time(at, now_unix_seconds), "dim")
-    line = plain(" ").join((when, title, plain(f"{event.get('text') or ''}{since}")))
+    line = plain(" ").join((when, title, plain(f"{event['text']}{since}")))
     line.truncate(width, overflow="ellipsis")
     return line
 
@@ -93,23 +93,19 @@ def draw_strip(device: Row, width: int) -> Text:
         name = cell(plain(job["name"]), used + idle) if used + idle >= _LEAST_NAMED else plain("")
         name.rstrip()
         name.stylize(job["color"], used)
-        name.stylize(_on(job["color"], device), 0, used)
+        # A terminal does not dim a background.
+        name.stylize(job["color"] if device["dim"] else f"{_INK} on {job['color']}", 0, used)
         blank = name.cell_len
         drawn.append_text(name).append("█" * max(0, used - blank), style=job["color"])
         drawn.append(_IDLE * (idle - max(0, blank - used)), style=job["color"])
     return drawn.append(_OTHER * parts[-2] + _FREE * parts[-1], style="dim")
 
 
-def lengths(sizes: Sequence[int], width: int) -> tuple[int, ...]:
-    """Return the number of characters of each size, by largest remainder; they add up to `width`."""
+def lengths(sizes: Sequence[int], width: int) -> list[int]:
+    """Return the number of characters of each size; they add up to `width`."""
     total = sum(sizes)
-    if total == 0:
-        return tuple(0 for _ in sizes)
-    found = [size * width // total for size in sizes]
-    by_remainder = sorted(range(len(sizes)), key=lambda i: (-(sizes[i] * width % total), i))
-    for i in by_remainder[: width - sum(found)]:
-        found[i] += 1
-    return tuple(found)
+    edges = [round(edge * width / total) for edge in accumulate(sizes, initial=0)] if total else [0] * (len(sizes) + 1)
+    return [end - start for start, end in pairwise(edges)]
 
 
 def _at(*path: str) -> Callable[[Row], Any]:
@@ -149,11 +145,6 @@ def _device_name(device: Row) -> str:
     return (name if profile in name else f"{name} {profile}".lstrip()).removeprefix("NVIDIA ") or UNKNOWN
 
 
-def _on(color: str, row: Row) -> str:
-    """Return the style of a name on the color of a job. A terminal does not dim a background."""
-    return color if row["dim"] else f"{_INK} on {color}"
-
-
 def _size(name: str, rank: int = 0, **more: Any) -> Column:
     return Column(name, _at(f"{name}_bytes"), rank, **more)
 
@@ -172,21 +163,13 @@ _GPU = Column(
     *("gpu", lambda row: row["gpu"] or row["uuid"]), own="GPU", key=lambda row: natural(row["gpu"]), left=True, space=4
 )
 JOBS = (
-    Column(
-        "color",
-        lambda _: " ",
-        space=1,
-        own=" ",
-        sorts=False,
-        style_of=lambda row: row["color"] and _on(row["color"], row),
-    ),
     _NODE,
     Column(
         *("job", _text("title")),
         space=16,
         key=lambda row: row["title"].casefold(),
         left=True,
-        style_of=lambda row: "" if row["level"] else "bold",
+        style_of=lambda row: f"bold {row['color']}" if row["color"] else "",
     ),
     Column(
         *("owner", lambda row: row["owner"] or ("" if row["level"] else UNKNOWN), 2),
@@ -219,8 +202,7 @@ JOBS = (
     Column("command", _text("command"), 16, space=20, left=True),
 )
 """Rows are jobs and their processes on each device, of `rows_of`."""
-_RARE_SORTS = ("node", "nccl", "step", "engine", "command")
-SORTS = tuple(column.name.replace("_", "-") for column in JOBS if column.sorts and column.name not in _RARE_SORTS)
+SORTS = tuple(column.name.replace("_", "-") for column in JOBS)
 """The columns by which jobs can be sorted. Sizes are sorted from the largest, names and times from the smallest."""
 
 DEVICES = (

@@ -36,7 +36,7 @@ def node_tables(
     jobs = view.order.sorted(jobs, JOBS)
     parts: tuple[tuple[Sequence[Column], Sequence[Row], Order | None], ...] = (
         (FINDINGS, _advised(findings), None),
-        (JOBS[1:], unfolded(jobs) if wide else jobs, view.order),
+        (JOBS, unfolded(jobs) if wide else jobs, view.order),
         (DEVICES, BY_GPU.sorted(devices, DEVICES), BY_GPU),
         (LEDGER, [device for device in devices if ledger and device["ledger"]], None),
     )

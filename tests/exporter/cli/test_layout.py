@@ -41,7 +41,7 @@ def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: s
         assert all(cell_len(line) <= width and line.isprintable() for line in lines)
 
 
-@pytest.mark.parametrize("sort", sorted({*SORTS} - {"node", "nccl", "unmapped", "kv-cache"}))
+@pytest.mark.parametrize("sort", sorted({*SORTS} - {"node", "nccl", "unmapped", "kv-cache", "engine"}))
 def test_the_sort_column_is_shown_on_a_narrow_screen(sort: str) -> None:
     rows = rows_of([Node(full_node())])[2]
     order = Order(sort.replace("-", "_"))

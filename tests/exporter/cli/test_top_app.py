@@ -42,7 +42,7 @@ async def test_keys_and_clicks_sort_the_table_with_the_cursor() -> None:
         before = colors()
         assert len(set(before.values())) == 6
         strips = [row["strip"] for row in world.table("devices").rows_shown]
-        assert {f"color(16) on {job['color']}" for strip in strips for job in strip} == set(before.values())
+        assert {f"bold {job['color']}" for strip in strips for job in strip} == set(before.values())
         await pilot.press("r")
         assert world.titles[0] == "tritonserver"
         assert colors() == before, "each job keeps its color"
@@ -107,14 +107,14 @@ async def test_the_same_job_stays_selected_until_it_ends() -> None:
 async def test_nothing_moves_when_findings_come_and_go() -> None:
     world = TopScreen()
     async with world.on_screen() as pilot:
-        before = [await world.place("GPU▲"), await world.place("  Job")]
+        before = [await world.place("GPU▲"), await world.place("Job  ")]
         world.nodes = [Node({**full_node(), "findings": []}, URL)]
         await until(lambda: "Nothing needs attention." in world.text, "no finding")
-        assert [await world.place("GPU▲"), await world.place("  Job")] == before
+        assert [await world.place("GPU▲"), await world.place("Job  ")] == before
         told = [finding("check", "warning", "Exporter", f"check-{i}: failed.") for i in range(50)]
         world.nodes = [Node({**full_node(), "findings": told}, URL)]
         await until(lambda: "check-0" in world.text, "the findings")
-        assert [await world.place("GPU▲"), await world.place("  Job")] == before
+        assert [await world.place("GPU▲"), await world.place("Job  ")] == before
         await pilot.press("shift+tab", "shift+tab", "G")
         await until(lambda: "check-49" in world.text, "the last finding")
         world.nodes = [Node(full_node(), URL)]

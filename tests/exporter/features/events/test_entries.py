@@ -187,10 +187,8 @@ def test_errors_of_a_job_on_a_device_are_one_entry_whatever_restarts_between() -
     assert [len(each) for each in fold(alone)] == [2, 1]
 
 
-def test_an_event_of_another_day_has_its_date_and_one_without_words_its_time_and_type() -> None:
+def test_an_event_of_another_day_has_its_date() -> None:
     assert event_line(listed_event(2, "b", _NOON - 86400), _NOON, 60).plain.split() == ["03-03", "12:00:00", "b"]
-    old = {"id": 1, "type": "device_lost", "unix_seconds": _NOON, "detail": {}}
-    assert event_line(old, _NOON, 80).plain.split() == ["12:00:00", "device_lost"]
 
 
 def test_text_of_an_event_cannot_control_the_terminal() -> None:
