@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +86,17 @@ def selected(live: Document, target: Target) -> Document:
     """
     if not target.given and not target.orphans:
         return live
-    jobs = [{**job, "processes": kept} for job in live["jobs"] if (kept := list(_kept(target, _processes(job))))]
+    jobs = []
+    for job in live["jobs"]:
+        kept = [
+            {**process, "devices": devices}
+            for process in _processes(job)
+            if target.admits(**_identity(process)) and (not target.orphans or process.get("orphan") is not None)
+            for devices in [[device for device in process["devices"] if _admits_device(target, device)]]
+            if devices or not (target.gpu or target.uuid)
+        ]
+        if kept:
+            jobs.append({**job, "processes": kept})
     used = {place["uuid"] for job in jobs for process in job["processes"] for place in process["devices"]}
     by_process = target.orphans or any(getattr(target, name) for name in _OF_PROCESS)
     devices = [
@@ -106,17 +115,6 @@ def selected(live: Document, target: Target) -> Document:
 
 def _processes(job: Document) -> list[Document]:
     return [{"uid": job["uid"], **process} for process in job["processes"]]  # without details, only the job has it
-
-
-def _kept(target: Target, processes: list[Document]) -> Iterator[Document]:
-    for process in processes:
-        if not target.admits(**_identity(process)):
-            continue
-        if target.orphans and process.get("orphan") is None:
-            continue
-        devices = [device for device in process["devices"] if _admits_device(target, device)]
-        if devices or not (target.gpu or target.uuid):
-            yield {**process, "devices": devices}
 
 
 def _identity(process: Document) -> dict[str, tuple[str, ...]]:

@@ -14,6 +14,7 @@ from gpumem_exporter import __version__
 from gpumem_exporter.actions.action_options import ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
+from gpumem_exporter.cli.node_view import processes_of
 
 _STALE_POLL_SECONDS = 15.0
 _CLOCKS_APART_SECONDS = 1.0
@@ -48,15 +49,7 @@ def check_trust(objection: str, *, nearby: bool) -> Finding:
 
 def check_exporter(api: ExporterApi, health: Document, *, has_token: bool) -> Iterator[Finding]:
     """Run every check of an exporter that answers."""
-
-    @cache
-    def live() -> dict[str, Any]:
-        return api.get("/api/v1/live?details=all")
-
-    @cache
-    def processes() -> list[dict[str, Any]]:
-        return [process for job in live()["jobs"] for process in job["processes"]]
-
+    live: Callable[[], dict[str, Any]] = cache(lambda: api.get("/api/v1/live?details=all"))
     driver_up = bool((health.get("nvml") or {}).get("up"))
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "version": lambda: check_version(health),
@@ -64,8 +57,8 @@ def check_exporter(api: ExporterApi, health: Document, *, has_token: bool) -> It
         "auth": lambda: check_auth(api, has_token=has_token),
         "actions": lambda: check_actions(api.get("/api/v1/caller")["allowed_actions"]),
         "clock": lambda: check_clock(live()["node"]),
-        "reporters": lambda: check_reporters(processes(), live()["findings"]),
-        "pid namespace": lambda: check_pid_namespace(processes(), mode=health["mode"], driver_up=driver_up),
+        "reporters": lambda: check_reporters(processes_of(live()), live()["findings"]),
+        "pid namespace": lambda: check_pid_namespace(processes_of(live()), mode=health["mode"], driver_up=driver_up),
         "jobs": lambda: check_jobs(live()["findings"]),
     }
     for name, check in checks.items():
@@ -205,8 +198,6 @@ def check_jobs(findings: Sequence[Document]) -> Iterator[Finding]:
 
 
 def _listed(processes: Sequence[Document]) -> str:
-    named = [
-        f"pid {process['pid']} {process.get('workload') or ''}".rstrip() for process in processes[:_PROCESSES_SHOWN]
-    ]
+    named = [f"pid {each['pid']} {each.get('workload') or ''}".rstrip() for each in processes[:_PROCESSES_SHOWN]]
     more = len(processes) - len(named)
     return ", ".join(named) + (f" and {more} more" if more > 0 else "")

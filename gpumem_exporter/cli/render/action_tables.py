@@ -9,7 +9,7 @@ from gpumem_client.wire.units import UNKNOWN, human_bytes, human_seconds
 from gpumem_exporter.actions.kinds import KINDS, Column, is_done
 from gpumem_exporter.actions.sentences import job_name, sentence, subject
 from gpumem_exporter.cli.api_client import Document
-from gpumem_exporter.cli.render.columns import natural
+from gpumem_exporter.cli.render.columns import at, natural
 from gpumem_exporter.cli.render.terminal import plain, table
 
 if TYPE_CHECKING:
@@ -88,21 +88,13 @@ def _column(column: Column) -> _Column:
     shown = human_seconds if column.field.endswith("_seconds") else human_bytes
 
     def cell(result: Document) -> str:
-        value = _value(result, column.field)
+        value = at(*column.field.split("."))(result)
         if column.minus and value is not None:
-            less = _value(result, column.minus)
+            less = result.get(column.minus)
             value = None if less is None else value - less
         return (value or UNKNOWN) if column.side == "wrap" else shown(value)
 
     return column.heading, column.side, cell
-
-
-def _value(result: Document, field: str) -> Any:
-    """Return a field of a result, as `snapshot.path`; None if it is unknown."""
-    found: Any = result
-    for name in field.split("."):
-        found = (found or {}).get(name)
-    return found
 
 
 _NAMES: tuple[_Column, ...] = (

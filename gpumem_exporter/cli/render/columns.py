@@ -108,7 +108,7 @@ def lengths(sizes: Sequence[int], width: int) -> list[int]:
     return [end - start for start, end in pairwise(edges)]
 
 
-def _at(*path: str) -> Callable[[Row], Any]:
+def at(*path: str) -> Callable[[Row], Any]:
     """Return a function that reads a value in nested documents; None if it is unknown."""
 
     def value(found: Any) -> Any:
@@ -146,12 +146,12 @@ def _device_name(device: Row) -> str:
 
 
 def _size(name: str, rank: int = 0, **more: Any) -> Column:
-    return Column(name, _at(f"{name}_bytes"), rank, **more)
+    return Column(name, at(f"{name}_bytes"), rank, **more)
 
 
 def _part(name: str, rank: int, **more: Any) -> Column:
     """Return the column of a size that few rows have: blank for 0 and for an unknown size."""
-    value = _at(f"{name}_bytes")
+    value = at(f"{name}_bytes")
     return Column(name, lambda row: value(row) or "", rank, key=value, sparse=True, **more)
 
 
@@ -191,14 +191,14 @@ JOBS = (
     _size("non_torch", 13),
     _part("nccl", 14, own="NCCL"),
     _part("unmapped", 9),
-    Column("kv_cache", _kv_cache, 7, space=13, key=_at("engine", "kv_cache", "size"), sparse=True),
-    Column("growth", _growth, 6, space=8, key=_at("growth_bytes_per_hour"), sparse=True, style="yellow"),
+    Column("kv_cache", _kv_cache, 7, space=13, key=at("engine", "kv_cache", "size"), sparse=True),
+    Column("growth", _growth, 6, space=8, key=at("growth_bytes_per_hour"), sparse=True, style="yellow"),
     Column("state", _state, 4, space=13, left=True, style_of=lambda row: _STATE_STYLES.get(row["state"] or "", "")),
     Column(
-        "since", lambda row: clock(row["since_unix_seconds"], row["now"]), 5, key=_at("since_unix_seconds"), left=True
+        "since", lambda row: clock(row["since_unix_seconds"], row["now"]), 5, key=at("since_unix_seconds"), left=True
     ),
-    Column("step", lambda row: str(row["step"] or ""), 10, sparse=True, key=_at("step")),
-    Column("engine", lambda row: _at("engine", "label")(row) or "", 10, space=20, sparse=True, left=True),
+    Column("step", lambda row: str(row["step"] or ""), 10, sparse=True, key=at("step")),
+    Column("engine", lambda row: at("engine", "label")(row) or "", 10, space=20, sparse=True, left=True),
     Column("command", _text("command"), 16, space=20, left=True),
 )
 """Rows are jobs and their processes on each device, of `rows_of`."""
@@ -210,25 +210,25 @@ DEVICES = (
     _GPU,
     Column("name", _device_name, 4, space=16, own="Device", left=True),
     Column("memory", lambda _: "", space=34, most=60, own="Memory by job", sorts=False, left=True, draw=draw_strip),
-    Column("used", _at("memory", "used_bytes")),
-    Column("free", _at("memory", "free_bytes")),
+    Column("used", at("memory", "used_bytes")),
+    Column("free", at("memory", "free_bytes")),
     _size("idle_cache", short="Idle", style="yellow"),
     _size("allocatable", 3),
-    Column("total", _at("memory", "total_bytes"), 1),
-    Column("busy", lambda row: human_ratio(row["utilization_ratio"]), 2, space=5, key=_at("utilization_ratio")),
+    Column("total", at("memory", "total_bytes"), 1),
+    Column("busy", lambda row: human_ratio(row["utilization_ratio"]), 2, space=5, key=at("utilization_ratio")),
 )
 _SHORT = ("Alloc", "Reclaim", "Frag", "", "Other", "Driver", "Unattr", "")
 LEDGER = (
     _NODE,
     _GPU,
-    *(Column(name, _at("ledger", name), short=short) for name, short in zip(CATEGORIES, _SHORT, strict=True)),
+    *(Column(name, at("ledger", name), short=short) for name, short in zip(CATEGORIES, _SHORT, strict=True)),
 )
 """Rows are devices with a ledger."""
 FINDINGS = (
-    Column("mark", _at("mark"), space=2, own=" ", left=True, style_of=lambda row: row["style"]),
+    Column("mark", at("mark"), space=2, own=" ", left=True, style_of=lambda row: row["style"]),
     _NODE,
-    Column("since", _at("since"), space=5, left=True),
-    Column("title", _at("title"), 1, space=_TITLE_WIDTH, left=True, style_of=lambda row: row["style"]),
-    Column("sentence", _at("sentence"), space=60, left=True, wraps=True, style_of=lambda row: row["style"]),
+    Column("since", at("since"), space=5, left=True),
+    Column("title", at("title"), 1, space=_TITLE_WIDTH, left=True, style_of=lambda row: row["style"]),
+    Column("sentence", at("sentence"), space=60, left=True, wraps=True, style_of=lambda row: row["style"]),
 )
 """Their table has no heading."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN, short_bytes
-from gpumem_exporter.cli.render.terminal import plain
+from gpumem_exporter.cli.render.terminal import plain, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -142,14 +142,9 @@ class Layout:
 
     def table(self, rows: Iterable[Row], *, heading: bool = True) -> Table:
         """Return the table that a command prints."""
-        from rich.table import Table
-
-        built = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=heading)
-        for text, (column, width) in zip(self.heading(), self.columns, strict=True):
-            built.add_column(text, width=width, no_wrap=not column.wraps)
-        for row in rows:
-            built.add_row(*self.cells(row))
-        return built
+        names = self.heading() if heading else [""] * len(self.columns)
+        sides = ("wrap" if column.wraps else "left" for column, _ in self.columns)
+        return table("", list(zip(names, sides, strict=True)), map(self.cells, rows))
 
     def _text(self, column: Column, row: Row) -> str:
         value = column.value(row)

@@ -51,7 +51,7 @@ def show(console: Console, renderables: Iterable[RenderableType]) -> None:
         console.file.write(line.rstrip() + "\n")
 
 
-def table(title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str | Text]]) -> Table:
+def table(title: str, columns: Sequence[tuple[str | Text, str]], rows: Iterable[Sequence[str | Text]]) -> Table:
     """Return a table without borders.
 
     Each column has a heading and `left`, `right`, `cut` or `wrap`. The last two are left and shrink first: `cut` ends
