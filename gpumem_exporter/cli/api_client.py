@@ -116,12 +116,9 @@ class ExporterApi:
         answer = self._request("POST", path, json.dumps(document).encode(), headers, timeout_seconds)
         return self._document(answer, (200, 202))
 
-    def submit(self, request: Document, *, hold_seconds: float = 0.0) -> dict[str, Any]:
-        """Request an action. The exporter may delay the answer by `hold_seconds` to include the results.
-
-        Raises the errors of `get`. The exporter may have received the request although no address answers.
-        """
-        return self.post(_ACTIONS, {**request, "wait_seconds": hold_seconds}, hold_seconds=hold_seconds)
+    def submit(self, request: Document) -> dict[str, Any]:
+        """Request an action. Raises the errors of `get`, also if the exporter may have received the request."""
+        return self.post(_ACTIONS, {**request, "wait_seconds": 0.0}, hold_seconds=0.0)
 
     def action(self, action_id: str) -> dict[str, Any]:
         """Read an action. Raises the errors of `get`."""

@@ -8,7 +8,6 @@ import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -59,42 +58,32 @@ def check_driver(
         fix = "look for Xid errors in the kernel log; reset or drain the GPU, or restart the node"
         yield Finding("driver", FAIL, f"NVML does not answer within {timeout_seconds:g} s", fix)
     except Exception as error:  # noqa: BLE001 - the error is the finding
-        yield _driver_not_usable(error, health)
+        nvml = health.get("nvml") or {}
+        fix = "install gpumem-exporter again, with its dependencies"
+        if isinstance(error, NvmlError):
+            fix = (
+                "install the NVIDIA driver; in a container add the NVIDIA runtime with "
+                "NVIDIA_DRIVER_CAPABILITIES=utility (docker: --gpus all), then try nvidia-smi"
+            )
+        failed = Finding("driver", WARN if nvml.get("released") else FAIL, str(error), fix)
+        yield check_driver_elsewhere(health) if nvml.get("up") else failed
     else:
         yield Finding("driver", PASS, f"NVML answers, driver {version}")
         yield from _check_devices(devices)
         yield from _check_memory(memory)
 
 
-def check_driver_elsewhere(health: Mapping[str, Any], here: str = "") -> Finding:
-    """Judge the driver by the exporter's `/health`: on another machine, or if it is not usable `here`."""
+def check_driver_elsewhere(health: Mapping[str, Any]) -> Finding:
+    """Judge the driver of the exporter by its `/health`."""
     nvml = health.get("nvml") or {}
-    where = "the exporter, on another machine,"
-    if nvml.get("up") and health.get("source") == "demo":
-        detail = f"{here}; the exporter shows simulated devices".removeprefix("; ")
-        return Finding("driver", WARN, detail, "run serve without --demo on a node with GPUs")
-    if nvml.get("up"):
-        needless = f"{here}, and not needed: the exporter has a driver"
-        return Finding("driver", PASS, needless if here else f"{where} has a driver")
-    error = nvml.get("error") or "no reason given"
-    detail = f"{here} nor in the exporter: {error}" if here else f"{where} has no driver: {error}"
-    fix = "run doctor and nvidia-smi on the exporter's machine"
-    return Finding("driver", WARN if nvml.get("released") else FAIL, detail, fix)
-
-
-def _driver_not_usable(error: Exception, health: Mapping[str, Any]) -> Finding:
-    """Judge a driver that this process cannot use. It is not needed if the exporter has one."""
-    fix = "install gpumem-exporter again, with its dependencies"
-    if isinstance(error, NvmlError):
-        fix = (
-            "install the NVIDIA driver; in a container add the NVIDIA runtime with "
-            "NVIDIA_DRIVER_CAPABILITIES=utility (docker: --gpus all), then try nvidia-smi"
-        )
-    nvml = health.get("nvml") or {}
-    if not nvml.get("up") and nvml.get("error") in (None, "", str(error)):
-        return Finding("driver", FAIL, str(error), fix)
-    judged = check_driver_elsewhere(health, f"not usable in this process ({error})")
-    return judged if nvml.get("up") else replace(judged, fix=fix)
+    if not nvml.get("up"):
+        detail = f"the exporter has no driver: {nvml.get('error') or 'no reason given'}"
+        fix = "run doctor and nvidia-smi on the exporter's machine"
+        return Finding("driver", WARN if nvml.get("released") else FAIL, detail, fix)
+    if health.get("source") == "demo":
+        fix = "run serve without --demo on a node with GPUs"
+        return Finding("driver", WARN, "the exporter shows simulated devices", fix)
+    return Finding("driver", PASS, "not read by this process: the exporter has a driver")
 
 
 def _check_devices(devices: Sequence[DeviceIdentity]) -> Iterator[Finding]:

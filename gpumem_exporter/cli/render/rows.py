@@ -12,9 +12,6 @@ from gpumem_exporter.cli.render.layout import Order, Row
 
 # By hue, like the page's dark colors. Light, for black names on them; none is the red or the yellow of a severity.
 _COLORS = tuple(f"color({number})" for number in (75, 215, 79, 140, 211, 179, 80, 137, 105, 149, 176, 109))
-_IDENTITY = ("name", "owner", "user", "command", "k8s_namespace", "k8s_pod", "slurm_job_id", "ray_job_id", "state")
-_OF_PROCESS = ("pid", "user", "command", "k8s_namespace", "k8s_pod", "state")
-
 PROCESS_FIELDS = (
     *("pid", "gpu", "uuid", "workload", "rank", "command", "user", "k8s_namespace", "k8s_pod", "state"),
     *("used_bytes", "allocated_bytes", "reserved_bytes", "idle_cache_bytes", "reclaimable_bytes", "fragmented_bytes"),
@@ -48,16 +45,16 @@ def rows_of(
         if node.live is None:
             continue
         rows = {job["id"]: _job(node, job) for job in node.live["jobs"]}
-        jobs += [row for row in rows.values() if _matches(words, row)]
+        jobs += [row for row in rows.values() if _matches(words, row, *row["ranks"])]
         for device in node.live["devices"]:
             on_it = [rows[share["job"]] for share in device["jobs"] if share["job"] in rows]
             row = _device(node, device, on_it)
-            if _matches(words, row, *on_it):
+            if _matches(words, row, *unfolded(on_it)):
                 devices.append(row)
         for found in node.live["findings"]:
             about = rows.get(found["job"])
             row = _finding(node, found, about and about["job"])
-            if _matches(words, row, *filter(None, (about,))):
+            if _matches(words, row, *unfolded([about] if about else [])):
                 findings.append(row)
     if nodes and not findings:
         nothing = "No finding matches." if words else "Nothing needs attention."
@@ -91,8 +88,8 @@ def as_of(live: Row) -> str:
 
 
 def _matches(words: str, *rows: Row) -> bool:
-    """Return whether the texts of some rows have every one of some words. Case is ignored."""
-    known = " ".join(row["text"] for row in rows).casefold()
+    """Return whether the texts in some rows have every one of some words. Case is ignored."""
+    known = " ".join(text for row in rows for text in row.values() if isinstance(text, str)).casefold()
     return all(word in known for word in words.casefold().split())
 
 
@@ -108,25 +105,18 @@ def _job(node: Node, job: Row) -> Row:
                 "level": 1,
                 "title": title,
                 "color": "",
-                "text": _text(title, *(process[name] for name in _OF_PROCESS)),
                 "owner": "" if process["user"] == job["user"] else process["user"] or "",
                 "gpus": [place["gpu"]],
                 "state": "orphan" if process.get("orphan") else process["state"],
                 "since_unix_seconds": process["started_unix_seconds"],
             }
             ranks.append({**process, **place, **common, **own})
-    gpus = [f"gpu {gpu}" for gpu in job["gpus"]]
-    identity = (job[name] for name in _IDENTITY)
     own = {
         "key": (node.name, job["id"]),
         "level": 0,
         "title": job["name"],
         "color": _COLORS[(job.get("hue") or 0) % len(_COLORS)],  # older exporters assign none
         "ranks": ranks,
-        "text": _text(
-            *(node.name, *identity, (job.get("engine") or {}).get("label"), *gpus, *job["uuids"]),
-            *(rank["text"] for rank in ranks),
-        ),
     }
     return {**job, **common, **own}
 
@@ -140,7 +130,6 @@ def _device(node: Node, device: Row, jobs: Sequence[Row]) -> Row:
         "strip": [
             {**shares[job["id"]], "name": job["name"], "color": job["color"]} for job in jobs if job["id"] in shares
         ],
-        "text": _text(node.name, f"gpu {device['gpu']}", device["uuid"], device["name"]),
     }
     return {**device, **_common(node), **own}
 
@@ -149,8 +138,7 @@ def _finding(node: Node, found: Row, job: Row | None) -> Row:
     mark, style = SEVERITIES.get(found["severity"], ("", ""))
     row = {**found, **_common(node), "job": job, "mark": mark, "style": style}
     since = clock(found["since_unix_seconds"], row["now"]) if found["since_unix_seconds"] else ""
-    text = _text(node.name, found["title"], found["sentence"], found["owner"])
-    return {**row, "key": (node.name, found["id"]), "since": since, "text": text}
+    return {**row, "key": (node.name, found["id"]), "since": since}
 
 
 def _own_finding(node: Node, severity: str, title: str, sentence: str) -> Row:
@@ -164,7 +152,3 @@ def _own_finding(node: Node, severity: str, title: str, sentence: str) -> Row:
 def _common(node: Node) -> dict[str, Any]:
     now = node.live["time"]["unix_seconds"] if node.live else None
     return {"node": node.name, "from": node, "now": now, "dim": bool(node.error)}
-
-
-def _text(*values: object) -> str:
-    return " ".join(str(value) for value in values if value is not None)

@@ -111,10 +111,10 @@ def test_a_public_route_can_receive_the_token_only_after_a_401(api_of: Callable[
 def test_an_action_is_posted_with_a_new_idempotency_key(api_of: Callable[..., ExporterApi]) -> None:
     transport = _Scripted(_answer({"id": "1", "state": "done"}), _answer({"id": "2", "state": "done"}))
     api = api_of({"a": transport})
-    api.submit({"action": "empty_cache"}, hold_seconds=3.0)
-    api.submit({"action": "empty_cache"}, hold_seconds=3.0)
+    api.submit({"action": "empty_cache"})
+    api.submit({"action": "empty_cache"})
     method, path, body, headers, timeout = transport.requests[0]
-    assert (method, path, body) == ("POST", "/api/v1/actions", {"action": "empty_cache", "wait_seconds": 3.0})
+    assert (method, path, body) == ("POST", "/api/v1/actions", {"action": "empty_cache", "wait_seconds": 0.0})
     assert headers["Content-Type"] == "application/json"
     assert (timeout or 0.0) > 3.0
     assert len({request[3]["Idempotency-Key"] for request in transport.requests}) == 2
