@@ -164,7 +164,7 @@ def split_list(texts: Sequence[str]) -> list[str]:
 view_options = option_group(
     click.option(
         "--sort",
-        type=click.Choice(SORTS),
+        type=click.Choice(list(SORTS)),
         metavar="COLUMN",
         default="used",
         show_default=True,
@@ -193,7 +193,7 @@ wide_option = click.option(
 
 def pop_view(values: dict[str, Any]) -> View:
     """Remove the values of `view_options` from `values`, and return them."""
-    order = Order(values.pop("sort").replace("-", "_"), values.pop("reverse"))
+    order = Order(SORTS[values.pop("sort")], values.pop("reverse"))
     return View(values.pop("filter_text"), order)
 
 

@@ -149,19 +149,17 @@ def _size(name: str, rank: int = 0, **more: Any) -> Column:
     return Column(name, at(f"{name}_bytes"), rank, **more)
 
 
-def _part(name: str, rank: int, **more: Any) -> Column:
+def _part(name: str, rank: int, heading: str = "") -> Column:
     """Return the column of a size that few rows have: blank for 0 and for an unknown size."""
     value = at(f"{name}_bytes")
-    return Column(name, lambda row: value(row) or "", rank, key=value, sparse=True, **more)
+    return Column(heading or name, lambda row: value(row) or "", rank, key=value, sparse=True)
 
 
 _STATE_STYLES = {"silent": "red", "orphan": "yellow"} | dict.fromkeys(
     ("not reporting", "unreported", "sleeping"), "dim"
 )
-_NODE = Column("node", _text("node"), left=True, space=12, sparse=True)
-_GPU = Column(
-    *("gpu", lambda row: row["gpu"] or row["uuid"]), own="GPU", key=lambda row: natural(row["gpu"]), left=True, space=4
-)
+_NODE = Column("Node", _text("node"), left=True, space=12, sparse=True)
+_GPU = Column(*("GPU", lambda row: row["gpu"] or row["uuid"]), key=lambda row: natural(row["gpu"]), left=True, space=4)
 JOBS = (
     _NODE,
     Column(
@@ -169,10 +167,10 @@ JOBS = (
         space=16,
         key=lambda row: row["title"].casefold(),
         left=True,
-        style_of=lambda row: f"bold {row['color']}" if row["color"] else "",
+        style=lambda row: f"bold {row['color']}" if row["color"] else "",
     ),
     Column(
-        *("owner", lambda row: row["owner"] or ("" if row["level"] else UNKNOWN), 2),
+        *("owner", lambda row: row["owner"] or (UNKNOWN if "ranks" in row else ""), 2),
         space=10,
         key=lambda row: row["owner"].casefold() or None,
         left=True,
@@ -185,37 +183,37 @@ JOBS = (
     _size("used"),
     _size("allocated", 8, short="Alloc"),
     _size("reserved", 15),
-    _size("idle_cache", short="Idle", style="yellow"),
+    _size("idle_cache", short="Idle", style=lambda _: "yellow"),
     _size("reclaimable", 12, short="Reclaim"),
     _size("fragmented", 11, short="Frag"),
     _size("non_torch", 13),
-    _part("nccl", 14, own="NCCL"),
+    _part("nccl", 14, "NCCL"),
     _part("unmapped", 9),
     Column("kv_cache", _kv_cache, 7, space=13, key=at("engine", "kv_cache", "size"), sparse=True),
-    Column("growth", _growth, 6, space=8, key=at("growth_bytes_per_hour"), sparse=True, style="yellow"),
-    Column("state", _state, 4, space=13, left=True, style_of=lambda row: _STATE_STYLES.get(row["state"] or "", "")),
+    Column("growth", _growth, 6, space=8, key=at("growth_bytes_per_hour"), sparse=True, style=lambda _: "yellow"),
+    Column("state", _state, 4, space=13, left=True, style=lambda row: _STATE_STYLES.get(row["state"] or "", "")),
     Column(
         "since", lambda row: clock(row["since_unix_seconds"], row["now"]), 5, key=at("since_unix_seconds"), left=True
     ),
     Column("step", lambda row: str(row["step"] or ""), 10, sparse=True, key=at("step")),
     Column("engine", lambda row: at("engine", "label")(row) or "", 10, space=20, sparse=True, left=True),
-    Column("command", _text("command"), 16, space=20, left=True),
+    Column("Command", _text("command"), 16, space=20, left=True),
 )
 """Rows are jobs and their processes on each device, of `rows_of`."""
-SORTS = tuple(column.name.replace("_", "-") for column in JOBS)
+SORTS = {column.name.replace("_", "-").lower(): column.name for column in JOBS}
 """The columns by which jobs can be sorted. Sizes are sorted from the largest, names and times from the smallest."""
 
 DEVICES = (
     _NODE,
     _GPU,
-    Column("name", _device_name, 4, space=16, own="Device", left=True),
-    Column("memory", lambda _: "", space=34, most=60, own="Memory by job", sorts=False, left=True, draw=draw_strip),
+    Column("Device", _device_name, 4, space=16, left=True),
+    Column("Memory by job", at("memory", "used_bytes"), space=34, left=True, draw=draw_strip),
     Column("used", at("memory", "used_bytes")),
     Column("free", at("memory", "free_bytes")),
-    _size("idle_cache", short="Idle", style="yellow"),
+    _size("idle_cache", short="Idle", style=lambda _: "yellow"),
     _size("allocatable", 3),
     Column("total", at("memory", "total_bytes"), 1),
-    Column("busy", lambda row: human_ratio(row["utilization_ratio"]), 2, space=5, key=at("utilization_ratio")),
+    Column("Busy", lambda row: human_ratio(row["utilization_ratio"]), 2, space=5, key=at("utilization_ratio")),
 )
 _SHORT = ("Alloc", "Reclaim", "Frag", "", "Other", "Driver", "Unattr", "")
 LEDGER = (
@@ -225,10 +223,10 @@ LEDGER = (
 )
 """Rows are devices with a ledger."""
 FINDINGS = (
-    Column("mark", at("mark"), space=2, own=" ", left=True, style_of=lambda row: row["style"]),
+    Column(" ", at("mark"), space=2, left=True, style=at("style")),
     _NODE,
     Column("since", at("since"), space=5, left=True),
-    Column("title", at("title"), 1, space=_TITLE_WIDTH, left=True, style_of=lambda row: row["style"]),
-    Column("sentence", at("sentence"), space=60, left=True, wraps=True, style_of=lambda row: row["style"]),
+    Column("title", at("title"), 1, space=_TITLE_WIDTH, left=True, style=at("style")),
+    Column("sentence", at("sentence"), space=60, left=True, wraps=True, style=at("style")),
 )
 """Their table has no heading."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN, short_bytes
 from gpumem_exporter.cli.render.terminal import plain, table
+from gpumem_exporter.page.words import WORDS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,6 +20,8 @@ Row = Mapping[str, Any]
 
 # The width below which headings are short.
 _NARROW = 100
+# The width to which a drawing grows.
+_DRAWN_MOST = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,32 +29,25 @@ class Column:
     """A column: its heading, the value of a row, and its place in a narrow terminal."""
 
     name: str
-    """The key of its heading in the exporter's `words`, or the heading itself."""
+    """The key of its heading in `WORDS`, or the heading itself."""
     value: Callable[[Row], int | str | None]
     """A number of bytes, or a text; None if it is unknown, and an empty text for a blank cell."""
     rank: int = 0
     """Columns with rank 0 are always shown. The others are added in the order of their ranks while there is space."""
     space: int = 6
     """The least width. A column grows to its longest value while there is space, and longer values are cut."""
-    own: str = ""
-    """The heading, if it is neither in `words` nor the name."""
     short: str = ""
     """The heading in a narrow terminal, if it is another one."""
     key: Callable[[Row], Any] | None = None
     """The value by which rows are sorted, if it is another one."""
-    sorts: bool = True
     left: bool = False
     wraps: bool = False
     """A longer text has several lines."""
-    style: str = ""
-    """The style of the heading and of sizes that are not 0."""
-    style_of: Callable[[Row], str] = lambda _: ""
+    style: Callable[[Row], str] = lambda _: ""
     sparse: bool = False
     """The column is shown only if a row has a value."""
     draw: Callable[[Row, int], Text] | None = None
     """Draws the cell of a row in its width, instead of its value."""
-    most: int = 0
-    """The width to which a drawing grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +81,13 @@ class Layout:
     of the order is always shown.
     """
 
-    def __init__(
-        self,
-        columns: Sequence[Column],
-        rows: Sequence[Row],
-        width: int,
-        *,
-        words: Mapping[str, Any],
-        order: Order | None = None,
-    ) -> None:
+    def __init__(self, columns: Sequence[Column], rows: Sequence[Row], width: int, order: Order | None = None) -> None:
         sort = order.column if order else ""
         mark = "" if order is None else "▼" if order.descends(columns) else "▲"
         self._names = {}
         known = [each for each in columns if not each.sparse or any(each.value(row) not in (None, "") for row in rows)]
         for column in known:
-            label = column.own or words.get(column.name, {}).get("label") or column.name.capitalize()
+            label = WORDS[column.name]["label"] if column.name in WORDS else column.name
             name = column.short if width < _NARROW and column.short else label
             self._names[column.name] = name + (mark if column.name == sort else "")
         widths: dict[str, int] = {}
@@ -116,7 +104,7 @@ class Layout:
                 texts = () if column.draw else (self._text(column, row) for row in rows)
                 # Nearly all are plain ASCII, and a node may have hundreds of rows.
                 longest = max((len(text) if text.isascii() else plain(text).cell_len for text in texts), default=0)
-                more = max(0, min(max(longest, column.most) - widths[column.name], left))
+                more = max(0, min(max(longest, _DRAWN_MOST if column.draw else 0) - widths[column.name], left))
                 left -= more
                 self.columns.append((column, widths[column.name] + more))
 
@@ -125,7 +113,7 @@ class Layout:
         cells = []
         for column, width in self.columns:
             name = self._names[column.name]
-            style = f"bold {column.style}{' underline' if name.endswith(('▼', '▲')) else ''}"
+            style = "bold underline" if name.endswith(("▼", "▲")) else "bold"
             cells.append(cell(plain(name, style), width, right=not column.left))
         return cells
 
@@ -133,8 +121,7 @@ class Layout:
         """Return the cells of a row, each as wide as its column unless it wraps."""
         found = []
         for column, width in self.columns:
-            style = column.style_of(row) or (column.style if column.value(row) else "")
-            text = column.draw(row, width) if column.draw else plain(self._text(column, row), style)
+            text = column.draw(row, width) if column.draw else plain(self._text(column, row), column.style(row))
             if row.get("dim"):
                 text.stylize("dim")
             found.append(text if column.wraps else cell(text, width, right=not column.left))

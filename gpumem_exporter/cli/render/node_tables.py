@@ -45,7 +45,7 @@ def node_tables(
             yield plain("")
             if columns is LEDGER:
                 yield plain("Ledger", "bold")
-            layout = Layout(columns, rows, width, words=words_of(nodes), order=order)
+            layout = Layout(columns, rows, width, order)
             yield layout.table(rows, heading=columns is not FINDINGS)
 
 
@@ -54,11 +54,6 @@ def _advised(findings: Sequence[Row]) -> list[Row]:
     blank = {"mark": "", "node": "", "since": "", "title": "", "style": "dim"}
     advised = [(row, {**row, **blank, "sentence": row["next"]} if row.get("next") else None) for row in findings]
     return [row for pair in advised for row in pair if row]
-
-
-def words_of(nodes: Sequence[Node]) -> Mapping[str, Any]:
-    """Return the labels and help texts of the first node that answered."""
-    return next((node.live["words"] for node in nodes if node.live), {})
 
 
 def heading(nodes: Sequence[Node]) -> Text:

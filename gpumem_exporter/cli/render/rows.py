@@ -18,7 +18,7 @@ PROCESS_FIELDS = (
     *("non_torch_bytes", "nccl_bytes", "unmapped_bytes", "step", "sample_age_seconds", "actions"),
 )
 """The fields of a row in `top --once --json`, in order."""
-_BY_USED, BY_GPU = Order("used"), Order("gpu")
+_BY_USED, BY_GPU = Order("used"), Order("GPU")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,6 @@ def _job(node: Node, job: Row) -> Row:
         for place in process["devices"] or ({"gpu": None, "uuid": ""},):
             own = {
                 "key": (node.name, job["id"], str(process["pid"]), place["uuid"]),
-                "level": 1,
                 "title": title,
                 "color": "",
                 "owner": "" if process["user"] == job["user"] else process["user"] or "",
@@ -113,7 +112,6 @@ def _job(node: Node, job: Row) -> Row:
             ranks.append({**process, **place, **common, **own})
     own = {
         "key": (node.name, job["id"]),
-        "level": 0,
         "title": job["name"],
         "color": _COLORS[(job.get("hue") or 0) % len(_COLORS)],  # older exporters assign none
         "ranks": ranks,

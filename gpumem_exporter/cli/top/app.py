@@ -31,12 +31,13 @@ from gpumem_exporter.cli.program import INTERRUPTED, one_line, replace_missing_c
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
 from gpumem_exporter.cli.render.layout import Row
-from gpumem_exporter.cli.render.node_tables import heading, words_of
+from gpumem_exporter.cli.render.node_tables import heading
 from gpumem_exporter.cli.render.rows import BY_GPU, View, called, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.detail import DetailScreen
 from gpumem_exporter.cli.top.source import NodeSource, in_daemon_thread
 from gpumem_exporter.cli.top.tables import RowTable
+from gpumem_exporter.page.words import WORDS
 
 _KEYS = (
     ("arrows, j k", "select a row, which stays selected when the order changes"),
@@ -204,14 +205,14 @@ class Top(App[None]):
 
     def show(self) -> None:
         """Draw the last values; dimmed where they are no longer current."""
-        width, words = self.size.width - _SCROLLBAR_WIDTH, words_of(self.nodes)
+        width = self.size.width - _SCROLLBAR_WIDTH
         self._header.update(heading(self.nodes))
         findings, devices, jobs = rows_of(self.nodes, self._words.value, self._source.warnings)
         # The slot keeps its height, so that nothing below moves when a finding comes or goes.
         self._findings.styles.height = 6 if self.size.height >= _TALL else 4
-        self._findings.show(findings, words, width)
-        self._devices.show(devices, words, width)
-        self._jobs.show(jobs, words, width)
+        self._findings.show(findings, width)
+        self._devices.show(devices, width)
+        self._jobs.show(jobs, width)
         self._words.display = bool(self._words.value) or self._words.has_focus
 
     def note(self, text: str, seconds: float = _SHOWN_SECONDS) -> None:
@@ -225,7 +226,7 @@ class Top(App[None]):
         return self.focused if isinstance(self.focused, RowTable) else self._jobs
 
     def action_help(self) -> None:
-        rows = [*_KEYS, ("", ""), *((word["label"], word["help"]) for word in words_of(self.nodes).values())]
+        rows = [*_KEYS, ("", ""), *((word["label"], word["help"]) for word in WORDS.values())]
         self.push_screen(Question(table("", (("any key returns", "left"), ("", "wrap")), dict.fromkeys(rows))))
 
     def on_data_table_row_selected(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 from urllib.parse import quote
@@ -21,13 +23,13 @@ from gpumem_client.wire.units import UNKNOWN, short_bytes
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node_view import Node, read_live, selected
-from gpumem_exporter.cli.render.columns import event_line
+from gpumem_exporter.cli.render.columns import clock, event_line
 from gpumem_exporter.cli.render.layout import Row
 from gpumem_exporter.cli.render.node_tables import node_tables
 from gpumem_exporter.cli.render.rows import View, as_of, called
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.cli.top.plot import bar_count, timeline
 from gpumem_exporter.cli.top.source import in_daemon_thread
+from gpumem_exporter.page.words import WORDS
 
 _SPANS = (("10 min", 600), ("1 h", 3600), ("6 h", 21600), ("24 h", 86400))
 _REFRESH_SECONDS = 2.0
@@ -39,6 +41,10 @@ _PARTS = {
     "KV cache": "kv_cache_bytes",
     "Peaks of phases": "phase_peak_bytes",
 }
+
+_SIZES = (("used", "blue"), ("allocated", "green"), ("idle_cache", "yellow"))
+_BARS = " ▁▂▃▄▅▆▇█"
+_NAME_WIDTH, _HIGHEST_WIDTH = 11, 7
 
 
 class DetailScreen(ModalScreen[None]):
@@ -106,7 +112,7 @@ class DetailScreen(ModalScreen[None]):
         _, *tables = node_tables([shown], View(), width, wide=True, ledger=not of_job)
         if of_job and part["clear"]:
             title.append(f"\n{part['clear']['sentence']}", style="yellow")
-        past = self._past(live["words"], live["time"]["unix_seconds"], width)
+        past = self._past(live["time"]["unix_seconds"], width)
         self._shown.update(Group(title, *past, *tables, *_parts_of_memory(part["processes"] if of_job else ())))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:  # noqa: ARG002
@@ -142,19 +148,47 @@ class DetailScreen(ModalScreen[None]):
         with self._open_api(node.url) as api:
             live = read_live(api, id_ if of_job else "none")
             now = live["time"]["unix_seconds"]
-            span = f"from={now - _SPANS[self._span][1]:.0f}&to={now:.0f}&points={bar_count(self.size.width)}"
+            span = f"from={now - _SPANS[self._span][1]:.0f}&to={now:.0f}&points={_bar_count(self.size.width)}"
             history = api.get(f"/api/v1/history?{subject}&{span}")
             return live, history, api.get(f"/api/v1/events?{subject}&limit={_EVENTS}&fold=true")["events"]
 
-    def _past(self, words: Row, now: float, width: int) -> Iterator[Text]:
+    def _past(self, now: float, width: int) -> Iterator[Text]:
         """Yield the timeline and the latest events."""
         yield plain(f"last {_SPANS[self._span][0]}  ", "bold").append_text(plain(self._problem, "red"))
         if self._history is None:
             yield plain("Reading …" if self._node().url else "The past needs an exporter; none answers.", "dim")
             return
-        yield from timeline(self._history, words, width)
+        yield from timeline(self._history, width)
         for event in sorted(self._events, key=lambda event: -float(event["unix_seconds"])):
             yield event_line(event, now, width)
+
+
+def _bar_count(width: int) -> int:
+    """Return the number of bars in a terminal of this width."""
+    return max(1, width - _NAME_WIDTH - _HIGHEST_WIDTH)
+
+
+def timeline(history: Row, width: int) -> Iterator[Text]:
+    """Yield a line for each size of a history's first series, with the highest value at its end, and the times.
+
+    All lines have one scale. A bar is blank where nothing is known.
+    """
+    start, end, times = (history[name] for name in ("from_unix_seconds", "to_unix_seconds", "unix_seconds"))
+    count = _bar_count(width)
+    moments = [start + (bar + 0.5) * (end - start) / count for bar in range(count)]
+    points = [(bisect_left(times, moment), moment) for moment in moments]
+    series = history["series"][0] if history["series"] else {}
+    top = max((size for size in series["used"]["max"] if size is not None), default=0) if series else 0
+    for name, color in _SIZES:
+        sizes = series[name]["max"] if series else [None] * len(times)
+        bars = ""
+        for index, moment in points:
+            size = sizes[index] if index < len(times) and times[index] - history["step_seconds"] < moment else None
+            bars += _BARS[min(8, math.ceil(8 * size / top))] if size and top else " "
+        highest = max((size for size in sizes if size is not None), default=None)
+        line = plain(WORDS[name]["label"].ljust(_NAME_WIDTH))
+        yield line.append(bars, style=color).append(short_bytes(highest).rjust(_HIGHEST_WIDTH), style=color)
+    yield plain(f"{'':{_NAME_WIDTH}}{clock(start)}{clock(end).rjust(count - len(clock(start)))}", "dim")
 
 
 def _parts_of_memory(processes: Sequence[Row]) -> Iterator[RenderableType]:

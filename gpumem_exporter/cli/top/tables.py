@@ -35,10 +35,10 @@ class RowTable(DataTable[Text]):
         """None: the rows stay in the given order."""
         self.rows_shown: Sequence[Row] = ()
         self._all_columns = columns
-        # The rows, words and width of the last `show`.
-        self._given: tuple[Sequence[Row], Row, int] = ((), {}, 0)
+        # The rows and the width of the last `show`.
+        self._given: tuple[Sequence[Row], int] = ((), 0)
         self._unfolded = False
-        self._layout = Layout(columns, (), 0, words={})
+        self._layout = Layout(columns, (), 0)
         self._headings: list[tuple[Text, int]] = []
 
     @property
@@ -46,12 +46,12 @@ class RowTable(DataTable[Text]):
         """The row under the cursor."""
         return self.rows_shown[self.cursor_row] if self.cursor_row < len(self.rows_shown) else None
 
-    def show(self, rows: Sequence[Row], words: Row, width: int) -> None:
+    def show(self, rows: Sequence[Row], width: int) -> None:
         """Show rows. Only the cells that differ are drawn again, and the list stays where it was scrolled to."""
-        selected, self._given = self.selected, (rows, words, width)
+        selected, self._given = self.selected, (rows, width)
         rows = self.order.sorted(rows, self._all_columns) if self.order else rows
         rows = unfolded(rows) if self._unfolded else rows
-        self._layout = Layout(self._all_columns, rows, width, words=words, order=self.order)
+        self._layout = Layout(self._all_columns, rows, width, self.order)
         headings = list(zip(self._layout.heading(), (width for _, width in self._layout.columns), strict=True))
         place, moved = self.cursor_row, headings != self._headings
         if moved:
@@ -80,14 +80,14 @@ class RowTable(DataTable[Text]):
 
     def sort_by(self, column: str) -> None:
         """Sort by a column, from its usual end; reverse the order if it is the sort column."""
-        if self.order is not None and any(each.name == column and each.sorts for each in self._all_columns):
+        if self.order is not None:
             is_same = column == self.order.column
             self.order = replace(self.order, reverse=not self.order.reverse) if is_same else Order(column)
             self.show(*self._given)
 
     def action_sort(self) -> None:
         """Sort by the next column."""
-        names = [column.name for column, _ in self._layout.columns if column.sorts]
+        names = [column.name for column, _ in self._layout.columns]
         if self.order is not None:
             self.sort_by(names[(names.index(self.order.column) + 1) % len(names)])
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_exporter.cli.render.columns import draw_strip, lengths
-from gpumem_exporter.cli.top.plot import timeline
-from gpumem_exporter.page.words import WORDS
+from gpumem_exporter.cli.top.detail import timeline
 from tests.support.live_documents import GIB, history
 
 
@@ -48,7 +47,7 @@ def _plot(*points: int | None, series: bool = True) -> list[str]:
     past = history("a", points=[0] * len(points))
     for name in ("used", "allocated"):
         past["series"][0][name] = {"max": list(points)}
-    return [line.plain for line in timeline(past if series else {**past, "series": []}, WORDS, 78)]
+    return [line.plain for line in timeline(past if series else {**past, "series": []}, 78)]
 
 
 def test_the_timeline_has_a_line_for_each_size_on_one_scale_and_the_times() -> None:

@@ -11,7 +11,6 @@ from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, SORTS, device_ranges
 from gpumem_exporter.cli.render.layout import Layout, Order, Row
 from gpumem_exporter.cli.render.rows import rows_of, unfolded
-from gpumem_exporter.page.words import WORDS
 from tests.support.golden import printed
 from tests.support.live_documents import device, finding, full_node, job, live, process
 
@@ -36,7 +35,7 @@ def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: s
     findings, devices, jobs = rows_of(nodes)
     tables = ((JOBS, unfolded(jobs)), (DEVICES, devices), (FINDINGS, findings))
     for columns, rows in tables:
-        lines = printed(Layout(columns, rows, width, words=WORDS).table(rows), width=width)
+        lines = printed(Layout(columns, rows, width).table(rows), width=width)
         assert len(lines) > len(rows)
         assert all(cell_len(line) <= width and line.isprintable() for line in lines)
 
@@ -44,8 +43,8 @@ def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: s
 @pytest.mark.parametrize("sort", sorted({*SORTS} - {"node", "nccl", "unmapped", "kv-cache", "engine"}))
 def test_the_sort_column_is_shown_on_a_narrow_screen(sort: str) -> None:
     rows = rows_of([Node(full_node())])[2]
-    order = Order(sort.replace("-", "_"))
-    layout = Layout(JOBS, rows, 80, words=WORDS, order=order)
+    order = Order(SORTS[sort])
+    layout = Layout(JOBS, rows, 80, order)
     assert order.column in [column.name for column, _ in layout.columns]
     assert sum(cell.plain.rstrip()[-1:] in ("▼", "▲") for cell in layout.heading()) == 1
 
