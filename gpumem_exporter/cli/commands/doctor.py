@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_exporter.cli.connection import action_token, exporter_urls, kube_forward, open_api
-from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
-from gpumem_exporter.cli.doctor.exporter import check_exporter, check_trust, reach
-from gpumem_exporter.cli.doctor.machine import (
+from gpumem_exporter.cli.checks import (
+    FAIL,
+    PASS,
+    WARN,
+    Finding,
     check_driver,
     check_driver_elsewhere,
+    check_exporter,
     check_socket,
+    check_trust,
     is_on_this_machine,
+    reach,
+    run_check,
 )
+from gpumem_exporter.cli.connection import action_token, exporter_urls, kube_forward, open_api
 from gpumem_exporter.cli.options import connection_options
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import plain, print_result, table

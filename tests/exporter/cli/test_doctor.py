@@ -7,19 +7,25 @@ from typing import Any
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.action_options import ACTIONS, DEFAULT_ACTIONS
-from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
-from gpumem_exporter.cli.doctor.exporter import (
+from gpumem_exporter.cli.checks import (
+    FAIL,
+    PASS,
+    WARN,
+    Finding,
     check_actions,
     check_auth,
     check_clock,
+    check_driver,
+    check_driver_elsewhere,
     check_health,
     check_pid_namespace,
     check_reporters,
     check_trust,
     check_version,
+    is_on_this_machine,
     reach,
+    run_check,
 )
-from gpumem_exporter.cli.doctor.machine import check_driver, check_driver_elsewhere, is_on_this_machine
 from gpumem_exporter.core.samples import DeviceMemory
 from gpumem_exporter.errors import NvmlDeviceLostError, NvmlUnavailableError
 from gpumem_exporter.node.provider import DeviceIdentity
