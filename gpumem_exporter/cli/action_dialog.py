@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -59,7 +60,7 @@ def said_yes(expected: Document) -> bool:
 
 
 def confirmed(api: ExporterApi, body: Document) -> Document | None:
-    """Show what a request would do, and ask. Return the request for exactly that; None if the answer is no."""
+    """Show what a request would do, and ask. Return the request, or None; a termination is of the shown processes."""
     dry_run = {**body, "dry_run": True}
     expected = api.submit(dry_run)
     if not expected["results"]:
@@ -73,31 +74,28 @@ def confirmed(api: ExporterApi, body: Document) -> Document | None:
     return {**body, "target": {**target, "pid": list(pids)}}
 
 
-class Interrupts:
-    """Within the block, the first Ctrl-C sets `requested`, and the second one raises KeyboardInterrupt.
+@contextmanager
+def interrupts() -> Iterator[threading.Event]:
+    """Within the block, the first Ctrl-C sets the event, and the second one raises KeyboardInterrupt.
 
     In a thread besides the main one, and where Ctrl-C is ignored or has another handler, the block changes nothing.
     """
+    requested = threading.Event()
 
-    def __init__(self) -> None:
-        self.requested = False
-        self._takes = False
-
-    def __enter__(self) -> Interrupts:
-        main = threading.current_thread() is threading.main_thread()
-        self._takes = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._takes:
-            signal.signal(signal.SIGINT, self._take)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._takes:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+    def take(number: int, frame: FrameType | None) -> None:
+        if requested.is_set():
             signal.default_int_handler(number, frame)
-        self.requested = True
+        requested.set()
+
+    main = threading.current_thread() is threading.main_thread()
+    takes = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        if takes:
+            signal.signal(signal.SIGINT, take)
+        yield requested
+    finally:
+        if takes:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def act(
@@ -116,58 +114,44 @@ def act(
     Raises ExporterAnswerError if the exporter rejects the request, and ExporterUnreachableError if no address answers.
     Once the action has an id, the error has it.
     """
-    with Interrupts() as interrupts:
+    with interrupts() as interrupted:
         # The reply comes at once. Only then is the id known with which the action can be canceled.
         action = api.submit(body)
-        try:
-            return _followed(api, action, body, wait_seconds, say, lambda: interrupts.requested or stopped())
-        except KeyboardInterrupt:
-            note(f"Action {action['id']} may still act; see `gpumem-exporter actions show {action['id'][:8]}`.")
-            raise
-
-
-def _followed(
-    api: ExporterApi,
-    action: dict[str, Any],
-    body: Document,
-    wait_seconds: float | None,
-    say: Callable[[str], None],
-    stopped: Callable[[], bool],
-) -> dict[str, Any]:
-    """Return an action once it has ended, and once it is known how much of the freed memory stays free."""
-    if wait_seconds is None:
-        deadline_seconds = action.get("deadline_seconds") or body.get("deadline_seconds")
-        wait_seconds = longest_seconds({**body, "deadline_seconds": deadline_seconds})
-    action_id, canceled, settles, said = action["id"], False, False, ""
-    answered_seconds = time.monotonic()
-    end, pause = answered_seconds + wait_seconds, _FIRST_PAUSE_SECONDS
-    while True:
-        stops, text = stopped(), ""
-        if has_ended(action):
-            if stops or not (wait_seconds > 0 and action.get("settling") and action["freed_bytes"]):
+        action_id, canceled, settles, said = action["id"], False, False, ""
+        if wait_seconds is None:
+            deadline_seconds = action.get("deadline_seconds") or body.get("deadline_seconds")
+            wait_seconds = longest_seconds({**body, "deadline_seconds": deadline_seconds})
+        answered_seconds = time.monotonic()
+        end, pause = answered_seconds + wait_seconds, _FIRST_PAUSE_SECONDS
+        while True:
+            stops, text = interrupted.is_set() or stopped(), ""
+            if has_ended(action):
+                seconds = action.get("settle_seconds") or 0.0
+                if stops or not (wait_seconds > 0 and action.get("settling") and action["freed_bytes"]):
+                    return action
+                if not settles:
+                    settles, end = True, time.monotonic() + seconds + ANSWER_GRACE_SECONDS
+                text = f"{sentences.sentence(action)} Measuring for {seconds:g} s how much of it stays free."
+            elif action.get("waits_for") or any(part["mode"] != "now" for part in action.get("pending") or ()):
+                text = sentences.waiting(action)
+            if text not in ("", said):
+                say(text)
+                said = text
+            cancels = stops and not canceled
+            left = end - time.monotonic()
+            if left <= 0 and not cancels:
                 return action
-            if not settles:
-                settles, pause = True, _LONGEST_PAUSE_SECONDS
-                end = time.monotonic() + action["settle_seconds"] + ANSWER_GRACE_SECONDS
-            seconds = action["settle_seconds"]
-            text = f"{sentences.sentence(action)} Measuring for {seconds:g} s how much of it stays free."
-        elif action.get("waits_for") or any(part["mode"] != "now" for part in action.get("pending") or ()):
-            text = sentences.waiting(action)
-        if text not in ("", said):
-            say(text)
-            said = text
-        cancels = stops and not canceled
-        left = end - time.monotonic()
-        if left <= 0 and not cancels:
-            return action
-        if not cancels:
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        try:
-            action = api.cancel(action_id) if cancels else api.action(action_id)
-            canceled, answered_seconds = canceled or cancels, time.monotonic()
-        except ExporterAnswerError as error:
-            raise ExporterAnswerError(error.status, f"action {action_id}: {error}") from error
-        except ExporterUnreachableError as error:  # an exporter that does not answer for a while may be restarting
-            if time.monotonic() - answered_seconds > _LOST_SECONDS:
-                raise ExporterUnreachableError(f"action {action_id} may still act: {error}") from error
+            try:
+                if not cancels:
+                    time.sleep(min(pause, left))
+                    pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                action = api.cancel(action_id) if cancels else api.action(action_id)
+                canceled, answered_seconds = canceled or cancels, time.monotonic()
+            except ExporterAnswerError as error:
+                raise ExporterAnswerError(error.status, f"action {action_id}: {error}") from error
+            except ExporterUnreachableError as error:  # an exporter that does not answer for a while may be restarting
+                if time.monotonic() - answered_seconds > _LOST_SECONDS:
+                    raise ExporterUnreachableError(f"action {action_id} may still act: {error}") from error
+            except KeyboardInterrupt:
+                note(f"Action {action_id} may still act; see `gpumem-exporter actions show {action_id[:8]}`.")
+                raise

@@ -55,13 +55,11 @@ class ExporterApi:
         token_for_reads: bool = True,
         trust: Trust | None = None,
         timeout_seconds: float = 5.0,
-        advice: str = "start one with `gpumem-exporter serve`, or give its address with --url",
     ) -> None:
         self._connect = partial(Connection, timeout_seconds=timeout_seconds, trust=trust)
         self._urls = urls
         self._candidates: list[tuple[str, Connection]] = []
         self._timeout_seconds = timeout_seconds
-        self._advice = advice
         self._headers = {"Accept": "application/json", "User-Agent": "gpumem-exporter-cli"}
         self._authorization = {"Authorization": f"Bearer {token}"} if token else {}
         self._token_for_reads = token_for_reads
@@ -178,7 +176,9 @@ class ExporterApi:
         reasons = "; ".join(map(str, failures))
         if any(isinstance(error, ExporterUntrustedError) for error in failures):
             raise ExporterUntrustedError(reasons)  # an exporter is running, so there is no advice to start one
-        raise ExporterUnreachableError("; ".join(filter(None, (reasons, self._advice))))
+        raise ExporterUnreachableError(
+            f"{reasons}; start one with `gpumem-exporter serve`, or give its address with --url"
+        )
 
     def _document(self, answer: Answer, expected: Collection[int]) -> dict[str, Any]:
         try:

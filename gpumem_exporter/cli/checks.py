@@ -187,8 +187,7 @@ def reach(api: ExporterApi, tried: Sequence[str]) -> tuple[Finding, dict[str, An
     try:
         health = api.get("/health", also=(503,))
     except ExporterUnreachableError as error:
-        fix = "start one with `gpumem-exporter serve`, or set GPUMEM_EXPORTER_URL or --url to its address"
-        return Finding("exporter", FAIL, str(error), fix), None
+        return Finding("exporter", FAIL, str(error)), None
     except ExporterAnswerError as error:
         fix = "use the exporter's own address: another server or a proxy answers there"
         if error.status == 401:

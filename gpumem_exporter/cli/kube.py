@@ -118,10 +118,9 @@ class Forward:
             # A pod that is being replaced may still be on the node.
             return min(found, key=lambda pod: "deletionTimestamp" in pod["metadata"])
         where = f"in the namespace {self._namespace!r} with the label {self._selector}"
-        if not pods:
-            raise ExporterUnreachableError(f"no pod {where}: set GPUMEM_KUBE_NAMESPACE and GPUMEM_KUBE_SELECTOR")
         nodes = sorted({pod["spec"].get("nodeName", "") for pod in pods} - {""})[:_SHOWN_NODES]
-        raise ExporterUnreachableError(f"no node or pod {self._target!r} {where}; the nodes are {', '.join(nodes)}")
+        known = f"the nodes are {', '.join(nodes)}" if nodes else "set GPUMEM_KUBE_NAMESPACE and GPUMEM_KUBE_SELECTOR"
+        raise ExporterUnreachableError(f"no node or pod {self._target!r} {where}; {known}")
 
     def _start(self, pod: Pod) -> None:
         containers = [*pod["spec"].get("containers", ()), *pod["spec"].get("initContainers", ())]

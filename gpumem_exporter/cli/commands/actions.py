@@ -55,30 +55,23 @@ def _click_command(action: str, kind: ActionKind) -> click.Command:
         epilog=f"\b\nExamples:\n{kind.examples}",
     )
     @option_group(*own, _wait_option, target_options, action_options(action), api_options)
-    def run(api: ExporterApi, **values: Any) -> int:
-        return _run(api, action, **values)
+    def run(api: ExporterApi, *, as_json: bool, wait_seconds: float | None, yes: bool = False, **values: Any) -> int:
+        target = pop_target(values, required=True).document()
+        request = action_request(action, values, on_terminal=sys.stdout.isatty() and not as_json)
+        body = {**request, "target": target}
+        asks = needs_yes(body, yes=yes, as_json=as_json)
+        api.find_addresses()  # kubectl takes seconds, in which Ctrl-C ends the command
+        requested = confirmed(api, body) if asks else body
+        if requested is None:
+            return FAILED
+        document = act(api, requested, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else note)
+        print_result(document, action_tables(document), as_json=as_json)
+        # The table of a user with rights to its own processes lacks the processes of others.
+        if not as_json and not is_quiet() and (rights := read_rights(api)).get("rights") == "own":
+            print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
+        return exit_code(document, waited=wait_seconds != 0)
 
     return run
-
-
-def _run(
-    api: ExporterApi, action: str, *, as_json: bool, wait_seconds: float | None, yes: bool = False, **values: Any
-) -> int:
-    """Request an action, print its results, and return the exit code."""
-    on_terminal = sys.stdout.isatty() and not as_json
-    target = pop_target(values, required=True).document()
-    body = {**action_request(action, values, on_terminal=on_terminal), "target": target}
-    asks = needs_yes(body, yes=yes, as_json=as_json)
-    api.find_addresses()  # kubectl takes seconds, in which Ctrl-C ends the command
-    requested = confirmed(api, body) if asks else body
-    if requested is None:
-        return FAILED
-    document = act(api, requested, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else note)
-    print_result(document, action_tables(document), as_json=as_json)
-    # The table of a user with rights to its own processes lacks the processes of others.
-    if not as_json and not is_quiet() and (rights := read_rights(api)).get("rights") == "own":
-        print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
-    return exit_code(document, waited=wait_seconds != 0)
 
 
 def exit_code(document: Mapping[str, Any], *, waited: bool) -> int:

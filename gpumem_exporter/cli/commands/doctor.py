@@ -67,7 +67,7 @@ def doctor(token_file: str | None, as_json: bool) -> int:
 def diagnose(token_file: str | None) -> Iterator[Finding]:
     """Run every check. A check that fails does not stop the others."""
     urls = tuple(exporter_urls())
-    with open_api(token_file, token_for_reads=False, advice="") as api:
+    with open_api(token_file, token_for_reads=False) as api:
         reached, health = reach(api, urls)
         nearby = is_on_this_machine(api.url) and kube_forward() is None
         if nearby:

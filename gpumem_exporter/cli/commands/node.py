@@ -31,7 +31,6 @@ from gpumem_exporter.cli.options import (
 from gpumem_exporter.cli.render.node_tables import device_lines, node_tables
 from gpumem_exporter.cli.render.rows import process_documents
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
-from gpumem_exporter.cli.top.source import Source
 
 _INFO_EXAMPLES = """\b
 Examples:
@@ -122,6 +121,8 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
     view, target = pop_view(values), pop_target(values)
     if not once:
         require_terminal("top --once")
+    from gpumem_exporter.cli.top.source import Source
+
     # Threads without the context of click open the API, too.
     token, urls, trust = action_token(token_file), tuple(exporter_urls()), exporter_trust()
 

@@ -27,11 +27,11 @@ Examples:
   gpumem-exporter report --job llm-pretrain
   gpumem-exporter report --job 4711 --json
 """
-_SIZES = ("used_peak_bytes", "used_mean_bytes", "reserved_highest_bytes", "idle_cache_mean_bytes")
 _COLUMNS = (
     *(("gpu", "left"), ("pid", "right"), ("uid", "right"), ("workload", "cut"), ("rank", "right"), ("time", "right")),
     *((name, "right") for name in ("peak", "mean", "reserved peak", "mean idle cache")),
 )
+_SIZES = ("used_peak_bytes", "used_mean_bytes", "reserved_highest_bytes", "idle_cache_mean_bytes")
 
 
 @click.command(epilog=_EXAMPLES)
@@ -61,12 +61,10 @@ def _uid(user: str) -> int:
 
 
 def _shown(job: Mapping[str, Any]) -> Iterator[RenderableType]:
-    rows = [(process, device) for process in job["processes"] for device in process["devices"]]
+    processes = job["processes"]
+    rows = [(process, device) for process in processes for device in process["devices"]]
     yield table(f"Job {job['job_id']}", _COLUMNS, (_row(process, device) for process, device in rows))
     peaks = [device["used_peak_bytes"] for _, device in rows if device["used_peak_bytes"] is not None]
-    # A process that did not report for a while and reports again appears twice.
-    pids = {process["pid"] for process in job["processes"]}
-    running = len({process["pid"] for process in job["processes"] if process["end_unix_seconds"] is None})
     yield plain("")
     yield plain(f"Highest peak of a process on a device: {human_bytes(max(peaks, default=None))}.", "bold")
     if job.get("more"):
@@ -76,7 +74,9 @@ def _shown(job: Mapping[str, Any]) -> Iterator[RenderableType]:
         rank = f"rank {profile['rank']}, " if profile["rank"] else ""
         command = f"gpumem-exporter profile show {profile['id'][:8]}"
         yield plain(f"Out of memory at {moment} in {rank}pid {profile['pid']}. What held the memory: {command}")
-    if running:
+    # A process that did not report for a while and reports again appears twice.
+    pids = {process["pid"] for process in processes}
+    if running := len({process["pid"] for process in processes if process["end_unix_seconds"] is None}):
         yield plain(f"Still running: {running} of {counted(len(pids), 'process', 'processes')}.")
 
 

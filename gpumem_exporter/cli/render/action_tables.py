@@ -9,7 +9,8 @@ from gpumem_client.wire.units import UNKNOWN, human_bytes, human_seconds
 from gpumem_exporter.actions.kinds import KINDS, Column, is_done
 from gpumem_exporter.actions.sentences import job_name, sentence, subject
 from gpumem_exporter.cli.api_client import Document
-from gpumem_exporter.cli.render.columns import at, natural
+from gpumem_exporter.cli.render.columns import at
+from gpumem_exporter.cli.render.layout import natural
 from gpumem_exporter.cli.render.terminal import plain, table
 
 if TYPE_CHECKING:

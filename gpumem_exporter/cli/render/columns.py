@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN, human_ratio, human_seconds, short_bytes
-from gpumem_exporter.cli.render.layout import Column, Row, cell
+from gpumem_exporter.cli.render.layout import Column, Row, cell, natural
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.core.ledger import CATEGORIES
 
@@ -27,11 +26,6 @@ _OTHER, _IDLE, _FREE = "░", "▒", "·"
 _INK = "color(16)"
 # The length of a part of a strip from which it has the job's name.
 _LEAST_NAMED = 5
-
-
-def natural(text: object) -> list[tuple[int, str]]:
-    """Return a sort key: `10` after `9`, `node10` after `node9`, and numbers before other texts."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(text))]
 
 
 def clock(unix_seconds: float | None, now_unix_seconds: float | None = None, *, form: str = "%H:%M") -> str:
@@ -152,34 +146,24 @@ def _size(name: str, rank: int = 0, **more: Any) -> Column:
 def _part(name: str, rank: int, heading: str = "") -> Column:
     """Return the column of a size that few rows have: blank for 0 and for an unknown size."""
     value = at(f"{name}_bytes")
-    return Column(heading or name, lambda row: value(row) or "", rank, key=value, sparse=True)
+    return Column(heading or name, lambda row: value(row) or "", rank, sparse=True)
 
 
 _STATE_STYLES = {"silent": "red", "orphan": "yellow"} | dict.fromkeys(
     ("not reporting", "unreported", "sleeping"), "dim"
 )
 _NODE = Column("Node", _text("node"), left=True, space=12, sparse=True)
-_GPU = Column(*("GPU", lambda row: row["gpu"] or row["uuid"]), key=lambda row: natural(row["gpu"]), left=True, space=4)
+_GPU = Column("GPU", lambda row: row["gpu"] or row["uuid"], space=4, left=True)
 JOBS = (
     _NODE,
     Column(
         *("job", _text("title")),
         space=16,
-        key=lambda row: row["title"].casefold(),
         left=True,
         style=lambda row: f"bold {row['color']}" if row["color"] else "",
     ),
-    Column(
-        *("owner", lambda row: row["owner"] or (UNKNOWN if "ranks" in row else ""), 2),
-        space=10,
-        key=lambda row: row["owner"].casefold() or None,
-        left=True,
-    ),
-    Column(
-        *("devices", lambda row: device_ranges(row["gpus"]), 3),
-        key=lambda row: natural(row["gpus"][0]) if row["gpus"] else None,
-        left=True,
-    ),
+    Column("owner", lambda row: row["owner"] or (None if "ranks" in row else ""), 2, space=10, left=True),
+    Column("devices", lambda row: device_ranges(row["gpus"]), 3, left=True),
     _size("used"),
     _size("allocated", 8, short="Alloc"),
     _size("reserved", 15),
@@ -195,7 +179,7 @@ JOBS = (
     Column(
         "since", lambda row: clock(row["since_unix_seconds"], row["now"]), 5, key=at("since_unix_seconds"), left=True
     ),
-    Column("step", lambda row: str(row["step"] or ""), 10, sparse=True, key=at("step")),
+    Column("step", lambda row: str(row["step"] or ""), 10, sparse=True),
     Column("engine", lambda row: at("engine", "label")(row) or "", 10, space=20, sparse=True, left=True),
     Column("Command", _text("command"), 16, space=20, left=True),
 )
@@ -213,7 +197,7 @@ DEVICES = (
     _size("idle_cache", short="Idle", style=lambda _: "yellow"),
     _size("allocatable", 3),
     Column("total", at("memory", "total_bytes"), 1),
-    Column("Busy", lambda row: human_ratio(row["utilization_ratio"]), 2, space=5, key=at("utilization_ratio")),
+    Column("Busy", lambda row: human_ratio(row["utilization_ratio"]), 2, space=5),
 )
 _SHORT = ("Alloc", "Reclaim", "Frag", "", "Other", "Driver", "Unattr", "")
 LEDGER = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,16 @@ Row = Mapping[str, Any]
 _NARROW = 100
 # The width to which a drawing grows.
 _DRAWN_MOST = 60
+
+
+def natural(text: object) -> list[tuple[int, str]]:
+    """Return a sort key without case: `10` after `9`, `node10` after `node9`, and numbers before other texts."""
+    parts = re.split(r"(\d+)", str(text).casefold())
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+def _is_known(value: object) -> bool:
+    return value not in (None, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +76,9 @@ class Order:
         """Return rows in order. Rows without a value are last; equal rows keep their order."""
         column = self._column(columns)
         keyed = [((column.key or column.value)(row), row) for row in rows]
-        known = [pair for pair in keyed if pair[0] is not None]
+        known = [(natural(value) if isinstance(value, str) else value, row) for value, row in keyed if _is_known(value)]
         known.sort(key=operator.itemgetter(0), reverse=self.descends(columns))
-        return [row for _, row in (*known, *(pair for pair in keyed if pair[0] is None))]
+        return [*(row for _, row in known), *(row for value, row in keyed if not _is_known(value))]
 
     def _column(self, columns: Iterable[Column]) -> Column:
         return next(column for column in columns if column.name == self.column)
@@ -85,7 +96,7 @@ class Layout:
         sort = order.column if order else ""
         mark = "" if order is None else "▼" if order.descends(columns) else "▲"
         self._names = {}
-        known = [each for each in columns if not each.sparse or any(each.value(row) not in (None, "") for row in rows)]
+        known = [each for each in columns if not each.sparse or any(_is_known(each.value(row)) for row in rows)]
         for column in known:
             label = WORDS[column.name]["label"] if column.name in WORDS else column.name
             name = column.short if width < _NARROW and column.short else label

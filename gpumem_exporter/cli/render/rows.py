@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.cli.node_view import Node
-from gpumem_exporter.cli.render.columns import JOBS, SEVERITIES, clock, natural
-from gpumem_exporter.cli.render.layout import Order, Row
+from gpumem_exporter.cli.render.columns import JOBS, SEVERITIES, clock
+from gpumem_exporter.cli.render.layout import Order, Row, natural
 
 # By hue, like the page's dark colors. Light, for black names on them; none is the red or the yellow of a severity.
 _COLORS = tuple(f"color({number})" for number in (75, 215, 79, 140, 211, 179, 80, 137, 105, 149, 176, 109))

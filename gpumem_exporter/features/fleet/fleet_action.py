@@ -17,12 +17,12 @@ from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, OUTSIDE_ACTIO
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.sentences import sentence, subject
 from gpumem_exporter.cli import action_dialog
-from gpumem_exporter.cli.action_dialog import Interrupts, needs_yes, said_yes
+from gpumem_exporter.cli.action_dialog import interrupts, needs_yes, said_yes
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.options import action_request
 from gpumem_exporter.cli.program import FAILED, one_line
 from gpumem_exporter.cli.render.action_tables import action_tables, result_order
-from gpumem_exporter.cli.render.columns import natural
+from gpumem_exporter.cli.render.layout import natural
 from gpumem_exporter.cli.render.terminal import open_console, print_result
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.errors import ActionRefusedError
@@ -144,12 +144,12 @@ def _without(requests: Requests, refused: Sequence[Document]) -> Requests:
 
 def _submit(requests: Requests, body: Document, fleet: Fleet) -> list[Document]:
     """Send the requests, wait for their ends, and return a row for each process and device. Ctrl-C cancels them."""
-    with Interrupts() as interrupts:
+    with interrupts() as interrupted:
 
         def submit(api: ExporterApi, request: NodeRequest) -> Document:
-            if interrupts.requested:
+            if interrupted.is_set():
                 raise ExporterError("canceled before it was requested")
-            return action_dialog.act(api, {**body, "target": request.target}, stopped=lambda: interrupts.requested)
+            return action_dialog.act(api, {**body, "target": request.target}, stopped=interrupted.is_set)
 
         # All at a time: the processes of an exporter may wait for the end of a step.
         actions = fleet.ask(requests, submit, at_a_time=len(requests))
