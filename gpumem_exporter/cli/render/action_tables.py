@@ -23,40 +23,27 @@ _NAMED_PROCESSES_MAX = 8
 
 
 def action_tables(action: Document) -> Iterator[RenderableType]:
-    """Yield all that an action prints, from top to bottom."""
-    yield from result_tables({**action, "results": sorted(action["results"], key=result_order)})
+    """Yield all that an action prints: the table of its results, the reasons of failures, and the sentence.
+
+    The results of a fleet have the `instance` of their exporter.
+    """
+    results, kind = sorted(action["results"], key=result_order), KINDS[action["action"]]
+    if results:
+        columns = [*_NAMES, *map(_column, kind.would_columns if action["dry_run"] else kind.done_columns)]
+        if action["dry_run"] and any(result.get("mode") in ("step", "idle") for result in results):
+            columns.insert(len(_NAMES), _WHEN)
+        if any("instance" in result for result in results):
+            columns.insert(0, ("exporter", "left", lambda result: result["instance"]))
+        cells = ([cell(result) for _, _, cell in columns] for result in results)
+        yield table("", [(heading, side) for heading, side, _ in columns], cells)
+    for reason in reasons(results):
+        yield plain(reason, "red")
     if action["state"] in ("queued", "running"):
         yield plain(
             f"Action {action['id']} is {action['state']}; see gpumem-exporter actions show {action['id'][:8]}.", "bold"
         )
     else:
         yield plain(sentence(action), "bold")
-
-
-def result_tables(action: Document) -> Iterator[RenderableType]:
-    """Yield the table of an action's results, the reasons of failures, and the largest blocks of snapshots.
-
-    The results of a fleet have the `instance` of their exporter.
-    """
-    results, name = action["results"], action["action"]
-    if results:
-        kind = KINDS[name]
-        columns = [*_NAMES, *map(_column, kind.would_columns if action["dry_run"] else kind.done_columns)]
-        if action["dry_run"] and any(result.get("mode") in ("step", "idle") for result in results):
-            columns.insert(len(_NAMES), _WHEN)
-        if any("instance" in result for result in results):
-            columns.insert(0, ("exporter", "left", lambda result: result["instance"]))
-        rows = results
-        if name == "snapshot":  # of the process on all its devices
-            columns = [column for column in columns if column[0] != "gpu"]
-            of_processes: dict[object, Document] = {}
-            for result in sorted(results, key=lambda result: not result.get("snapshot")):
-                of_processes.setdefault((result.get("instance"), result["pid"]), result)
-            rows = list(of_processes.values())
-        cells = ([cell(result) for _, _, cell in columns] for result in rows)
-        yield table("", [(heading, side) for heading, side, _ in columns], cells)
-    for reason in reasons(results):
-        yield plain(reason, "red")
 
 
 def reasons(results: Sequence[Document]) -> Iterator[str]:

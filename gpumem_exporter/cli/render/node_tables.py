@@ -92,16 +92,14 @@ def _distinct(lives: Sequence[Row]) -> Iterator[Row]:
             yield live
 
 
-def device_lines(live: Mapping[str, Any]) -> list[str]:
-    """Return one line for each device: what is used, what a clear frees for good, and the jobs on it."""
+def device_lines(live: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line for each device: what is used, what a clear frees for good, and the jobs on it."""
     names = {job["id"]: job["name"] for job in live["jobs"]}
-    return [one_line(_device_line(device, names)) for device in live["devices"]]
-
-
-def _device_line(device: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    if device["memory"] is None:
-        return f"GPU {device['gpu'] or device['uuid']}: {device['error'] or 'not readable'}"
-    jobs = ", ".join(f"{names.get(job['job'], UNKNOWN)} {human_bytes(job['used_bytes'])}" for job in device["jobs"])
-    used, total = human_bytes(device["memory"]["used_bytes"]), human_bytes(device["memory"]["total_bytes"])
-    frees = human_bytes(device["idle_cache_bytes"])
-    return f"GPU {device['gpu']}: {used} of {total} used, a clear frees {frees}; {jobs or 'no job'}"
+    for device in live["devices"]:
+        name, memory = f"GPU {device['gpu'] or device['uuid']}", device["memory"]
+        if memory is None:
+            yield one_line(f"{name}: {device['error'] or 'not readable'}")
+            continue
+        jobs = ", ".join(f"{names.get(job['job'], UNKNOWN)} {human_bytes(job['used_bytes'])}" for job in device["jobs"])
+        used, total, frees = map(human_bytes, (memory["used_bytes"], memory["total_bytes"], device["idle_cache_bytes"]))
+        yield one_line(f"{name}: {used} of {total} used, a clear frees {frees}; {jobs or 'no job'}")
