@@ -97,7 +97,7 @@ def invoke(words: Sequence[str]) -> int:
             try:
                 return int(_application.invoke(context) or 0)
             except ExporterUnreachableError as error:
-                failure = context.obj.failure if context.obj is not None else ""
+                failure = "" if context.obj is None or isinstance(context.obj, str) else context.obj.failure
                 if failure not in str(error):
                     raise ExporterUnreachableError(f"{error}; {failure}") from None
                 raise

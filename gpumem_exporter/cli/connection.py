@@ -19,42 +19,40 @@ from gpumem_exporter.cli.api_client import ExporterApi
 if TYPE_CHECKING:
     from gpumem_exporter.cli.kube import Forward
 
-_URL = "gpumem_exporter.url"
-
 
 def use_exporter(context: click.Context, option: click.Parameter, given: str | None) -> str | None:
     """Keep --url or --kube, before or after the command, until the command ends."""
     root = context.find_root()
-    if given is not None and option.name == "url":
-        root.meta[_URL] = given
-    elif given is not None:
-        from gpumem_exporter.cli.kube import Forward
+    if given is not None:
+        if root.obj is not None:
+            raise ConfigurationError("--kube and --url both name the exporter; give one of them, once")
+        root.obj = given
+        if option.name == "kube":
+            from gpumem_exporter.cli.kube import Forward
 
-        root.obj = Forward(given)
-        root.call_on_close(root.obj.close)
+            root.obj = Forward(given)
+            root.call_on_close(root.obj.close)
     return given
 
 
-def given_url() -> str | None:
-    """Return the value of --url; None without --url."""
-    found: str | None = click.get_current_context().find_root().meta.get(_URL)
-    return found
+def named_exporter() -> str | Forward | None:
+    """Return the value of --url, or the port of --kube; None without both."""
+    named: str | Forward | None = click.get_current_context().find_root().obj
+    return named
 
 
 def kube_forward() -> Forward | None:
     """Return the port of --kube; None without --kube."""
-    found: Forward | None = click.get_current_context().find_root().obj
-    return found
+    named = named_exporter()
+    return None if isinstance(named, str) else named
 
 
 def exporter_urls() -> Iterable[str]:
     """Return the addresses to try, in order. With --kube, to read them takes until kubectl has connected."""
-    url, forward = given_url(), kube_forward()
-    if url is not None and forward is not None:
-        raise ConfigurationError("--kube and --url both name the exporter; give one of them")
-    if forward is not None:
-        return (each.url for each in (forward,))
-    return default_urls(os.environ) if url is None else (full_url(url),)
+    named = named_exporter()
+    if isinstance(named, str):
+        return (full_url(named),)
+    return default_urls(os.environ) if named is None else (each.url for each in (named,))
 
 
 def exporter_trust() -> Trust:

@@ -14,8 +14,7 @@ from gpumem_exporter.cli.connection import (
     action_token,
     exporter_trust,
     exporter_urls,
-    given_url,
-    kube_forward,
+    named_exporter,
 )
 from gpumem_exporter.cli.node_view import Node, node_document, read_live, require_known, selected
 from gpumem_exporter.cli.options import (
@@ -134,7 +133,7 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
     try:
         nodes = source.read()
     except ExporterError as error:
-        if given_url() or kube_forward() or os.environ.get("GPUMEM_EXPORTER_URL", "").strip():
+        if named_exporter() or os.environ.get("GPUMEM_EXPORTER_URL", "").strip():
             raise
         from gpumem_exporter.cli.top.driver import DriverSource
 

@@ -88,6 +88,7 @@ def test_the_help_of_the_program_says_what_the_help_of_each_command_begins_with(
         (["top", "--once", "--interval=0"], "--interval", "0.2<=x<=3600"),
         (["--kube", "gpu-1", "serve"], "--kube", "`serve` uses no exporter of one node"),
         (["--url", "a:1", "fleet", "info"], "--url", "--instance-url http://{instance}"),
+        (["--url", "a:1", "info", "--url", "b:1"], "--url", "once"),
         (["--kube", "gpu-1", "fleet", "info"], "--kube", "--instance-url http://{instance}"),
     ],
 )
