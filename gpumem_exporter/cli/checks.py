@@ -97,10 +97,7 @@ def check_driver(
         nvml = health.get("nvml") or {}
         fix = "install gpumem-exporter again, with its dependencies"
         if isinstance(error, NvmlError):
-            fix = (
-                "install the NVIDIA driver; in a container add the NVIDIA runtime with "
-                "NVIDIA_DRIVER_CAPABILITIES=utility (docker: --gpus all), then try nvidia-smi"
-            )
+            fix = "install the NVIDIA driver, in a container the NVIDIA runtime (docker: --gpus all); try nvidia-smi"
         failed = Finding("driver", WARN if nvml.get("released") else FAIL, str(error), fix)
         yield check_driver_elsewhere(health) if nvml.get("up") else failed
     else:
@@ -140,10 +137,8 @@ def _check_memory(memory: Mapping[str, DeviceMemory]) -> Iterator[Finding]:
     for gpu, found in memory.items():
         theirs = found.driver_used_bytes
         if theirs is not None and abs(theirs - found.used_bytes) > _ROUNDING_BYTES:
-            detail = (
-                f"gpu {gpu}: NVML counts {human_bytes(theirs)} as used, and total - free - reserved is "
-                f"{human_bytes(found.used_bytes)}"
-            )
+            ours = human_bytes(found.used_bytes)
+            detail = f"gpu {gpu}: NVML counts {human_bytes(theirs)} as used, and total - free - reserved is {ours}"
             fix = "the exporter shows the second value; look for a library between NVML and this process (vGPU, HAMi)"
             yield Finding("memory", WARN, detail, fix)
 
@@ -284,12 +279,9 @@ def check_auth(api: ExporterApi, *, has_token: bool) -> Iterator[Finding]:
     except ExporterAnswerError as error:
         if error.status not in (401, 403):
             raise
-        fix = "give the token of the exporter's --action.token-file"
-        if not has_token:
-            fix = (
-                "run this on the exporter's machine or as its socket's owner, or give a token with --token-file or "
-                "GPUMEM_ACTION_TOKEN_FILE"
-            )
+        fix = (
+            "give the token of the exporter's --action.token-file, or run this as the owner of its socket"
+        )
         detail = f"the exporter refuses actions from here: {error.detail}"
         yield Finding("auth", FAIL if has_token else WARN, detail, fix)
     else:
@@ -334,10 +326,7 @@ def check_pid_namespace(processes: Sequence[Document], *, mode: str, driver_up: 
         detail = "the exporter does not run in the host's: other processes and non-torch memory are unknown"
         yield Finding("pid namespace", WARN, detail, f"nothing in a sidecar; elsewhere, {fix}")
     elif lost:
-        detail = (
-            f"the exporter cannot match these reporters with the driver's processes: {_listed(lost)}; their memory "
-            "counts as other processes"
-        )
+        detail = f"reporters without a process of the driver: {_listed(lost)}; their memory counts as other processes"
         yield Finding("pid namespace", FAIL if driver_up else WARN, detail, fix)
     else:
         yield Finding("pid namespace", PASS, "the exporter and the driver use the same pids")
