@@ -11,19 +11,16 @@ import argparse
 import asyncio
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from demo import demo
 from rich.terminal_theme import TerminalTheme
 
 from gpumem_client.wire.errors import ExporterError
-from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.node_view import Node
+from gpumem_exporter.cli.node_view import Node, read_live
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.top.app import Top
-from gpumem_exporter.cli.top.source import Source
 
 COLUMNS, LINES = 120, 34
 LEAST_REPORTING = 12
@@ -54,23 +51,19 @@ def main() -> None:
     print(target)
 
 
-class Named(Source):
-    """The exporter's values with another name than this machine's."""
-
-    def read(self) -> list[Node]:
-        """Read the exporter."""
-        (node,) = super().read()
-        assert node.live is not None
-        return [replace(node, live={**node.live, "node": {**node.live["node"], "host": "gpu-node-7"}})]
+def named(api: ExporterApi) -> tuple[list[Node], tuple[str, ...]]:
+    """Read the exporter's values, with another name than this machine's."""
+    live = read_live(api)
+    return [Node({**live, "node": {**live["node"], "host": "gpu-node-7"}}, api.url)], ()
 
 
-def settled(source: Source) -> list[Node]:
+def settled(api: ExporterApi) -> tuple[list[Node], tuple[str, ...]]:
     """Return the exporter's values once enough processes report."""
     while True:
         try:
-            (node,) = source.read()
+            (node,), warnings = named(api)
             if node.live and sum(job["reporting_count"] for job in node.live["jobs"]) >= LEAST_REPORTING:
-                return [node]
+                return [node], warnings
         except ExporterError:
             pass
         time.sleep(0.5)
@@ -78,10 +71,10 @@ def settled(source: Source) -> list[Node]:
 
 async def picture(url: str) -> str:
     """Draw the screen as an SVG without external resources."""
-    source = Named(ExporterApi((url,)), Target())
+    api = ExporterApi((url,))
     app = Top(
-        source,
-        settled(source),
+        lambda: named(api),
+        settled(api),
         View(),
         interval_seconds=1.0,
         open_api=lambda address: ExporterApi((address,)),

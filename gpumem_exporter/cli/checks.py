@@ -23,7 +23,7 @@ from gpumem_exporter import __version__
 from gpumem_exporter.actions.action_options import ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.node_view import processes_of
-from gpumem_exporter.cli.top.source import in_daemon_thread
+from gpumem_exporter.cli.program import in_daemon_thread
 from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:
@@ -279,9 +279,7 @@ def check_auth(api: ExporterApi, *, has_token: bool) -> Iterator[Finding]:
     except ExporterAnswerError as error:
         if error.status not in (401, 403):
             raise
-        fix = (
-            "give the token of the exporter's --action.token-file, or run this as the owner of its socket"
-        )
+        fix = "give the token of the exporter's --action.token-file, or run this as the owner of its socket"
         detail = f"the exporter refuses actions from here: {error.detail}"
         yield Finding("auth", FAIL if has_token else WARN, detail, fix)
     else:

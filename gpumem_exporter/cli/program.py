@@ -1,9 +1,13 @@
-"""What all commands share: exit codes, and the characters of their output. Standard library only."""
+"""What all commands share: exit codes, characters of the output, and a thread. Standard library only."""
 
 from __future__ import annotations
 
 import io
-from typing import IO, NamedTuple
+import threading
+from collections.abc import Callable
+from typing import IO, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 PROGRAM = "gpumem-exporter"
 
@@ -42,3 +46,22 @@ def replace_missing_characters(file: IO[str]) -> None:
     """Let a file write a question mark for each character that its encoding lacks."""
     if isinstance(file, io.TextIOWrapper):
         file.reconfigure(errors="replace")
+
+
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """Return the result of `work`, which runs in a daemon thread."""
+    import asyncio  # slow to import
+    from concurrent.futures import Future
+
+    # Not `asyncio.to_thread`, whose threads delay the exit while one of them hangs.
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # a task that no longer waits leaves the future alone
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the waiting task raises it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="gpumem-live", daemon=True).start()
+    return await asyncio.wrap_future(done)

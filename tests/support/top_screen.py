@@ -33,8 +33,6 @@ _RESULT = {
 class TopScreen:
     """A node and its exporter, which also is the API that `top` opens."""
 
-    warnings: tuple[str, ...] = ()
-
     def __init__(self, document: dict[str, Any] | None = None, *, nodes: list[Node] | None = None, **view: Any) -> None:
         self.nodes = nodes or [Node(document or full_node(), URL)]
         self.requests: list[Mapping[str, Any]] = []
@@ -48,18 +46,18 @@ class TopScreen:
         self.hangs = threading.Event()
         self.hangs.set()
         self.app = Top(
-            self,
-            self.nodes,
+            self.read,
+            (self.nodes, ()),
             View(**view),
             interval_seconds=0.5,
             open_api=lambda _: self,  # type: ignore[arg-type,return-value]
         )
 
-    def read(self) -> list[Node]:
+    def read(self) -> tuple[list[Node], tuple[str, ...]]:
         self.hangs.wait()
         if self.lost is not None:
             raise self.lost
-        return self.nodes
+        return self.nodes, ()
 
     def __enter__(self) -> TopScreen:
         return self

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
+from gpumem_exporter.cli.api_client import Document, ExporterApi, read_rights, rights_line
 from gpumem_exporter.cli.connection import (
     action_token,
     exporter_trust,
@@ -120,8 +121,6 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
     view, target = pop_view(values), pop_target(values)
     if not once:
         require_terminal("top --once")
-    from gpumem_exporter.cli.top.source import Source
-
     # Threads without the context of click open the API, too.
     token, urls, trust = action_token(token_file), tuple(exporter_urls()), exporter_trust()
 
@@ -129,16 +128,31 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
         return ExporterApi(addresses, token=token, trust=trust, **more)
 
     api = open_api(*urls, timeout_seconds=_ANSWER_SECONDS)
-    source = Source(api, target, details="all" if as_json else "none")
+
+    def read_exporter() -> tuple[Document, str]:
+        try:
+            return read_live(api, "all" if as_json else "none"), api.url
+        except ExporterError:
+            api.close()  # another address may answer the next time, from another exporter
+            raise
+
+    read_document = read_exporter
     try:
-        nodes = source.read()
+        live, _ = read_document()
     except ExporterError as error:
         if named_exporter() or os.environ.get("GPUMEM_EXPORTER_URL", "").strip():
             raise
-        from gpumem_exporter.cli.top.driver import DriverSource
+        from gpumem_exporter.cli.top.driver import DriverReader
 
-        source = DriverSource(api, target, str(error))
-        nodes = source.read()
+        read_document = DriverReader(str(error)).read
+        live, _ = read_document()
+    require_known(live, target)  # later, a process may exit
+
+    def read() -> tuple[list[Node], Sequence[str]]:
+        live, url = read_document()
+        return [Node(selected(live, target), url)], ()
+
+    nodes, _ = first = read()
     if as_json:
         (node,) = nodes
         described = node_document(node.live or {})
@@ -152,4 +166,4 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
         return 0
     from gpumem_exporter.cli.top.app import Top
 
-    return Top(source, nodes, view, interval_seconds=interval_seconds, open_api=open_api).run_to_end()
+    return Top(read, first, view, interval_seconds=interval_seconds, open_api=open_api).run_to_end()

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ from gpumem_exporter.actions.sentences import sentence
 from gpumem_exporter.cli.action_dialog import act
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node_view import Node
-from gpumem_exporter.cli.program import INTERRUPTED, one_line, replace_missing_characters
+from gpumem_exporter.cli.program import INTERRUPTED, in_daemon_thread, one_line, replace_missing_characters
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
 from gpumem_exporter.cli.render.layout import Row
@@ -35,9 +35,11 @@ from gpumem_exporter.cli.render.node_tables import heading
 from gpumem_exporter.cli.render.rows import BY_GPU, View, called, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.detail import DetailScreen
-from gpumem_exporter.cli.top.source import NodeSource, in_daemon_thread
 from gpumem_exporter.cli.top.tables import RowTable
 from gpumem_exporter.page.words import WORDS
+
+Reading = tuple[list[Node], Sequence[str]]
+"""Nodes, each with the reason why its values are no longer current, and warnings."""
 
 _KEYS = (
     ("arrows, j k", "select a row, which stays selected when the order changes"),
@@ -90,7 +92,7 @@ class Question(ModalScreen[bool]):
 
 
 class Top(App[None]):
-    """Findings, jobs and devices of nodes, which a thread reads again and again, because a reading may block.
+    """Findings, jobs and devices of nodes, which a thread reads again and again, because `read` may block.
 
     `open_api` returns the API of the exporter at an address.
     """
@@ -119,8 +121,8 @@ class Top(App[None]):
 
     def __init__(
         self,
-        source: NodeSource,
-        first: list[Node],
+        read: Callable[[], Reading],
+        first: Reading,
         view: View,
         *,
         interval_seconds: float,
@@ -131,9 +133,8 @@ class Top(App[None]):
         self.interval_seconds = interval_seconds
         self.ended: int | None = None
         """The signal that ended the program; None for `q`."""
-        self.nodes = first
-        """The nodes, each with the reason why its values are no longer current."""
-        self._source, self._open_api = source, open_api
+        self.nodes, self._warnings = first
+        self._read, self._open_api = read, open_api
         self._header = Static(id="header")
         self._findings = RowTable(FINDINGS, id="findings")
         self._devices = RowTable(DEVICES, BY_GPU, id="devices")
@@ -189,11 +190,11 @@ class Top(App[None]):
     async def _watch(self) -> None:
         while True:
             start = time.monotonic()
-            reading = asyncio.ensure_future(in_daemon_thread(self._source.read))
+            reading = asyncio.ensure_future(in_daemon_thread(self._read))
             while not (await asyncio.wait({reading}, timeout=_LATE_SECONDS))[0]:
                 self._lose(f"no answer for {time.monotonic() - start:.0f} s")
             try:
-                self.nodes = reading.result()
+                self.nodes, self._warnings = reading.result()
                 self.show()
             except GpumemError as error:
                 self._lose(str(error))
@@ -207,7 +208,7 @@ class Top(App[None]):
         """Draw the last values; dimmed where they are no longer current."""
         width = self.size.width - _SCROLLBAR_WIDTH
         self._header.update(heading(self.nodes))
-        findings, devices, jobs = rows_of(self.nodes, self._words.value, self._source.warnings)
+        findings, devices, jobs = rows_of(self.nodes, self._words.value, self._warnings)
         # The slot keeps its height, so that nothing below moves when a finding comes or goes.
         self._findings.styles.height = 6 if self.size.height >= _TALL else 4
         self._findings.show(findings, width)

@@ -23,12 +23,12 @@ from gpumem_client.wire.units import UNKNOWN, short_bytes
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node_view import Node, read_live, selected
+from gpumem_exporter.cli.program import in_daemon_thread
 from gpumem_exporter.cli.render.columns import clock, event_line
 from gpumem_exporter.cli.render.layout import Row
 from gpumem_exporter.cli.render.node_tables import node_tables
 from gpumem_exporter.cli.render.rows import View, as_of, called
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.cli.top.source import in_daemon_thread
 from gpumem_exporter.page.words import WORDS
 
 _SPANS = (("10 min", 600), ("1 h", 3600), ("6 h", 21600), ("24 h", 86400))

@@ -7,9 +7,7 @@ import socket
 import time
 
 from gpumem_client.wire.errors import ExporterUnreachableError
-from gpumem_exporter.actions.action_options import Target
-from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.top.source import Source
+from gpumem_exporter.cli.api_client import Document
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.node.linux import LinuxHost
 from gpumem_exporter.node.pynvml_provider import PynvmlProvider
@@ -19,11 +17,10 @@ from gpumem_exporter.page.live import ALL_DETAILS, NodeView
 _UNKNOWN = ("ledger", "idle_cache_bytes", "allocatable_bytes", "pressure_ratio")
 
 
-class DriverSource(Source):
+class DriverReader:
     """Reads the node without an exporter; a finding has the `reason`. Blocks while the driver blocks."""
 
-    def __init__(self, api: ExporterApi, target: Target, reason: str) -> None:
-        super().__init__(api, target)
+    def __init__(self, reason: str) -> None:
         self._reason = reason
         # The screen shows the error. A line in the log would overwrite the screen.
         logging.getLogger("gpumem_exporter").addHandler(logging.NullHandler())
@@ -31,7 +28,8 @@ class DriverSource(Source):
         self._reader = NodeReader(self._provider, LinuxHost(), clock=time.monotonic, wall_clock=time.time)
         self._view = NodeView(clock=time.monotonic, wall_clock=time.time, minima_of=lambda _: ())
 
-    def _live(self) -> tuple[Document, str]:
+    def read(self) -> tuple[Document, str]:
+        """Return the document, and no address. Raises ExporterUnreachableError if the driver does not answer."""
         node = self._reader.read()
         if not node.up:
             raise ExporterUnreachableError(f"{self._reason}. The driver alone cannot be read either: {node.error}")

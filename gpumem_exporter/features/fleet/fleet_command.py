@@ -160,7 +160,11 @@ def top(interval_seconds: float, query: str, **values: Any) -> int:
     require_terminal("fleet info")
     view, of = pop_view(values), Fleet(values)
     source = FleetSource(of, query)
-    return Top(source, source.read(), view, interval_seconds=interval_seconds, open_api=of.api).run_to_end()
+
+    def read() -> tuple[list[Node], tuple[str, ...]]:
+        return source.read(), source.warnings
+
+    return Top(read, read(), view, interval_seconds=interval_seconds, open_api=of.api).run_to_end()
 
 
 def _add_action(action: str, kind: ActionKind) -> None:

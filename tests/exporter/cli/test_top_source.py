@@ -7,54 +7,34 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.errors import ExporterAnswerError, ExporterError, ExporterUnreachableError
-from gpumem_exporter.actions.action_options import Target
+from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.node_view import read_live
 from gpumem_exporter.cli.render.node_tables import heading, node_tables
 from gpumem_exporter.cli.render.rows import View
-from gpumem_exporter.cli.top.driver import DriverSource
-from gpumem_exporter.cli.top.source import Source
-from gpumem_exporter.errors import NvmlUnavailableError, TargetNotFoundError
+from gpumem_exporter.cli.top.driver import DriverReader
+from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.features.fleet.fleet_command import FleetSource
 from gpumem_exporter.features.fleet.fleet_nodes import Fleet
 from gpumem_exporter.features.fleet.prometheus import Prometheus
 from gpumem_exporter.main import main
 from gpumem_exporter.node.pynvml_provider import PynvmlProvider
 from tests.support.golden import printed
-from tests.support.live_documents import device, full_node, job, live, process
+from tests.support.live_documents import full_node
 
 
-class _World:
-    """An exporter."""
-
-    url = "unix:///e.sock"
-
-    def __init__(self, **target: Any) -> None:
-        self.error: Exception | None = None
-        self.live: Any = live([device("0")], [job("llm", process(7, "0", workload="llm"))])
-        self.closed = 0
-        api: Any = self
-        self.source = Source(api, Target(**target))
-
-    def get(self, path: str) -> Any:
-        assert path == "/api/v1/live?details=none"
-        if self.error is not None:
-            raise self.error
-        return self.live
-
-    def close(self) -> None:
-        self.closed += 1
+def test_another_server_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExporterApi, "get", lambda *_: {"jobs": []})
+    with pytest.raises(ExporterUnreachableError, match="is not a gpumem-exporter"):
+        read_live(ExporterApi(("unix:///e.sock",)))
 
 
-@pytest.mark.parametrize("error", [ExporterUnreachableError("no-answer"), ExporterAnswerError(404, "no-answer")])
-def test_after_a_missing_answer_every_address_is_tried_again(error: ExporterError) -> None:
-    world = _World()
-    (node,) = world.source.read()
-    assert (node.url, world.closed) == (world.url, 0)
-    world.error = error
-    with pytest.raises(type(error), match="no-answer"):
-        world.source.read()
-    assert world.closed == 1
+def test_a_name_that_the_node_does_not_have_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ExporterApi, "get", lambda *_: full_node())
+    assert main(["top", "--once", "--url", "unix:///e.sock", "--workload", "lm-pretrain"]) == 1
+    assert "no such workload 'lm-pretrain'; did you mean llm-pretrain?" in capsys.readouterr().err
 
 
 def test_the_error_of_a_driver_that_cannot_replace_the_exporter_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,29 +42,8 @@ def test_the_error_of_a_driver_that_cannot_replace_the_exporter_names_both(monke
         raise NvmlUnavailableError("no library")
 
     monkeypatch.setattr(PynvmlProvider, "open", absent)
-    api: Any = _World()
     with pytest.raises(ExporterUnreachableError, match=r"no-answer.*no library"):
-        DriverSource(api, Target(), "no-answer").read()
-
-
-def test_another_server_is_an_error() -> None:
-    world = _World()
-    world.live = {"jobs": []}
-    with pytest.raises(ExporterUnreachableError, match="is not a gpumem-exporter"):
-        world.source.read()
-
-
-def test_a_name_must_exist_in_the_first_reading_only() -> None:
-    world = _World(workload="llm")
-    running, world.live = world.live, live([device("0")], [job("eval", process(7, "0", workload="eval"))])
-    with pytest.raises(TargetNotFoundError, match="no such workload 'llm'"):
-        world.source.read()
-    world.live = running
-    world.source.read()
-    world.live = live([], [])
-    (later,) = world.source.read()
-    assert later.live is not None
-    assert later.live["jobs"] == []
+        DriverReader("no-answer").read()
 
 
 class _Fleet:
