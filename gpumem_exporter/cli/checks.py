@@ -8,7 +8,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_client.wire.http import shown_url
 from gpumem_client.wire.peer import unix_peer, user_name
-from gpumem_client.wire.units import counted, human_bytes
+from gpumem_client.wire.units import counted
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.action_options import ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.cli.api_client import Document, ExporterApi
@@ -27,7 +27,6 @@ from gpumem_exporter.cli.program import in_daemon_thread
 from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:
-    from gpumem_exporter.core.samples import DeviceMemory
     from gpumem_exporter.node.provider import DeviceIdentity, Provider
 
 PASS = "PASS"  # noqa: S105 - a verdict
@@ -35,8 +34,6 @@ WARN = "WARN"
 FAIL = "FAIL"
 
 _SOCKET_SECONDS = 2.0
-# On real drivers, total = used + free + reserved within 2 MiB: NVML rounds each value.
-_ROUNDING_BYTES = 4 << 20
 _STALE_POLL_SECONDS = 15.0
 _CLOCKS_APART_SECONDS = 1.0
 _PROCESSES_SHOWN = 5
@@ -78,18 +75,14 @@ def check_driver(
     as hanging; the thread that waits for it is abandoned.
     """
 
-    def query() -> tuple[str, Sequence[DeviceIdentity], dict[str, DeviceMemory]]:
+    def query() -> tuple[str, Sequence[DeviceIdentity]]:
         provider = make_provider()
         provider.open()
         with closing(provider):
-            devices, memory = provider.devices(), {}
-            for each in devices:
-                with suppress(NvmlError):  # a device that is lost is a finding already
-                    memory[each.gpu] = provider.read_memory(each.uuid)
-            return provider.driver_version(), devices, memory
+            return provider.driver_version(), provider.devices()
 
     try:
-        version, devices, memory = asyncio.run(asyncio.wait_for(in_daemon_thread(query), timeout_seconds))
+        version, devices = asyncio.run(asyncio.wait_for(in_daemon_thread(query), timeout_seconds))
     except asyncio.TimeoutError:
         fix = "look for Xid errors in the kernel log; reset or drain the GPU, or restart the node"
         yield Finding("driver", FAIL, f"NVML does not answer within {timeout_seconds:g} s", fix)
@@ -103,7 +96,6 @@ def check_driver(
     else:
         yield Finding("driver", PASS, f"NVML answers, driver {version}")
         yield from _check_devices(devices)
-        yield from _check_memory(memory)
 
 
 def check_driver_elsewhere(health: Mapping[str, Any]) -> Finding:
@@ -130,17 +122,6 @@ def _check_devices(devices: Sequence[DeviceIdentity]) -> Iterator[Finding]:
     working = [f"{device.gpu} {device.name}".strip() for device in devices if not device.error]
     if working:
         yield Finding("devices", PASS, f"{len(working)} of {len(devices)} answer: {', '.join(working)}")
-
-
-def _check_memory(memory: Mapping[str, DeviceMemory]) -> Iterator[Finding]:
-    """Compare NVML's own `used` with the exporter's, which is total - free - reserved."""
-    for gpu, found in memory.items():
-        theirs = found.driver_used_bytes
-        if theirs is not None and abs(theirs - found.used_bytes) > _ROUNDING_BYTES:
-            ours = human_bytes(found.used_bytes)
-            detail = f"gpu {gpu}: NVML counts {human_bytes(theirs)} as used, and total - free - reserved is {ours}"
-            fix = "the exporter shows the second value; look for a library between NVML and this process (vGPU, HAMi)"
-            yield Finding("memory", WARN, detail, fix)
 
 
 def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
