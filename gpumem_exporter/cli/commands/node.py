@@ -138,21 +138,21 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
 
     read_document = read_exporter
     try:
-        live, _ = read_document()
+        live, url = read_document()
     except ExporterError as error:
         if named_exporter() or os.environ.get("GPUMEM_EXPORTER_URL", "").strip():
             raise
         from gpumem_exporter.cli.top.driver import DriverReader
 
         read_document = DriverReader(str(error)).read
-        live, _ = read_document()
+        live, url = read_document()
     require_known(live, target)  # later, a process may exit
 
     def read() -> tuple[list[Node], Sequence[str]]:
         live, url = read_document()
         return [Node(selected(live, target), url)], ()
 
-    nodes, _ = first = read()
+    nodes = [Node(selected(live, target), url)]
     if as_json:
         (node,) = nodes
         described = node_document(node.live or {})
@@ -166,4 +166,4 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
         return 0
     from gpumem_exporter.cli.top.app import Top
 
-    return Top(read, first, view, interval_seconds=interval_seconds, open_api=open_api).run_to_end()
+    return Top(read, (nodes, ()), view, interval_seconds=interval_seconds, open_api=open_api).run_to_end()
