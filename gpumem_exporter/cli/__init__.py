@@ -1,8 +1,8 @@
-"""The commands, one file each. click and Rich are imported here only, and never by `run`.
+"""The commands, by subject. click and Rich are imported here only, and never by `run`.
 
 Wrong usage is a ConfigurationError, also of a value in the environment. `main` turns it, and every other GpumemError,
 into one line and an exit code, so most functions here may raise them.
 
-Other folders import: `action_dialog`, `api_client`, `completion`, `connection`, `kube`, `node_view`, `options`,
-`program`, `usage`.
+Other folders import: `action_dialog`, `api_client`, `checks`, `completion`, `connection`, `kube`, `node_view`,
+`options`, `program`, `usage`.
 """

@@ -1,4 +1,4 @@
-"""The parts of `top`: the source of its values, its screens, and the clears that it requests.
+"""The screens of `top`, the clears that it requests, and the driver alone.
 
-Other folders import: `app`, `driver`, `source`.
+Other folders import: `app`, `driver`.
 """
