@@ -1,4 +1,4 @@
-"""The screens of `top`, the clears that it requests, and the driver alone.
+"""The screens of `top`, and the clears that it requests.
 
-Other folders import: `app`, `driver`.
+Other folders import: `app`.
 """
