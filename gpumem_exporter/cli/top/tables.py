@@ -89,7 +89,8 @@ class RowTable(DataTable[Text]):
         """Sort by the next column."""
         names = [column.name for column, _ in self._layout.columns]
         if self.order is not None:
-            self.sort_by(names[(names.index(self.order.column) + 1) % len(names)])
+            at = names.index(self.order.column) if self.order.column in names else -1
+            self.sort_by(names[(at + 1) % len(names)])
 
     def action_reverse(self) -> None:
         if self.order is not None:
