@@ -147,7 +147,7 @@ class DetailScreen(ModalScreen[None]):
         with self._open_api(node.url) as api:
             live = read_live(api, id_ if of_job else "none")
             now = live["time"]["unix_seconds"]
-            span = f"from={now - _SPANS[self._span][1]:.0f}&to={now:.0f}&points={_bar_count(self.size.width)}"
+            span = f"from={now - _SPANS[self._span][1]:.0f}&to={now:.0f}&points={_bar_count(self.size.width - 1)}"
             history = api.get(f"/api/v1/history?{subject}&{span}")
             return live, history, api.get(f"/api/v1/events?{subject}&limit={_EVENTS}&fold=true")["events"]
 
