@@ -98,11 +98,10 @@ class FleetSource:
     def __init__(self, fleet: Fleet, query: str) -> None:
         self._fleet, self._query = fleet, query
         self._nodes: dict[Exporter, Node] = {}
-        self.warnings: tuple[str, ...] = ()
 
-    def read(self) -> list[Node]:
+    def read(self) -> tuple[list[Node], tuple[str, ...]]:
         """Query Prometheus for exporters, and each exporter for its node. One that is silent keeps its values."""
-        found, self.warnings = self._fleet.find(self._query)
+        found, warnings = self._fleet.find(self._query)
         answers = self._fleet.ask([(exporter, "none") for exporter in found], read_live)
         before, self._nodes = self._nodes, {}
         for exporter, answer in zip(found, answers, strict=True):
@@ -110,7 +109,7 @@ class FleetSource:
             silent = isinstance(answer, ExporterError)
             change: dict[str, Any] = {"error": str(answer)} if silent else {"live": answer, "error": ""}
             self._nodes[exporter] = replace(node, **change)
-        return [*self._nodes.values()]
+        return [*self._nodes.values()], warnings
 
 
 @click.group(cls=CommandGroup, epilog=_EXAMPLES, no_args_is_help=False)
@@ -129,8 +128,7 @@ def info(query: str, wide: bool, **values: Any) -> int:
     Prometheus lists the exporters. Each exporter then reports its current values.
     """
     view, of = pop_view(values), Fleet(values)
-    source = FleetSource(of, query)
-    nodes = source.read()
+    nodes, warnings = FleetSource(of, query).read()
     if of.as_json:
         silent: dict[str, Any] = {"devices": [], "jobs": [], "findings": []}
         exporters = [
@@ -138,10 +136,10 @@ def info(query: str, wide: bool, **values: Any) -> int:
             | (node_document(node.live) if node.live is not None else silent)
             for node in nodes
         ]
-        print_json({"exporters": exporters, "warnings": list(source.warnings)})
+        print_json({"exporters": exporters, "warnings": list(warnings)})
     else:
         console = open_console(wide=wide)
-        show(console, node_tables(nodes, view, console.width, wide=wide, warnings=source.warnings))
+        show(console, node_tables(nodes, view, console.width, wide=wide, warnings=warnings))
     return FAILED if any(node.error for node in nodes) else 0
 
 
@@ -160,11 +158,7 @@ def top(interval_seconds: float, query: str, **values: Any) -> int:
     require_terminal("fleet info")
     view, of = pop_view(values), Fleet(values)
     source = FleetSource(of, query)
-
-    def read() -> tuple[list[Node], tuple[str, ...]]:
-        return source.read(), source.warnings
-
-    return Top(read, read(), view, interval_seconds=interval_seconds, open_api=of.api).run_to_end()
+    return Top(source.read, source.read(), view, interval_seconds=interval_seconds, open_api=of.api).run_to_end()
 
 
 def _add_action(action: str, kind: ActionKind) -> None:

@@ -69,16 +69,16 @@ def test_a_node_that_does_not_answer_keeps_its_last_values_and_a_new_one_says_wh
 ) -> None:
     world, open_source = fleet
     source = open_source()
-    first = source.read()
+    first, warnings = source.read()
     assert [(node.name, node.error) for node in first] == [("node1", ""), ("node2", "")]
-    assert source.warnings == ("a store is down",)
+    assert warnings == ("a store is down",)
     world.instances = ["node2", "node3"]
     world.answers |= {f"http://node{i}": ExporterUnreachableError(f"node{i}-is-down") for i in (2, 3)}
-    nodes = source.read()
+    nodes, _ = source.read()
     assert [(node.name, node.error) for node in nodes] == [("node2", "node2-is-down"), ("node3", "node3-is-down")]
     assert nodes[0].live == first[1].live
     assert nodes[1].live is None
-    text = "\n".join(printed(*node_tables(nodes, View(), 120, warnings=source.warnings), width=120))
+    text = "\n".join(printed(*node_tables(nodes, View(), 120, warnings=warnings), width=120))
     for line in ("node2 .*as of 03:42:04.*node2-is-down", "node3 .*node3-is-down", "a store is down", "node2.*llm"):
         assert re.search(line, text)
     world.answers["http://node2"] = full_node()
@@ -91,9 +91,9 @@ def test_a_node_that_does_not_answer_keeps_its_last_values_and_a_new_one_says_wh
 
 def test_devices_that_two_exporters_see_count_once_and_simulated_ones_do_not(fleet: Any) -> None:
     world, open_source = fleet
-    nodes = open_source().read()
+    nodes, _ = open_source().read()
     assert "6 jobs on 8 devices" in heading(nodes).plain
     for url in ("http://node1", "http://node2"):
         world.answers[url] = {**full_node(), "node": {**full_node()["node"], "source": "demo"}}
-    nodes = open_source().read()
+    nodes, _ = open_source().read()
     assert "12 jobs on 16 devices" in heading(nodes).plain
