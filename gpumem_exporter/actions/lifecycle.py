@@ -35,6 +35,8 @@ from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
 MAX_BYTES = 16 << 20
 MAX_UNDER_WAY = 4096
 """The maximum number of processes in the running actions of one share."""
+SETTLING_GRACE_SECONDS = 5.0
+"""A process's value may arrive this long after the settling time, and two steps later: steps delay its samples."""
 # One dry run is kept for this number of actions.
 _DRY_RUNS_SHARE = 4
 
@@ -278,10 +280,6 @@ class RunningAction:
 
     def _advance(self, to: ActionState) -> None:
         self.action = replace(self.action, state=advanced(ActionState(self.action.state), to).value)
-
-
-SETTLING_GRACE_SECONDS = 5.0
-"""A process's value may arrive this long after the settling time, and two steps later: steps delay its samples."""
 
 
 class Settlements:
