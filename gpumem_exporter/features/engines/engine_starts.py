@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 
 from gpumem_exporter.actions.action import EngineWait
 from gpumem_exporter.actions.action_options import ActionRequest
-from gpumem_exporter.actions.selection import SelectedProcess
+from gpumem_exporter.actions.selection import SelectedProcess, processes_of
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import Snapshot, StartingEngine
@@ -37,6 +37,8 @@ def engines_to_wait_for(
     if request.action not in _DISTURBING or not snapshot.starting:
         return ()
     addressed = outside if one.host_pid in outside else {one.host_pid}
+    # The process may use another device since the request.
+    uuids = {*one.uuids, *processes_of(snapshot).get(one.key, one).uuids}
     found: dict[tuple[int | str, str], EngineWait] = {}
     # An engine may be known by its title and by its report: the entry that counts for longer is shown.
     for engine in sorted(snapshot.starting, key=lambda each: each.until_seconds):
@@ -44,7 +46,7 @@ def engines_to_wait_for(
         ends = engine.host_pid is not None and engine.host_pid in addressed and request.action != "empty_cache"
         own = _may_spoil(caller, engine)
         # With `force`, the caller accepts that the start of an engine fails.
-        if engine.uuid in one.uuids and not ends and not (request.force and own):
+        if engine.uuid in uuids and not ends and not (request.force and own):
             until_unix_seconds = unix_offset_seconds + engine.until_seconds
             wait = _wait(engine, snapshot, until_unix_seconds, hidden=hide_identities and not own)
             found[wait.pid, wait.uuid] = wait
