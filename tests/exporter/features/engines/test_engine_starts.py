@@ -88,6 +88,19 @@ def test_a_device_that_only_the_driver_shows_for_the_process_counts() -> None:
     assert not bench.commands(bench.first)
 
 
+def test_a_process_that_has_come_onto_the_device_since_the_request_waits() -> None:
+    bench = EngineBench()
+    bench.engine(running=False)
+    first = bench.put(1, devices=(sample(UUIDS[0], 0, MIB),))
+    asked = bench.ask(target=Target(pid=1))
+    reading = node(device(UUIDS[0]), device(UUIDS[1], gpu="1", processes={ENGINE: MIB, 1: MIB}), taken=bench.now)
+    facts = {ENGINE: ProcessFacts(ENGINE, 1000, TITLE, started_seconds=STARTED)}
+    bench.store.put_reading(dataclasses.replace(reading, facts=facts))
+    bench.later(1.0)
+    assert bench.result(asked) == ("refused", STARTING)
+    assert not bench.commands(first)
+
+
 def test_force_does_not_wait_and_a_user_forces_beside_its_own_engine_only() -> None:
     bench = EngineBench()
     of_ada = bench.put(3, owner_uid=ADA.uid, devices=(sample(UUIDS[1], 0, MIB),))
