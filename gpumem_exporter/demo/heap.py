@@ -59,10 +59,9 @@ class SimulatedHeap(HeapReader):
                 fragmented_bytes=slack_bytes - slot.allocator.reclaimable_bytes,
             )
             for tensor in slot.live:
-                size = tensor.block.size_bytes  # in the demo also the requested size
+                address, size = tensor.block.address, tensor.block.size_bytes  # in the demo also the requested size
                 pool = "private" if tensor.private else "default"
-                stack, address = stacks.number(tensor.stack), tensor.block.address
-                blocks.allocated[address] = Lifetime(address, size, size, pool, stack)
+                blocks.allocated[address] = Lifetime(address, size, size, pool, stacks.number(tensor.stack))
         return found
 
     def entries_enough(self) -> int:
