@@ -40,6 +40,7 @@ ONE_OF = {
     "gpumem-usage": [],
 }
 """Hidden variables, for links from a variable with multiple values to one with a single value."""
+LABELS = {metric.name: {*metric.labels, "cluster", "instance", "job"} for metric in METRICS}
 COUNTERS = {metric.name for metric in METRICS if metric.type == "counter"} | {"process_cpu_seconds_total"}
 RATES = {"rate", "increase"}
 _TO_LIVE_PAGE = re.compile(
@@ -85,6 +86,18 @@ def every_selector_has_the_cluster_and_the_node(dashboard: Dashboard) -> Iterato
                 continue
             if chosen.get("instance") != "<node>" and name not in ("cluster", "node"):
                 yield f"{query.where}: {selector.name} selects every node"
+
+
+def selectors_have_labels_of_their_metric(dashboard: Dashboard) -> Iterator[str]:
+    """A selector with another label finds no series, and a group or a join by it merges all series."""
+    for query in all_queries(dashboard):
+        for selector, above in selectors(parsed(query.expression)):
+            used = {matcher.name for matcher in selector.matchers.matchers}
+            if above and isinstance(above[-1], promql.AggregateExpr) and above[-1].modifier is not None:
+                used |= set(above[-1].modifier.labels)
+            unknown = used - LABELS.get(selector.name or "", used)
+            if unknown:
+                yield f"{query.where}: {selector.name} has no label {sorted(unknown)}"
 
 
 def only_counters_have_rates(dashboard: Dashboard) -> Iterator[str]:
@@ -168,6 +181,7 @@ RULES: dict[str, Rule] = {
     for rule in (
         selectors_match_variables_with_the_right_operator,
         every_selector_has_the_cluster_and_the_node,
+        selectors_have_labels_of_their_metric,
         only_counters_have_rates,
         pids_are_joined_with_the_node,
         links_keep_time_node_and_variables,
