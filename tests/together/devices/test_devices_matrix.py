@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
-from tests.emulation.node import GIB, MIB, NVML_ERROR_NOT_SUPPORTED, EmulatedNode, MigSlice
+from tests.emulation.node import GIB, MIB, EmulatedNode, MigSlice
 from tests.emulation.torch_process import TorchProcess
 from tests.support.device_truth import (
     ATTACH_SECONDS,
@@ -17,7 +16,6 @@ from tests.support.device_truth import (
     scrape,
     series_of,
     shown,
-    truth,
     wait_until_right,
 )
 from tests.support.exporter_process import QUICK, ExporterProcess, Metrics
@@ -119,42 +117,6 @@ def test_series_follow_the_uuid_when_the_driver_s_order_changes(
         action = exporter.act("empty_cache", target={"gpu": wanted[node.uuid(0)]})
         assert [(row["pid"], row["uuid"]) for row in action["results"]] == [(processes[0].pid, node.uuid(0))]
         processes[0].call("random_heap", seed=order[0], blocks=20)
-
-
-def test_an_integrated_gpu_is_exported_with_the_host_s_memory(
-    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    node = make_node(devices=1, name="NVIDIA GB10")
-    with node.fail("nvmlDeviceGetMemoryInfo*", NVML_ERROR_NOT_SUPPORTED):
-        exporter = start_exporter(node, *QUICK)
-        process = start_reporting(start_torch, node, exporter)
-        node.set_process(FOREIGN_PID, 0, 9 * MIB)
-        uuid, stats = node.uuid(0), process.call("stats")
-        whole = truth(node.books()[0], {process.pid: stats})
-        owned = ("torch_allocated", "torch_reclaimable", "torch_fragmented", "non_torch", "other_processes")
-        expected = {name: whole["ledger"][name] for name in owned}
-
-        def of_processes() -> dict[str, float | None]:
-            ledger = shown(scrape(exporter), uuid)["ledger"]
-            return {name: ledger.get(name) for name in owned}
-
-        wait_until_equal(of_processes, expected, "a poll of this state")
-        metrics = scrape(exporter)
-    now = shown(metrics, uuid)
-    assert now["total"] == [meminfo("MemTotal")]
-    assert now["reserved"] == []
-    assert now["used"][0] + now["free"][0] == now["total"][0]
-    assert 0 < now["free"][0] < now["total"][0]
-    assert metrics.value("gpumem_device_memory_is_host", uuid=uuid) == 1
-    assert metrics.value("gpumem_device_up", uuid=uuid) == 1
-    # Memory of programs on the CPU is unattributed, and the ledger still adds up (`scrape` has checked it).
-    assert now["ledger"]["unattributed"] == now["used"][0] - sum(expected.values())
-
-
-def meminfo(name: str) -> int:
-    """Return a value of this machine's memory, in bytes."""
-    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith(f"{name}:")]
-    return int(line.split()[1]) * 1024
 
 
 @pytest.mark.parametrize(("visible", "order"), [("3,0", "PCI_BUS_ID"), ("1,7,0", "FASTEST_FIRST")])
