@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import yaml
 from gpumem_exporter.core.event import EVENT_TYPES
 from gpumem_exporter.page.findings import SEVERITIES, SEVERITY
 from tests.support.alertmanagers import Receiver, alertmanager, receiving
-from tests.support.growth_tables import ACTIVATION_GIB, STEADY, Minutes, Sizes
 from tests.support.metrics_list import METRICS
 from tests.support.panel_queries import nodes
 from tests.support.paths import REPOSITORY
@@ -248,73 +246,6 @@ def test_every_alert_passes_its_tests(tmp_path: Path) -> None:
         files[-1].write_text(json.dumps({**document, "rule_files": [rules.name], "group_eval_order": order}))
     ran = run_tool("promtool", "test", "rules", *files)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-GROWTH = "GpuMemLeak|GpuMemOomSoon|GpuMemServerGrowth"
-GIB = 1 << 30
-
-
-def series_of_job(minutes: int, device_gib: float, sizes: Callable[[Minutes], Sizes], *, steps: bool) -> dict[str, str]:
-    """Return the metrics of a job of `growth_tables`, each minute."""
-    processes: dict[tuple[int, str], list[float | None]] = {}
-    free: dict[int, list[float]] = {}
-    gpus: dict[tuple[int, str], int] = {}
-    for minute in range(minutes + 1):
-        now = sizes(minute)
-        for key, (gpu, gib) in now.items():
-            gpus[key] = gpu
-            processes.setdefault(key, [None] * minute).append(gib)
-        for values in processes.values():
-            values += [None] * (minute + 1 - len(values))
-        for gpu in range(8):
-            used = [gib + ACTIVATION_GIB for there, gib in now.values() if there == gpu]
-            free.setdefault(gpu, []).append(device_gib - sum(used))
-
-    def line(name: str, labels: str, values: Sequence[float | None]) -> tuple[str, str]:
-        texts = ["_" if value is None else f"{value:.0f}" for value in values]
-        # A series that has ended is stale, as after a scrape without it.
-        ended = [i for i, (now, before) in enumerate(pairwise(reversed(texts))) if now == "_" != before]
-        for place in ended:
-            texts[len(texts) - 1 - place] = "stale"
-        return f'{name}{{job="gpumem",instance="n",{labels}}}', " ".join(texts)
-
-    found = [
-        line("gpumem_device_memory_free_bytes", f'gpu="{gpu}",uuid="{gpu}"', [gib * GIB for gib in values])
-        for gpu, values in free.items()
-    ]
-    for (rank, session), values in processes.items():
-        gpu, pid = gpus[rank, session], 1000 * int(session) + rank
-        place = f'gpu="{gpu}",uuid="{gpu}",pid="{pid}"'
-        labels = f'{place},workload="train",rank="{rank}"'
-        kept = [None if gib is None else gib * GIB for gib in values]
-        most = [None if size is None else size + ACTIVATION_GIB * GIB for size in kept]
-        found += [
-            line("gpumem_torch_allocated_bytes", labels, kept),
-            line("gpumem_torch_allocated_peak_bytes", labels, most),
-            line("gpumem_torch_reserved_bytes", labels, most),
-            line("gpumem_process_memory_used_bytes", place, most),
-        ]
-        if steps:
-            ended = [None if size is None else 10 * minute for minute, size in enumerate(kept)]
-            found.append(line("gpumem_torch_step", labels, ended))
-    return dict(found)
-
-
-@pytest.mark.tools
-def test_the_alerts_on_growth_are_silent_on_more_processes_and_on_stages(tmp_path: Path) -> None:
-    firing = f'count by (alertname) (ALERTS{{alertname=~"{GROWTH}",alertstate="firing"}})'
-    tests = [
-        {
-            "name": f"{job}, {'with' if steps else 'without'} steps",
-            "input_series": series_of_job(minutes, 80, STEADY[job], steps=steps),
-            "promql_expr_test": [promtool_check(firing, 60 * minute, {}) for minute in range(20, minutes, 10)],
-        }
-        for job in STEADY
-        for steps, minutes in ((True, 80), (False, 190))
-    ]
-    needed = needed_rules(GROWTH)
-    rules = [rule for rule in EVERY_RULE if (rule.get("alert") or rule["record"]) in needed]
-    promtool_tests(tmp_path, *tests, rules=rules, interval="1m")
 
 
 def needed_rules(text: str) -> set[str]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,11 @@ def run_tool(
     )
 
 
-def promtool_tests(folder: Path, *tests: Mapping[str, Any], rules: Sequence[Any] = (), interval: str = "15s") -> None:
-    """Assert that promtool finds what the tests expect of series with a sample each interval, under these rules.
+def promtool_tests(folder: Path, *tests: Mapping[str, Any], interval: str = "15s") -> None:
+    """Assert that promtool finds what the tests expect of series with a sample each interval.
 
     A test has the series as `input_series`, a mapping from names to values.
     """
-    (folder / "rules.json").write_text(json.dumps({"groups": [{"name": "rules", "rules": list(rules)}]}))
     given = [
         {
             **test,
@@ -89,7 +88,7 @@ def promtool_tests(folder: Path, *tests: Mapping[str, Any], rules: Sequence[Any]
         }
         for test in tests
     ]
-    document = {"rule_files": ["rules.json"] if rules else [], "evaluation_interval": interval, "tests": given}
+    document = {"rule_files": [], "evaluation_interval": interval, "tests": given}
     (folder / "tests.json").write_text(json.dumps(document))  # JSON is YAML
     ran = run_tool("promtool", "test", "rules", folder / "tests.json")
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -19,8 +19,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.paths import REPOSITORY
 from tests.support.terminal_program import TerminalProgram
-from tests.support.top_program import top_command, top_environment, top_once
 from tests.support.waiting import patient, wait_for
 
 _START = """
@@ -31,6 +31,33 @@ client.start(workload=workload, rank=3)
 """
 """Starts the reporter of a process whose idle cache is known after some seconds."""
 OpenTop = Callable[..., TerminalProgram]
+
+
+def top_environment(base: Mapping[str, str] | None = None, **changes: str) -> dict[str, str]:
+    """Return an environment without settings for `top`, with changes."""
+    own = ("GPUMEM_", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONPATH", "TERM")
+    kept = {name: value for name, value in (base or os.environ).items() if not name.startswith(own)}
+    # The emulated terminal does not know the Kitty keyboard protocol.
+    own_terminal = {"TERM": "xterm", "TEXTUAL_DISABLE_KITTY_KEY": "1"}
+    return {**kept, **own_terminal, "PYTHONPATH": str(REPOSITORY), **changes}
+
+
+def top_command(*arguments: str) -> list[str]:
+    """Return the command line of `top` with these arguments."""
+    return [sys.executable, "-m", "gpumem_exporter", "top", *arguments]
+
+
+def top_once(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `top --once`."""
+    return subprocess.run(
+        top_command("--once", *arguments),
+        env=top_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=False,
+    )
 
 
 @pytest.fixture
