@@ -8,8 +8,10 @@ and process ID are its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import getopt
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -115,15 +117,14 @@ def run(arguments: Sequence[str], *, program: str = "gpumem-exporter run") -> in
         # The command may change the working directory.
         given["GPUMEM_PLAN"] = str(Path(given["GPUMEM_PLAN"]).absolute())
     bootstrap = str(Path(__file__).resolve().parent / "bootstrap")
-    environment = injected_environment({**os.environ, **given}, bootstrap)
+    environment = injected_environment({**_given_environment(), **given}, bootstrap)
     sys.stdout.flush()
     sys.stderr.flush()
     _restore_signals()
     try:
         os.execvpe(command[0], command, environment)  # noqa: S606 - this is the purpose of `run`
     except OSError as error:
-        print(f"{program}: {command[0]!r}: {error.strerror}", file=sys.stderr)
-        return NOT_FOUND if isinstance(error, (FileNotFoundError, NotADirectoryError)) else NOT_EXECUTABLE
+        return _cannot_run(program, command[0], error)
 
 
 def injected_environment(environ: Mapping[str, str], bootstrap: str) -> dict[str, str]:
@@ -135,6 +136,19 @@ def injected_environment(environ: Mapping[str, str], bootstrap: str) -> dict[str
     return {**environ, "PYTHONPATH": os.pathsep.join([bootstrap, *entries]), "GPUMEM_INJECT": "1"}
 
 
+def _given_environment() -> dict[str, str]:
+    """Return the environment with which this process was started."""
+    environment = dict(os.environ)
+    # In the C locale the interpreter sets LC_CTYPE (PEP 538). The command must not inherit it.
+    with contextlib.suppress(OSError):
+        given = Path("/proc/self/environ").read_bytes().split(b"\0")
+        environment.pop("LC_CTYPE", None)
+        for entry in given:
+            if entry.startswith(b"LC_CTYPE="):
+                environment["LC_CTYPE"] = os.fsdecode(entry.partition(b"=")[2])
+    return environment
+
+
 def _restore_signals() -> None:
     """Restore the signals that the interpreter ignores."""
     # Python sets SIGPIPE to SIG_IGN, which survives exec: the command would not end when its reader does.
@@ -143,6 +157,20 @@ def _restore_signals() -> None:
         if number is not None and signal.getsignal(number) is signal.SIG_IGN:
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, signal.SIG_DFL)
+
+
+def _cannot_run(program: str, command: str, error: OSError) -> int:
+    missing = error.errno == errno.ENOENT or (error.errno == errno.ENOTDIR and os.sep not in command)
+    if missing and shutil.which(command) is not None:
+        reason, code = "the interpreter in its first line is missing", NOT_EXECUTABLE
+    elif missing:
+        where = "" if os.sep in command else " in PATH"
+        reason, code = f"not found{where}", NOT_FOUND
+    else:
+        reason, code = (error.strerror or str(error)).lower(), NOT_EXECUTABLE
+    printable = "".join(c if c.isprintable() else "?" for c in command)
+    print(f"{program}: {printable}: {reason}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":
