@@ -171,6 +171,25 @@ def statistics_of(torch: Any) -> Statistics:
     return Statistics(torch)
 
 
+def driver_uuid(index: int) -> str:
+    """Return the UUID of a device from CUDA's driver, without a prefix, for torch before 2.5; empty if it is unknown.
+
+    CUDA must be initialized. Creates no context.
+    """
+    import ctypes
+
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        # Since CUDA 11.4, and the only one that knows MIG devices.
+        if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetUuid_v2(uuid, device):
+            return ""
+    except (OSError, AttributeError):
+        return ""
+    digits = bytes(uuid).hex()
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
 def rank_and_size() -> tuple[int, int] | None:
     """Return the rank of this process in torch's default process group, and the number of ranks; None without a group.
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.allocator.components import with_cache_use, with_components
-from gpumem_client.allocator.reclaimable import PoolSegment
+from gpumem_client.allocator.heap_sum import PoolSegment
 from gpumem_client.engines.engine_state import CacheUse, EngineClock, EngineFacts
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.reporter.report_loop import ReportLoop

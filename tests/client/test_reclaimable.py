@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.allocator.reclaimable import Heap, PoolSegment, Reclaimable, read_heaps
+from gpumem_client.allocator.heap_sum import Heap, PoolSegment, read_heaps
+from gpumem_client.allocator.reclaimable import Reclaimable
 
 
 class Bench:
@@ -159,10 +160,12 @@ def _returnable(*segments: dict[str, Any], **given: Any) -> int | None:
     return read_heaps(segments, **given)[0].returnable_bytes
 
 
-def test_pages_of_an_unknown_size_are_unknown() -> None:
+def test_the_page_size_is_the_only_one_that_divides_the_segment_otherwise_unknown() -> None:
+    blocks = (30 * MIB, "active_allocated"), (34 * MIB, "inactive")
+    assert _returnable(_expandable(*blocks), large_pages={20 * MIB, 64 * MIB}) == 0
     either = _expandable((30 * MIB, "active_allocated"), (290 * MIB, "inactive"))
-    assert _returnable(either, large_page=64 * MIB) == 256 * MIB
-    assert _returnable(_segment((MIB, "inactive")), either, large_page=None) is None
+    assert _returnable(either, large_pages={64 * MIB}) == 256 * MIB
+    assert _returnable(_segment((MIB, "inactive")), either, large_pages={20 * MIB, 64 * MIB}) is None
 
 
 def test_a_pending_block_merges_with_its_free_neighbors() -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpumem_client import torch_access
-from gpumem_client.allocator.allocator_environment import environment_limit
+from gpumem_client.allocator.allocator_environment import environment_limit, in_force
 from gpumem_client.allocator.components import (
     Unmapped,
     can_unmap,
@@ -22,7 +22,8 @@ from gpumem_client.allocator.components import (
     with_components,
     without_unmapped,
 )
-from gpumem_client.allocator.reclaimable import LARGE_PAGE_BYTES, Heap, Reclaimable, known, read_heaps
+from gpumem_client.allocator.heap_sum import LARGE_PAGE_BYTES, Heap, read_heaps
+from gpumem_client.allocator.reclaimable import Reclaimable, known
 from gpumem_client.engines.engine_reader import EngineReader, process_engine
 from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.guest_safety import log
@@ -51,7 +52,9 @@ class Allocator:
         self._captures = process_captures()
         self._stop_watching = self._captures.watch()
         self.torch_version = str(getattr(torch, "__version__", ""))
-        self._large_page: int | None = _large_page(self.settings)
+        self._large_pages = {_large_page(in_force(os.environ)[1]) or LARGE_PAGE_BYTES}
+        self._noticed_settings = ""
+        self._notice_page_size()
         self._reclaimable = Reclaimable(self._walk, self._captures.dead_pools)
 
     @classmethod
@@ -96,12 +99,12 @@ class Allocator:
         return self._statistics.devices()
 
     def uuid(self, index: int) -> str:
-        """Return the device's UUID as NVML writes it; empty if torch does not show it."""
+        """Return the device's UUID as NVML writes it; empty if neither torch nor the driver shows it."""
         uuid = self._uuids.get(index)
         if uuid is None:
             # Torch has the UUID from 2.5 on, without NVML's prefix.
             properties = self._torch.cuda.get_device_properties(index)
-            raw = str(getattr(properties, "uuid", ""))
+            raw = str(getattr(properties, "uuid", "")) or torch_access.driver_uuid(index)
             prefix = "MIG-" if "MIG" in str(properties.name).split() else "GPU-"
             uuid = self._uuids[index] = prefix + raw if raw else ""
         return uuid
@@ -124,9 +127,7 @@ class Allocator:
 
     def samples(self) -> tuple[DeviceSample, ...]:
         """Return a sample of each device that this process uses and that has a known UUID."""
-        # A segment keeps the page size that was set when it was made, and does not report it.
-        if _large_page(self.settings) != self._large_page:
-            self._large_page = None
+        self._notice_page_size()
         devices = self.devices()
         states = {index: self._observed.read(index) for index in devices if self.uuid(index)}
         self._reclaimable.walk_if_due({index: state for index, state in states.items() if state is not None})
@@ -136,17 +137,9 @@ class Allocator:
     def unused(self) -> Iterator[DeviceSample]:
         """Yield of each device only what the idle cache needs. Does not walk over the heap."""
         for index in self.devices():
-            state = self.state(index) if self.uuid(index) else None
-            if state is not None:
-                peak = known(state, "allocated_bytes", "peak")
-                yield DeviceSample(
-                    uuid=self.uuid(index),
-                    reserved_bytes=known(state, "reserved_bytes"),
-                    allocated_peak_bytes=self._observed.lifted(index, "allocated_bytes", peak),
-                    reclaimable_bytes=self._reclaimable.unused_bytes(index, state),
-                    alloc_retries=state.get("num_alloc_retries"),
-                    segments_freed=known(state, "segment", "freed"),
-                )
+            reading = self._unused(index) if self.uuid(index) else None
+            if reading is not None:
+                yield reading
 
     def sample_now(self, index: int) -> DeviceSample:
         """Return one device's sample without a walk over the heap. Any thread may call this."""
@@ -224,7 +217,16 @@ class Allocator:
     def heaps(self, segments: Iterable[Mapping[str, Any]]) -> Mapping[int, Heap]:
         """Add up the segments of a snapshot, which was taken right before."""
         # Dead pools are read after the snapshot: they stay dead. A pool that died during it counts as dead.
-        return read_heaps(segments, large_page=self._large_page, dead_pools=self._captures.dead_pools())
+        return read_heaps(segments, large_pages=self._large_pages, dead_pools=self._captures.dead_pools())
+
+    def _notice_page_size(self) -> None:
+        # A segment keeps the page size that was set when it was made, and does not report it: so all sizes are kept.
+        settings = self.settings
+        if settings != self._noticed_settings:
+            self._noticed_settings = settings
+            page = _large_page(settings)
+            if page is not None:
+                self._large_pages.add(page)
 
     def _walk(self) -> Mapping[int, Heap] | None:
         try:
@@ -235,10 +237,25 @@ class Allocator:
         self._captures.keep_only({tuple(segment.get("segment_pool_id", ())) for segment in segments})
         return heaps
 
+    def _unused(self, index: int) -> DeviceSample | None:
+        state = self.state(index)
+        if state is None:
+            return None
+        peak = known(state, "allocated_bytes", "peak")
+        return DeviceSample(
+            uuid=self.uuid(index),
+            reserved_bytes=known(state, "reserved_bytes"),
+            allocated_peak_bytes=self._observed.lifted(index, "allocated_bytes", peak),
+            reclaimable_bytes=self._reclaimable.unused_bytes(index, state),
+            alloc_retries=state.get("num_alloc_retries"),
+            segments_freed=known(state, "segment", "freed"),
+        )
+
     def _sample(self, index: int, state: DeviceState | None, nccl_bytes: int | None = None) -> DeviceSample:
         uuid = self.uuid(index)
         if state is None:
             return DeviceSample(uuid, nccl_bytes=nccl_bytes)
+        private = state.get("private_pools_bytes")
         segments = state.get("segment", {})
         allocated_peak = known(state, "allocated_bytes", "peak")
         sample = DeviceSample(
@@ -250,7 +267,7 @@ class Allocator:
             requested_bytes=known(state, "requested_bytes"),
             allocated_peak_bytes=self._observed.lifted(index, "allocated_bytes", allocated_peak),
             reserved_peak_bytes=self._observed.lifted(index, "reserved_bytes", known(state, "reserved_bytes", "peak")),
-            private_pools_bytes=self._reclaimable.private_bytes(index, state),
+            private_pools_bytes=self._reclaimable.private_bytes(index, state) if private is None else private,
             reclaimable_bytes=self._reclaimable.bytes(index, state),
             alloc_retries=state.get("num_alloc_retries"),
             ooms=state.get("num_ooms"),
@@ -281,10 +298,10 @@ class Allocator:
         return with_cache_use(sample, None if facts is None else facts.cache)
 
 
-def _large_page(settings: str) -> int:
-    """Return the page size of expandable segments in the large pool, in bytes."""
+def _large_page(settings: str) -> int | None:
+    """Return the page size of expandable segments in the large pool, in bytes, if the settings have one (2.10+)."""
     found = re.search(r"\blarge_segment_size_mb:(\d+)", settings.replace(" ", ""))
-    return int(found[1]) << 20 if found else LARGE_PAGE_BYTES
+    return int(found[1]) << 20 if found else None
 
 
 class SharedAllocator:

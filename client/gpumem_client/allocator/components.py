@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpumem_client.allocator.reclaimable import PoolId, PoolSegment
+from gpumem_client.allocator.heap_sum import PoolId, PoolSegment
 from gpumem_client.engines.engine_state import CacheUse
 from gpumem_client.wire.protocol import DeviceSample
 
