@@ -26,8 +26,7 @@ from gpumem_exporter.features.events import event_log
 from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.orphans.orphan_metrics import ORPHANS
 from gpumem_exporter.features.policy import policy_routes
-from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Rule
-from gpumem_exporter.features.policy.policy_values import FIELDS
+from gpumem_exporter.features.policy.policy_rules import FIELDS, MAX_RULES, Rule
 from gpumem_exporter.main import main
 from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.collector_types import Metric

@@ -8,18 +8,18 @@ from gpumem_exporter.features.feature import Feature, Node, Parts
 def _build(node: Node) -> Parts:
     from gpumem_exporter.edge.request_guard import ALERTS_PATH
     from gpumem_exporter.features.policy.policy_routes import MAX_BODY_BYTES, policy_router
-    from gpumem_exporter.features.policy.policy_runner import PolicyRunner
+    from gpumem_exporter.features.policy.policy_runner import EVALUATIONS, PolicyRunner
     from gpumem_exporter.features.policy.policy_settings import PolicySettings
+    from gpumem_exporter.metrics.instruments import Counter
 
     settings = node.settings
     runner = PolicyRunner(
         settings.of(PolicySettings).policy_file,
-        allowed=frozenset(settings.action_allow),
         dispatcher=node.dispatcher,
         snapshot=node.snapshot,
         # A sample that two reports in a row did not contain no longer describes the process.
         stale_seconds=max(3 * settings.report_interval, 5.0),
-        registry=node.registry,
+        evaluations=Counter.of(EVALUATIONS, node.registry),
         record=lambda event: node.journal.put(event),  # a later feature replaces the journal
         wall_clock=node.wall_clock,
     )

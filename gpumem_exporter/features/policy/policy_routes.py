@@ -34,7 +34,6 @@ from gpumem_exporter.metrics.instruments import Counter, Registry
 
 MAX_BODY_BYTES = 1 << 20
 """The largest body from Alertmanager, which sends all alerts of a group in one body, about 1 KiB each."""
-MAX_ALERTS = 1000
 RULE = "gpumem_rule"
 ALERT_OUTCOMES = ("acted", "waiting", "refused", "resolved", "ignored", "invalid")
 ALERTS = Metric(
@@ -49,17 +48,14 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _log = logging.getLogger(__name__)
 
 
-class _Lenient(BaseModel):
-    """No string is accepted as a number; unknown fields are ignored."""
-
-    # A later Alertmanager may add fields.
-    # Built with the first message, because few exporters receive one.
-    model_config = ConfigDict(strict=True, extra="ignore", defer_build=True)
+# A later Alertmanager may add fields. The models are built with the first message, because few exporters receive one.
+_CONFIG = ConfigDict(strict=True, extra="ignore", defer_build=True)
 
 
-class AlertBody(_Lenient):
+class AlertBody(BaseModel):
     """One alert of a message."""
 
+    model_config = _CONFIG
     status: Literal["firing", "resolved"]
     labels: dict[str, str]
     annotations: dict[str, str] = Field(default_factory=dict)
@@ -72,11 +68,12 @@ class AlertBody(_Lenient):
         return self.labels.get("alertname", self.fingerprint)
 
 
-class AlertsBody(_Lenient):
+class AlertsBody(BaseModel):
     """A message of Alertmanager's webhook."""
 
+    model_config = _CONFIG
     version: Literal["4"]
-    alerts: Annotated[list[AlertBody], Field(max_length=MAX_ALERTS)]
+    alerts: Annotated[list[AlertBody], Field(max_length=1000)]
 
 
 class AlertOutcome(TypedDict):
@@ -156,10 +153,10 @@ def policy_router(
             await policies.reload(str(Exchange.of(request).caller))
         except ConfigurationError as error:
             raise ProblemError(ProblemCode.INVALID_POLICY, f"nothing has changed: {error}") from None
-        listed = []
+        now, listed = policies.snapshot().taken_seconds, []
         for name, state in policies.states.items():
-            stops = policies.stops(name)
-            until = max(stops, default=None)
+            stops = [each.stopped_until for each in state.subjects.values() if now < each.stopped_until]
+            until = policies.iso_time(max(stops)) if stops else None
             listed.append({"name": name, "dry_run": state.rule.dry_run, "stopped": len(stops), "stopped_until": until})
         return json_response({"rules": listed})
 
@@ -196,31 +193,24 @@ def _evaluate(
     # A template without a value produces an empty string.
     given = (*alert.annotations.items(), *alert.labels.items())
     texts = {name: text.strip() for name, text in given if text.strip()}
-    options = sorted(name for name in texts if name.startswith("gpumem_") and name != RULE)
-    rule = texts.get(RULE, "")
-    # With gpumem_action, alerts for 0.3 requested an action of their own.
-    if not rule and "gpumem_action" not in options:
-        return "ignored", f"the alert has no label or annotation {RULE}", None
-    if options:
+    rule = texts.pop(RULE, "")
+    if option := min((name for name in texts if name.startswith("gpumem_")), default=""):
         advice = f"write a rule of the policy file, and name it with {RULE}"
-        raise ActionRefusedError(f"{options[0][:64]} has no effect: {advice}")
+        raise ActionRefusedError(f"{option[:64]} has no effect: {advice}")
+    if not rule:
+        return "ignored", f"the alert has no label or annotation {RULE}", None
     if rule not in policies.states:
         known = ", ".join(policies.states) or "none: see --policy.file"
         raise ActionRefusedError(f"{RULE}: no rule {rule[:64]!r}; the rules are {known}")
-    found = policies.evaluate(
-        NamingAlert(
-            rule,
-            _admitted(policies.snapshot(), alert, of_this_node, policies.wall_clock()),
-            Caller.alert(alert.name, caller),
-            f"alert {alert.name[:128]} ({alert.fingerprint})",
-        )
-    )
-    if action_ids := [*found.get((rule, "acted"), ()), *found.get((rule, "would_act"), ())]:
+    admitted = _admitted(policies.snapshot(), alert, of_this_node, policies.wall_clock())
+    reason = f"alert {alert.name[:128]} ({alert.fingerprint})"
+    evaluated = policies.evaluate(NamingAlert(rule, admitted, Caller.alert(alert.name, caller), reason))
+    found = {result: texts for (_, result), texts in evaluated.items()}
+    if action_ids := [*found.get("acted", ()), *found.get("would_act", ())]:
         return "acted", "", action_ids[0]
-    if refusals := found.get((rule, "refused")):
+    if refusals := found.get("refused"):
         return "refused", refusals[0], None
-    why = "; ".join(RESULTS[result] for _, result in found)
-    why = why or "it is not for this workload, or the last sample is old"
+    why = "; ".join(map(RESULTS.__getitem__, found)) or "it is not for this workload, or the last sample is old"
     return "waiting", f"the rule {rule} does not act now: {why}", None
 
 

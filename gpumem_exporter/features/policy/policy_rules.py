@@ -1,19 +1,25 @@
-"""The rules of a policy, as the file `--policy.file` has them."""
+"""The rules of a policy, as the file `--policy.file` has them, and the values that their conditions may use.
+
+An unknown value is None: no condition on it is true.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from math import inf, isinf
+from math import inf, isfinite, isinf, nan
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, create_model, model_validator
 from typing_extensions import Self
 
+from gpumem_client.wire.protocol import DeviceSample, EngineState
+from gpumem_client.wire.units import human_bytes, human_seconds
 from gpumem_exporter.actions.action_options import (
     ACTIONS,
     GROUP_IS_DEPRECATED,
@@ -23,10 +29,9 @@ from gpumem_exporter.actions.action_options import (
     invalid_fields,
 )
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
+from gpumem_exporter.core.ledger import fragmented_bytes
+from gpumem_exporter.core.samples import DeviceReading
 from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_error
-from gpumem_exporter.features.policy.policy_values import FIELDS, read_quantity, shown_quantity
-
-_log = logging.getLogger(__name__)
 
 MAX_RULES = 100
 _DAY_SECONDS = 86400.0
@@ -34,6 +39,72 @@ _DAY_SECONDS = 86400.0
 _RELEASING = ("empty_cache", "release_memory")
 # The actions that free memory: a rule may find that they do not help.
 _FREEING = (*_RELEASING, "collect_garbage")
+_log = logging.getLogger(__name__)
+
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)")
+_BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS: Mapping[str, tuple[Mapping[str, float], str]] = {
+    "bytes": ({"": 1, "B": 1, **_BINARY, **_DECIMAL}, "bytes, such as 4GiB or 512MiB"),
+    "ratio": ({"": 1, "%": 0.01}, "a ratio, such as 5% or 0.05"),
+    "seconds": ({"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}, "a time, such as 60s, 5m or 1h"),
+}
+_SHOWN: Mapping[str, Callable[[float], str]] = {
+    "bytes": lambda size: human_bytes(int(size)),
+    "ratio": lambda ratio: f"{100 * ratio:.3g} %",
+    "seconds": human_seconds,
+}
+
+
+def read_quantity(text: object, unit: str) -> float:
+    """Read a number with a unit: bytes, ratio (0 to 1) or seconds. Raises ValueError with what is accepted."""
+    factors, accepted = _UNITS[unit]
+    found = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
+    value = float(found[1]) * factors.get(found[2], nan) if found is not None else nan
+    if not isfinite(value) or (unit == "ratio" and value > 1):
+        raise ValueError(f"expected {accepted}")
+    return value
+
+
+def values_of(
+    sample: DeviceSample,
+    device: DeviceReading | None = None,
+    engine: EngineState | None = None,
+    inactive_seconds: float | None = None,
+) -> dict[str, float | None]:
+    """Return the values in the words of the metrics. `device` is None if the driver does not answer.
+
+    They are of the process on the device, except `inactive_seconds` and `engine_idle_seconds` (of the process on all
+    its devices) and `device_…` (of the device with all its processes).
+    """
+    allocated, reserved, fragmented = sample.allocated_bytes, sample.reserved_bytes, fragmented_bytes(sample)
+    slack = None if reserved is None or allocated is None else reserved - allocated
+    memory = None if device is None else device.memory
+    free = None if memory is None else memory.free_bytes
+    return {
+        "slack_bytes": slack,
+        "slack_ratio": _ratio(slack, reserved),
+        "reclaimable_bytes": sample.reclaimable_bytes,
+        "idle_cache_bytes": sample.idle_cache_bytes,
+        "fragmented_bytes": fragmented,
+        "fragmentation_ratio": _ratio(fragmented, reserved),
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "idle_seconds": inactive_seconds,  # the name before 0.4
+        "inactive_seconds": inactive_seconds,
+        "engine_idle_seconds": None if engine is None or engine.state == "asleep" else engine.idle_seconds,
+        "device_free_bytes": free,
+        "device_free_ratio": _ratio(free, None if memory is None else memory.total_bytes),
+        "device_utilization_ratio": None if device is None else device.utilization_ratio,
+    }
+
+
+def _ratio(part: int | None, whole: int | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+FIELDS: Mapping[str, str] = {name: name.rpartition("_")[2] for name in values_of(DeviceSample(""))}
+"""The unit of each value: bytes, ratio or seconds."""
 
 Bytes = Annotated[float, BeforeValidator(partial(read_quantity, unit="bytes"))]
 Ratio = Annotated[float, BeforeValidator(partial(read_quantity, unit="ratio"))]
@@ -41,21 +112,17 @@ Seconds = Annotated[float, BeforeValidator(partial(read_quantity, unit="seconds"
 
 
 def read_policy(path: str, *, allowed: Collection[str]) -> tuple[Rule, ...]:
-    """Read the rules of a file, whose actions `--action.allow` must have; "" has none. May block on the disk.
+    """Read the rules of a file, whose actions `--action.allow` must have. May block on the disk.
 
     Raises ConfigurationError: one line with the file, the line, the error and what is accepted.
     """
-    if not path:
-        return ()
     file = YamlFile(Path(path), "policy file")
     rules = file.read(_Policy, allowed).rules
-    names: list[str] = []
     for index, rule in enumerate(rules):
-        if rule.name in names:
+        if any(rule.name == earlier.name for earlier in rules[:index]):
             raise file.error(("rules", index), f"another rule has the name {rule.name!r}", of=())
         if rule.request.group:
             _log.warning(GROUP_IS_DEPRECATED, extra={"fields": {"rule": rule.name}})
-        names.append(rule.name)
     return tuple(rules)
 
 
@@ -72,19 +139,16 @@ class Bounds(FileSection):
         return self
 
 
-_CONDITIONS: dict[str, Any] = dict.fromkeys(FIELDS, (Bounds, None))
+_BOUNDS = {
+    unit: create_model("Bounds", __base__=Bounds, over=(quantity, -inf), under=(quantity, inf))
+    for unit, quantity in (("bytes", Bytes), ("ratio", Ratio), ("seconds", Seconds))
+}
+_CONDITIONS: dict[str, Any] = {name: (_BOUNDS[unit], None) for name, unit in FIELDS.items()}
 _Conditions: Any = create_model("_Conditions", __base__=FileSection, **_CONDITIONS)
 
 
 class When(_Conditions):  # type: ignore[misc]
     """The conditions of a rule, by value. All of them must be true."""
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _read_bounds(cls, given: Any, info: ValidationInfo) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {key: read_quantity(text, FIELDS[info.field_name or ""]) for key, text in given.items()}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -97,16 +161,13 @@ class When(_Conditions):  # type: ignore[misc]
         """The bounds of each value that has a condition."""
         return {name: getattr(self, name) for name in FIELDS if name in self.model_fields_set}
 
-    def is_met(self, values: Mapping[str, float | None]) -> bool:
-        """Return whether all conditions are true. An unknown value meets none."""
-        found = ((values[name], each) for name, each in self.bounds.items())
-        return all(value is not None and each.over < value < each.under for value, each in found)
-
-    def shown(self, values: Mapping[str, float | None]) -> str:
-        """Format the values, which are known, and their bounds."""
+    def met(self, values: Mapping[str, float | None]) -> str:
+        """Return the values and their bounds if all conditions are true, otherwise an empty string."""
         texts = []
+        if any((value := values[name]) is None or not b.over < value < b.under for name, b in self.bounds.items()):
+            return ""
         for name, each in self.bounds.items():
-            show = partial(shown_quantity, unit=FIELDS[name])
+            show = _SHOWN[FIELDS[name]]
             bounds = " and ".join(f"{word} {show(bound)}" for word, bound in each if not isinf(bound))
             texts.append(f"{name} {show(values[name] or 0)} ({bounds})")
         return ", ".join(texts)
@@ -184,11 +245,11 @@ class Rule(FileSection):
             raise section_error("stop_after", f"stop_after: only {', '.join(_FREEING)} accept it")
         settle_seconds = self.request.settle_seconds
         if self.cooldown < settle_seconds:
-            least = shown_quantity(settle_seconds, "seconds")
+            least = human_seconds(settle_seconds)
             raise section_error("cooldown", f"cooldown: expected at least still_free_after of stop_after, {least}")
         idle = self.when.bounds.get("engine_idle_seconds")
         if self.do.action == "release_memory" and not self.do.force and (not idle or idle.over < MIN_IDLE_SECONDS):
-            least = shown_quantity(MIN_IDLE_SECONDS, "seconds")
+            least = human_seconds(MIN_IDLE_SECONDS)
             raise section_error("when", f"when: release_memory expects engine_idle_seconds over at least {least}")
         return self
 

@@ -6,15 +6,13 @@ Used on the event loop only. A thread reads the file.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import MAX_REASON_LENGTH, Target
 from gpumem_exporter.actions.audit import place_of
 from gpumem_exporter.actions.dispatcher import Dispatcher
@@ -25,10 +23,9 @@ from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.edge.replies import iso_time
 from gpumem_exporter.errors import ActionRefusedError
 from gpumem_exporter.features.policy.policy_rules import Rule, read_policy
-from gpumem_exporter.features.policy.policy_values import Observation, observations
-from gpumem_exporter.features.policy.rule_state import RESULTS, RuleState, Subject
+from gpumem_exporter.features.policy.rule_state import RESULTS, Observation, RuleState, observations
 from gpumem_exporter.metrics.collector_types import Metric
-from gpumem_exporter.metrics.instruments import Counter, Registry
+from gpumem_exporter.metrics.instruments import Counter
 
 EVALUATIONS = Metric(
     "gpumem_policy_evaluations_total",
@@ -59,22 +56,20 @@ class PolicyRunner:
     path: str
     """Empty without a file."""
     _: KW_ONLY
-    allowed: frozenset[str]
     dispatcher: Dispatcher
     snapshot: Callable[[], Snapshot]
     stale_seconds: float
-    registry: InitVar[Registry]
+    evaluations: Counter
+    """Of `EVALUATIONS`."""
     record: Callable[[Event], object]
     wall_clock: Callable[[], float]
     states: dict[str, RuleState] = field(init=False, default_factory=dict)
     """The rules in force with their state, by name, in order of precedence."""
-    _evaluations: Counter = field(init=False)
     _reading: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
-    def __post_init__(self, registry: Registry) -> None:
-        self._evaluations = Counter.of(EVALUATIONS, registry)
+    def __post_init__(self) -> None:
         if self.path:
-            self.put_in_force(read_policy(self.path, allowed=self.allowed), "start")
+            self.put_in_force(read_policy(self.path, allowed=self.dispatcher.allowed), "start")
 
     def tick(self) -> None:
         """Judge what has ended, evaluate the rules and submit their actions; called once a second."""
@@ -89,8 +84,16 @@ class PolicyRunner:
                 if action is not None and (not action.finished or action.settling):
                     continue
                 subject.action_id = None
-                if action is not None and (reason := state.judge(subject, action)):
-                    self._put_stopped(state, subject, action, reason)
+                stop = None if action is None else state.judge(subject, action)
+                if action is None or stop is None:
+                    continue
+                rule, until = state.rule, self.iso_time(subject.stopped_until)
+                fields = {"rule": rule.name, "action": action.action, "reason": stop["reason"], "until": until}
+                logged = {**fields, "target": action.target.describe(), "dry_run": rule.dry_run}
+                _log.warning("a policy rule stopped, because its action does not help", extra={"fields": logged})
+                if not rule.dry_run:
+                    place, detail = place_of(action.results), {**fields, "tries": stop["tries"]}
+                    self.record(Event("policy_stopped", self.wall_clock(), **place, owner=action.share, detail=detail))
 
     def evaluate(self, alert: NamingAlert | None = None) -> Mapping[tuple[str, str], Sequence[str]]:
         """Evaluate every rule on every process that it concerns; or for an alert, one rule on what the alert admits.
@@ -104,9 +107,8 @@ class PolicyRunner:
         for process in filter(steps_with_ranks, snapshot.processes):
             ranks[process.job].append(process)
         found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-        for name, state in self.states.items():
-            if alert is not None and alert.rule != name:
-                continue
+        states = self.states if alert is None else {alert.rule: self.states[alert.rule]}
+        for name, state in states.items():
             concerned = [each for each in seen if state.rule.concerns(each.process.report.process.workload)]
             state.observe(concerned, now)
             for each in concerned:
@@ -118,32 +120,30 @@ class PolicyRunner:
                     result = "pending"
                 if not result and not busy.isdisjoint(process.key for process in processes):
                     result = "busy"
-                result = result or self._obstacle(state.rule, each, processes, snapshot)
+                request, caller = state.rule.request, Caller.policy(name)
+                if not result and any(self.dispatcher.held_back(request, caller, one, snapshot) for one in processes):
+                    result = "held_back"
                 if not result:
                     result, text = self._act(state, each, now, alert)
                     busy = self._under_way()
                     decided += 1
                 found[name, result].append(text)
         for (name, result), texts in found.items():
-            self._evaluations.labels(result, name).inc(len(texts))
+            self.evaluations.labels(result, name).inc(len(texts))
         return found
 
     async def reload(self, requested_by: str) -> None:
         """Read the file again. If it is invalid, raise ConfigurationError; then the earlier rules stay in force."""
         async with self._reading:
-            try:
-                rules = await asyncio.to_thread(read_policy, self.path, allowed=self.allowed)
-            except ConfigurationError as error:
-                fields = {"requested_by": requested_by, "error": str(error)}
-                _log.error("policy not reloaded; the earlier rules stay in force", extra={"fields": fields})
-                raise
+            rules = await asyncio.to_thread(read_policy, self.path, allowed=self.dispatcher.allowed)
             self.put_in_force(rules, requested_by)
 
     async def reload_on_hangup(self) -> None:
-        """Read the file again after SIGHUP."""
-        # `reload` has logged the error, and a signal has no reply.
-        with contextlib.suppress(ConfigurationError):
+        """Read the file again after SIGHUP, which has no reply: the log has the error."""
+        try:
             await self.reload("SIGHUP")
+        except ConfigurationError as error:
+            _log.error("policy not reloaded; the earlier rules stay in force: %s", error)
 
     def put_in_force(self, rules: Sequence[Rule], requested_by: str) -> None:
         """Evaluate these rules from now on. Rules with the name of an earlier one continue it."""
@@ -151,9 +151,9 @@ class PolicyRunner:
         self.states = {rule.name: before.get(rule.name, RuleState(rule)).continued(rule) for rule in rules}
         for result in RESULTS:
             for name in before.keys() - self.states.keys():
-                self._evaluations.remove(result, name)
+                self.evaluations.remove(result, name)
             for name in self.states:  # its series start at 0
-                self._evaluations.labels(result, name)
+                self.evaluations.labels(result, name)
         fields = {
             "file": self.path,
             "requested_by": requested_by,
@@ -162,30 +162,14 @@ class PolicyRunner:
         }
         _log.info("policy in force", extra={"fields": fields})
 
-    def stops(self, rule: str) -> list[str]:
-        """Return when a rule may act again, for each process or workload for which it has stopped."""
-        return [self._iso_time(until) for until in self.states[rule].stops(self.snapshot().taken_seconds)]
-
     def _under_way(self) -> AbstractSet[ProcessKey]:
         """Return the processes with a running action, or where an action of a rule settles."""
-        states = [state for state in self.states.values() if not state.rule.dry_run]
-        subjects = (subject for state in states for subject in state.subjects.values())
-        return self.dispatcher.under_way() | {each.process for each in subjects if each.action_id is not None}
-
-    def _obstacle(
-        self, rule: Rule, seen: Observation, processes: Sequence[ReportingProcess], snapshot: Snapshot
-    ) -> str:
-        """Return why a rule cannot act on a process or the ranks of its job, `processes`; empty if it can."""
-        caller = Caller.policy(rule.name)
-        if any(self.dispatcher.held_back(rule.request, caller, each, snapshot) for each in processes):
-            return "held_back"
-        # Another process may have the name of a process that has exited.
-        named = dict(snapshot.names.reporting).get(seen.process.name)
-        return "" if named is not None and named.key == seen.process.key else "unmet"
+        acting = (state.subjects.values() for state in self.states.values() if not state.rule.dry_run)
+        return self.dispatcher.under_way() | {each.process for some in acting for each in some if each.action_id}
 
     def _act(self, state: RuleState, seen: Observation, now: float, alert: NamingAlert | None) -> tuple[str, str]:
         """Submit the action of a rule. Return the result, and the id of the action or why it was refused."""
-        rule, caller, reason = state.rule, Caller.policy(state.rule.name), state.rule.when.shown(seen.values)
+        rule, caller, reason = state.rule, Caller.policy(state.rule.name), state.rule.when.met(seen.values)
         if alert is not None:
             caller, reason = alert.requested_by, f"{alert.reason}: {reason}"[:MAX_REASON_LENGTH]
         request = replace(rule.request, target=Target(pid=seen.process.name), reason=reason)
@@ -199,17 +183,6 @@ class PolicyRunner:
         state.put_acted(seen, now, action_id)
         return "would_act" if rule.dry_run else "acted", action_id
 
-    def _put_stopped(self, state: RuleState, subject: Subject, action: Action, reason: str) -> None:
-        """Log that a rule stops for a subject, and record it as an event. The stop of a dry run has no event."""
-        rule, until = state.rule, self._iso_time(state.resume_seconds(subject))
-        fields = {"rule": rule.name, "action": action.action, "reason": reason, "until": until}
-        verb, target = "would stop" if rule.dry_run else "stopped", action.target.describe()
-        message = f"a policy rule {verb}, because its action does not help"
-        _log.warning(message, extra={"fields": {**fields, "target": target}})
-        if not rule.dry_run:
-            detail, place = {**fields, "tries": list(subject.unhelpful)}, place_of(action.results)
-            self.record(Event("policy_stopped", self.wall_clock(), **place, owner=action.share, detail=detail))
-
-    def _iso_time(self, seconds: float) -> str:
+    def iso_time(self, seconds: float) -> str:
         """Return a time on the clock of the snapshots as ISO 8601."""
         return iso_time(self.wall_clock() + seconds - self.snapshot().taken_seconds)

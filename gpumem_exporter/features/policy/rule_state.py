@@ -6,39 +6,70 @@ again when the process reports again after its samples were stale, and for anoth
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_client.wire.units import human_bytes, human_seconds
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.kinds import is_done
-from gpumem_exporter.actions.timing import acts_on_jobs, is_rank
+from gpumem_exporter.actions.timing import acts_on_jobs, is_rank, steps_with_ranks
 from gpumem_exporter.core.ledger import sum_of_known
-from gpumem_exporter.core.samples import ProcessKey
-from gpumem_exporter.features.policy.policy_rules import Rule
-from gpumem_exporter.features.policy.policy_values import Observation, shown_quantity
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.features.policy.policy_rules import Rule, values_of
 
-RESULTS: Mapping[str, str] = MappingProxyType(
-    {
-        "unmet": "a condition is false or its value is unknown",
-        "pending": "all conditions are true; the rule waits for the time of `for`, or for an alert",
-        "acted": "the rule requested its action",
-        "would_act": "the rule requested its action as a dry run",
-        "refused": "the exporter refused the action",
-        "cooling": "the rule waits after its last action there; a dry run also until the conditions were false once",
-        "busy": "another action is running or settling there",
-        "held_back": "an inference engine starts on a device there, and released memory would spoil its start",
-        "limited": "the rule has reached its number of actions per hour",
-        "stopped": "the rule has stopped there for a while, because its actions did not help",
-    }
-)
+RESULTS: Mapping[str, str] = {
+    "unmet": "a condition is false or its value is unknown",
+    "pending": "all conditions are true; the rule waits for the time of `for`, or for an alert",
+    "acted": "the rule requested its action",
+    "would_act": "the rule requested its action as a dry run",
+    "refused": "the exporter refused the action",
+    "cooling": "the rule waits after its last action there; a dry run also until the conditions were false once",
+    "busy": "another action is running or settling there",
+    "held_back": "an inference engine starts on a device there, and released memory would spoil its start",
+    "limited": "the rule has reached its number of actions per hour",
+    "stopped": "the rule has stopped there for a while, because its actions did not help",
+}
 """The results of evaluating a rule for one process on one device, once a second and for each alert."""
 
 _HOUR_SECONDS = 3600.0
 _CHANGED_SINCE = (ReasonCode.ENGINE_STARTING, ReasonCode.ENGINE_BUSY, ReasonCode.ENGINE_ASLEEP)
+
+
+class Observation(NamedTuple):
+    """One process on one device, at the time of its last sample."""
+
+    process: ReportingProcess
+    reporter: Hashable
+    """The session of the reporter. A later process with the same pid differs, and so does another program."""
+    uuid: str
+    values: Mapping[str, float | None]
+    """The value of each of `policy_rules.FIELDS`."""
+
+    @property
+    def key(self) -> Hashable:
+        """The process on the device."""
+        return self.reporter, self.uuid
+
+
+def observations(snapshot: Snapshot, stale_seconds: float) -> Iterator[Observation]:
+    """Yield every process on each of its devices, except processes whose last sample is older than `stale_seconds`.
+
+    A process that has exited may have the pid of another process: only the one that the pid names now is there.
+    """
+    node = snapshot.node
+    devices = {device.uuid: device for device in node.devices if device.up} if node is not None and node.up else {}
+    for _, process in snapshot.names.reporting:
+        if process.sampled_seconds < snapshot.taken_seconds - stale_seconds:
+            continue
+        identity = process.report.process
+        reporter = process.key, identity.start_time_ticks, identity.session
+        last_seconds = snapshot.last_active_seconds(process, process.host_pid)
+        inactive_seconds = None if last_seconds is None else max(0.0, snapshot.taken_seconds - last_seconds)
+        for sample in process.report.devices:
+            values = values_of(sample, devices.get(sample.uuid), process.report.engine, inactive_seconds)
+            yield Observation(process, reporter, sample.uuid, values)
 
 
 @dataclass(slots=True)
@@ -53,6 +84,7 @@ class Subject:
     """The last action, until it has settled and been judged."""
     unhelpful: list[dict[str, Any]] = field(default_factory=list)
     """The last consecutive actions that did not help, as the event `policy_stopped` has them."""
+    stopped_until: float = 0.0
     presumed: bool = False
     """A dry run has shown that its action would help, and its conditions have not been false since."""
 
@@ -65,8 +97,6 @@ class RuleState:
     subjects: dict[Hashable, Subject] = field(default_factory=dict)
     # When all conditions became true, by process and device, in the time of the samples.
     _met_since: dict[Hashable, float] = field(default_factory=dict)
-    # The number of actions within the last hour, by `ProcessKey.share`: no user can use up the actions of others.
-    _used: Counter[str] = field(default_factory=Counter)
 
     def continued(self, rule: Rule) -> RuleState:
         """Return the state of the rule in a file that was read again. A changed rule keeps the times of its actions."""
@@ -74,31 +104,28 @@ class RuleState:
         return self if rule == self.rule else RuleState(rule, acted)
 
     def subject_of(self, seen: Observation) -> Hashable:
-        """Return the key of what the rule acts on: a process on all its devices, or the ranks of its job."""
-        return seen.ranks if acts_on_jobs(self.rule.request) else seen.reporter
+        """Return the key of what the rule acts on: a process on all its devices, or the ranks that train with it."""
+        together = acts_on_jobs(self.rule.request) and steps_with_ranks(seen.process)
+        return seen.process.job if together else seen.reporter
 
     def _subjects_of(self, seen: Observation) -> set[Hashable]:
         """Return the keys of what the rule may have acted on with a process."""
         # While a rank makes no steps, as in a validation, the rule acts on it alone, and on its job before and after.
-        job = seen.process.job if is_rank(seen.process) else seen.reporter
-        return {self.subject_of(seen), seen.reporter, job}
+        return {seen.reporter, seen.process.job} if is_rank(seen.process) else {seen.reporter}
 
     def observe(self, concerned: Sequence[Observation], now: float) -> None:
         """Note which of the processes that the rule concerns meet all conditions now."""
-        met = [each for each in concerned if self.rule.when.is_met(each.values)]
+        met = [each for each in concerned if self.rule.when.met(each.values)]
         since = self._met_since
         self._met_since = {each.key: since.get(each.key, each.process.sampled_seconds) for each in met}
         present = {name for each in concerned for name in self._subjects_of(each)}
         held = {self.subject_of(each) for each in met}
         # An absent subject is kept for a while: a process that hung and continues is absent meanwhile.
         keep_seconds = max(self.rule.cooldown, _HOUR_SECONDS)
-        for name in self.subjects.keys() - present:
-            if now - self.subjects[name].acted[-1] > keep_seconds:
-                del self.subjects[name]
-        self._used.clear()
+        kept = self.subjects.items()
+        self.subjects = {k: each for k, each in kept if k in present or now - each.acted[-1] <= keep_seconds}
         for name, each in self.subjects.items():
             each.presumed = each.presumed and name in held
-            self._used[each.process.share] += sum(now - acted < _HOUR_SECONDS for acted in each.acted)
 
     def objection(self, seen: Observation, now: float, *, alerted: bool) -> str:
         """Return why the rule does not act now, as one of `RESULTS`; empty if it may act."""
@@ -109,51 +136,39 @@ class RuleState:
         if too_early or (self.rule.trigger == "alert" and not alerted):
             return "pending"
         subjects = [self.subjects[name] for name in self._subjects_of(seen) if name in self.subjects]
-        if any(now < self.resume_seconds(subject) for subject in subjects):
+        if any(now < subject.stopped_until for subject in subjects):
             return "stopped"
         if any(subject.presumed or now - subject.acted[-1] < self.rule.cooldown for subject in subjects):
             return "cooling"
-        return "limited" if self._used[seen.process.key.share] >= self.rule.max_per_hour else ""
+        # No user can use up the actions of others.
+        share = seen.process.key.share
+        acted = [at for each in self.subjects.values() if each.process.share == share for at in each.acted]
+        return "limited" if sum(now - at < _HOUR_SECONDS for at in acted) >= self.rule.max_per_hour else ""
 
     def put_acted(self, seen: Observation, now: float, action_id: str | None) -> None:
         """Note that the rule acts now where it has seen this; `action_id` is None if the action was refused."""
         # The conditions have to be true again for the whole time.
         self._met_since[seen.key] = seen.process.sampled_seconds
-        key = seen.process.key
-        subject = self.subjects.setdefault(self.subject_of(seen), Subject(key))
-        if self._tired(subject):
-            subject.unhelpful.clear()
-        subject.process, subject.action_id = key, action_id
+        subject = self.subjects.setdefault(self.subject_of(seen), Subject(seen.process.key))
+        subject.process, subject.action_id = seen.process.key, action_id
         subject.acted = [*(acted for acted in subject.acted if now - acted < _HOUR_SECONDS), now]
-        self._used[key.share] += 1
 
-    def judge(self, subject: Subject, action: Action) -> str:
-        """Judge the subject's action, which has settled. Returns the reason if the rule stops there because of it."""
-        stop_after = self.rule.stop
-        why = _why_unhelpful(action, stop_after.freed_under) if stop_after is not None else None
+    def judge(self, subject: Subject, action: Action) -> dict[str, Any] | None:
+        """Judge the subject's action, which has settled. Return why, if the rule stops there because of it."""
+        stop = self.rule.stop
+        why = _why_unhelpful(action, stop.freed_under) if stop is not None else None
         subject.presumed = action.dry_run and not why
         if why == "":
             subject.unhelpful.clear()
-        if not why:
-            return ""
-        done = any(is_done(result.outcome) for result in action.results)
-        freed = _freed_bytes(action) if done else None
-        subject.unhelpful.append({"action_id": action.id, "freed_bytes": freed, "why": why})
-        times = f"{len(subject.unhelpful)} times in a row" if len(subject.unhelpful) > 1 else "once"
-        return f"{action.action} did not help {times}: {why}" if self._tired(subject) else ""
-
-    def stops(self, now: float) -> list[float]:
-        """Return when the rule may act again, for each subject for which it has stopped."""
-        return [until for each in self.subjects.values() if now < (until := self.resume_seconds(each))]
-
-    def resume_seconds(self, subject: Subject) -> float:
-        """Return when the stop of the rule for a subject ends; the past if the rule has not stopped there."""
-        wait_seconds = self.rule.stop.resume_after if self.rule.stop is not None and self._tired(subject) else 0.0
-        return subject.acted[-1] + wait_seconds
-
-    def _tired(self, subject: Subject) -> bool:
-        """Return whether the last actions on a subject did not help."""
-        return self.rule.stop is not None and len(subject.unhelpful) >= self.rule.stop.clears
+        if not why or stop is None:
+            return None
+        subject.unhelpful.append({"action_id": action.id, "freed_bytes": _freed_bytes(action), "why": why})
+        if len(subject.unhelpful) < stop.clears:
+            return None
+        tries, subject.unhelpful = subject.unhelpful, []
+        subject.stopped_until = subject.acted[-1] + stop.resume_after
+        times = f"{len(tries)} times in a row" if len(tries) > 1 else "once"
+        return {"reason": f"{action.action} did not help {times}: {why}", "tries": tries}
 
 
 def _freed_bytes(action: Action) -> int | None:
@@ -174,14 +189,9 @@ def _why_unhelpful(action: Action, least: float) -> str | None:
         if any(result.reason_code in _CHANGED_SINCE for result in action.results):
             return None  # this came after the decision, and says nothing about the rule
         return "; ".join(dict.fromkeys(f"{result.outcome}: {result.reason}" for result in action.results))
-    freed, settled = _freed_bytes(action), action.settle_seconds > 0
-    left = action.still_free_bytes if settled else freed
-    if freed is not None and freed < least:
-        return f"it released {shown_quantity(freed, 'bytes')}"
-    if freed is None or left is None:
+    freed = _freed_bytes(action)
+    left = freed if freed is None or freed < least or not action.settle_seconds else action.still_free_bytes
+    if left is None:
         return None  # not measured
-    if left >= least:
-        return ""
-    released, still_free = (shown_quantity(size, "bytes") for size in (freed, left))
-    after = shown_quantity(action.settle_seconds, "seconds")
-    return f"it released {released}, and {still_free} of it were still free after {after}"
+    after = f", and {human_bytes(left)} of it were still free after {human_seconds(action.settle_seconds)}"
+    return "" if left >= least else f"it released {human_bytes(freed)}" + (after if left != freed else "")

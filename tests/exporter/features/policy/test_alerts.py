@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.action_options import DEFAULT_ACTIONS, Target
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.edge.problems import ProblemError
 from gpumem_exporter.edge.request_guard import OwnNames
 from gpumem_exporter.features.policy.policy_routes import AlertBody, AlertOutcome, take_alert
-from gpumem_exporter.features.policy.policy_runner import PolicyRunner
-from gpumem_exporter.metrics.instruments import Registry
+from gpumem_exporter.features.policy.policy_runner import EVALUATIONS, PolicyRunner
+from gpumem_exporter.metrics.instruments import Counter, Registry
 from tests.support.builders import MIB, UNLIMITED, UUIDS, sample
 from tests.support.dispatching import Bench
 from tests.support.policies import alert_rule, written
@@ -37,11 +37,10 @@ class Node(Bench):
         self.names = OwnNames(["node-1", "node-1.example.org", "0.0.0.0"])
         self.policies = PolicyRunner(
             str(written(folder / "policy.yml", alert_rule(**rule))),
-            allowed=frozenset(DEFAULT_ACTIONS),
             dispatcher=self.dispatcher,
             snapshot=lambda: self.store.snapshot(self.now),
             stale_seconds=5.0,
-            registry=Registry(),
+            evaluations=Counter.of(EVALUATIONS, Registry()),
             record=lambda _: None,
             wall_clock=time.time,
         )

@@ -10,8 +10,7 @@ import pytest
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.action_options import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.core.yaml_file import MAX_FILE_BYTES
-from gpumem_exporter.features.policy.policy_rules import MAX_RULES, Rule, StopAfter, read_policy
-from gpumem_exporter.features.policy.policy_values import FIELDS, read_quantity
+from gpumem_exporter.features.policy.policy_rules import FIELDS, MAX_RULES, Rule, StopAfter, read_policy, read_quantity
 from tests.support.paths import REPOSITORY
 
 EXAMPLE = REPOSITORY / "deploy" / "policy.example.yml"
