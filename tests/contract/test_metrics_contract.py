@@ -39,8 +39,7 @@ from gpumem_exporter.features.events.event_log import DROPPED, EVENTS
 from gpumem_exporter.features.oom.oom_metrics import OOM
 from gpumem_exporter.features.orphans.orphan_metrics import ORPHANS
 from gpumem_exporter.features.policy.policy_routes import ALERT_OUTCOMES, ALERTS
-from gpumem_exporter.features.policy.policy_runner import EVALUATIONS
-from gpumem_exporter.features.policy.rule_state import RESULTS
+from gpumem_exporter.features.policy.policy_runner import EVALUATIONS, RESULTS
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Counter, Instruments, Registry
 from tests.support.exposition_builders import whole_text_of

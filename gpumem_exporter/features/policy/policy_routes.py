@@ -27,8 +27,7 @@ from gpumem_exporter.edge.problems import ProblemCode, ProblemError, problems, r
 from gpumem_exporter.edge.replies import iso_time, json_body, json_reply, json_response
 from gpumem_exporter.edge.request_guard import ALERTS_PATH, RELOAD_PATH, OwnNames
 from gpumem_exporter.errors import ActionRefusedError, TargetNotFoundError
-from gpumem_exporter.features.policy.policy_runner import EVALUATIONS, NamingAlert, PolicyRunner
-from gpumem_exporter.features.policy.rule_state import RESULTS
+from gpumem_exporter.features.policy.policy_runner import EVALUATIONS, RESULTS, NamingAlert, PolicyRunner
 from gpumem_exporter.metrics.collector_types import Metric
 from gpumem_exporter.metrics.instruments import Counter, Registry
 

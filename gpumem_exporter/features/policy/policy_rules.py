@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from math import inf, isfinite, isinf, nan
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationInfo, create_model, model_validator
 from typing_extensions import Self
@@ -24,19 +24,20 @@ from gpumem_exporter.actions.action_options import (
     ACTIONS,
     GROUP_IS_DEPRECATED,
     MAX_DEADLINE_SECONDS,
+    OPTIONS,
     ActionRequest,
     Target,
     invalid_fields,
 )
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
 from gpumem_exporter.core.ledger import fragmented_bytes
-from gpumem_exporter.core.samples import DeviceReading
+from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_error
 
 MAX_RULES = 100
 _DAY_SECONDS = 86400.0
 # The actions that release memory to the driver, of which some may be taken again soon.
-_RELEASING = ("empty_cache", "release_memory")
+_RELEASING = OPTIONS["settle_seconds"].help
 # The actions that free memory: a rule may find that they do not help.
 _FREEING = (*_RELEASING, "collect_garbage")
 _log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def read_quantity(text: object, unit: str) -> float:
     return value
 
 
-def values_of(
+def _values(
     sample: DeviceSample,
     device: DeviceReading | None = None,
     engine: EngineState | None = None,
@@ -103,7 +104,7 @@ def _ratio(part: int | None, whole: int | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-FIELDS: Mapping[str, str] = {name: name.rpartition("_")[2] for name in values_of(DeviceSample(""))}
+FIELDS: Mapping[str, str] = {name: name.rpartition("_")[2] for name in _values(DeviceSample(""))}
 """The unit of each value: bytes, ratio or seconds."""
 
 Bytes = Annotated[float, BeforeValidator(partial(read_quantity, unit="bytes"))]
@@ -124,6 +125,36 @@ def read_policy(path: str, *, allowed: Collection[str]) -> tuple[Rule, ...]:
         if rule.request.group:
             _log.warning(GROUP_IS_DEPRECATED, extra={"fields": {"rule": rule.name}})
     return tuple(rules)
+
+
+class Observation(NamedTuple):
+    """One process on one device, at the time of its last sample."""
+
+    process: ReportingProcess
+    reporter: Hashable
+    """The session of the reporter. A later process with the same pid differs, and so does another program."""
+    uuid: str
+    values: Mapping[str, float | None]
+    """The value of each of `FIELDS`."""
+
+
+def observations(snapshot: Snapshot, stale_seconds: float) -> Iterator[Observation]:
+    """Yield every process on each of its devices, except processes whose last sample is older than `stale_seconds`.
+
+    A process that has exited may have the pid of another process: only the one that the pid names now is there.
+    """
+    node = snapshot.node
+    devices = {device.uuid: device for device in node.devices if device.up} if node is not None and node.up else {}
+    for _, process in snapshot.names.reporting:
+        if process.sampled_seconds < snapshot.taken_seconds - stale_seconds:
+            continue
+        identity = process.report.process
+        reporter = process.key, identity.start_time_ticks, identity.session
+        last_seconds = snapshot.last_active_seconds(process, process.host_pid)
+        inactive_seconds = None if last_seconds is None else max(0.0, snapshot.taken_seconds - last_seconds)
+        for sample in process.report.devices:
+            values = _values(sample, devices.get(sample.uuid), process.report.engine, inactive_seconds)
+            yield Observation(process, reporter, sample.uuid, values)
 
 
 class Bounds(FileSection):
@@ -163,9 +194,9 @@ class When(_Conditions):  # type: ignore[misc]
 
     def met(self, values: Mapping[str, float | None]) -> str:
         """Return the values and their bounds if all conditions are true, otherwise an empty string."""
-        texts = []
         if any((value := values[name]) is None or not b.over < value < b.under for name, b in self.bounds.items()):
             return ""
+        texts = []
         for name, each in self.bounds.items():
             show = _SHOWN[FIELDS[name]]
             bounds = " and ".join(f"{word} {show(bound)}" for word, bound in each if not isinf(bound))
