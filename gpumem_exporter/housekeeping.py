@@ -34,7 +34,7 @@ def _run(chores: Mapping[str, Callable[..., object]], failures: FailureLog, *giv
             failures.recovered(name)
 
 
-async def keep_house(chores: Mapping[str, Callable[[], None]]) -> None:
+async def keep_house(chores: Mapping[str, Callable[[], object]]) -> None:
     """Run the chores on the event loop once a second, until cancelled."""
     failures = FailureLog(_log, time.monotonic)
     while True:

@@ -49,7 +49,7 @@ class Parts:
     findings: Sequence[FindingsOf] = ()
     checks: Mapping[str, Callable[[], Check]] = field(default_factory=dict)
     """By name: the checks of /health."""
-    chores: Mapping[str, Callable[[], None]] = field(default_factory=dict)
+    chores: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     """By name: done once a second on the event loop."""
     each_second: Mapping[str, Callable[[Snapshot], None]] = field(default_factory=dict)
     """By name: done once a second with a new snapshot, in a thread of the exporter."""

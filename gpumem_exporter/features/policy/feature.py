@@ -28,7 +28,7 @@ def _build(node: Node) -> Parts:
     return Parts(
         routers=[policy_router(runner, node.registry, own_names=node.own_names, complete_seconds=complete_seconds)],
         body_limits={ALERTS_PATH: MAX_BODY_BYTES},
-        chores={"run_policies": runner.tick} if runner.path else {},
+        chores={"run_policies": runner.evaluate} if runner.path else {},
         reload=runner.reload_on_hangup if runner.path else None,
     )
 

@@ -21,7 +21,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.action_options import SELECTORS, Target
 from gpumem_exporter.actions.selection import matches, nothing_matches, processes_of
 from gpumem_exporter.core.caller import Caller
-from gpumem_exporter.core.samples import ProcessKey, Snapshot
+from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.problems import ProblemCode, ProblemError, problems, retry_after
 from gpumem_exporter.edge.replies import iso_time, json_body, json_reply, json_response
@@ -201,7 +201,7 @@ def _evaluate(
     if rule not in policies.states:
         known = ", ".join(policies.states) or "none: see --policy.file"
         raise ActionRefusedError(f"{RULE}: no rule {rule[:64]!r}; the rules are {known}")
-    admitted = _admitted(policies.snapshot(), alert, of_this_node, policies.wall_clock())
+    admitted = _admitted(policies, alert, of_this_node)
     reason = f"alert {alert.name[:128]} ({alert.fingerprint})"
     evaluated = policies.evaluate(NamingAlert(rule, admitted, Caller.alert(alert.name, caller), reason))
     found = {result: texts for (_, result), texts in evaluated.items()}
@@ -213,9 +213,7 @@ def _evaluate(
     return "waiting", f"the rule {rule} does not act now: {why}", None
 
 
-def _admitted(
-    snapshot: Snapshot, alert: AlertBody, of_this_node: bool, unix_seconds: float
-) -> set[tuple[ProcessKey, str]]:
+def _admitted(policies: PolicyRunner, alert: AlertBody, of_this_node: bool) -> set[tuple[ProcessKey, str]]:
     """Return the processes and devices of an alert that are older than its firing. Raises ActionRefusedError.
 
     The uuid of a device names its node, too; a pid and an index do not.
@@ -226,12 +224,12 @@ def _admitted(
         raise ActionRefusedError(
             f"the alert may be of another node: it has no label uuid, and its instance {instance!r} is not this node"
         )
-    target = Target(**labels, all=not labels)
+    target, snapshot = Target(**labels, all=not labels), policies.snapshot()
     reporting = [one for one in processes_of(snapshot).values() if one.reporter is not None]
     if not (selected := matches(target, snapshot, reporting)):
         raise TargetNotFoundError(nothing_matches(target, reporting))
     # A younger process is not the one of the alert, and has its pid by now. Without a start time, it may be younger.
-    age_seconds = unix_seconds - alert.starts_at.timestamp()
+    age_seconds = policies.wall_clock() - alert.starts_at.timestamp()
     latest_ticks = (time.clock_gettime(time.CLOCK_BOOTTIME) - age_seconds) * _TICKS_PER_SECOND
     older = [one for one in selected if 0 < one.process.start_time_ticks <= latest_ticks]
     if not older:

@@ -292,8 +292,8 @@ class Rule(FileSection):
     @cached_property
     def request(self) -> ActionRequest:
         """The requested action; its target is replaced by the process."""
-        releases = self.do.action in _RELEASING
-        settle_seconds = self.stop_after.still_free_after if releases and self.stop_after is not None else 0.0
+        stop = self.stop if self.do.action in _RELEASING else None
+        settle_seconds = 0.0 if stop is None else stop.still_free_after
         return replace(self.do.request, dry_run=self.dry_run, settle_seconds=settle_seconds)
 
     def concerns(self, workload: str) -> bool:

@@ -143,23 +143,6 @@ class RuleState:
         subject.process, subject.action_id = seen.process.key, action_id
         subject.acted = [*(acted for acted in subject.acted if now - acted < _HOUR_SECONDS), now]
 
-    def judge(self, subject: Subject, action: Action) -> dict[str, Any] | None:
-        """Judge the subject's action, which has settled. Return why, if the rule stops there because of it."""
-        stop = self.rule.stop
-        why = _why_unhelpful(action, stop.freed_under) if stop is not None else None
-        subject.presumed = action.dry_run and not why
-        if why == "":
-            subject.unhelpful.clear()
-        if not why or stop is None:
-            return None
-        subject.unhelpful.append({"action_id": action.id, "freed_bytes": _freed_bytes(action), "why": why})
-        if len(subject.unhelpful) < stop.clears:
-            return None
-        tries, subject.unhelpful = subject.unhelpful, []
-        subject.stopped_until = subject.acted[-1] + stop.resume_after
-        times = f"{len(tries)} times in a row" if len(tries) > 1 else "once"
-        return {"reason": f"{action.action} did not help {times}: {why}", "tries": tries}
-
 
 def _freed_bytes(action: Action) -> int | None:
     """Return what an action freed: a garbage collection frees tensors, whose memory stays in the cache."""
@@ -167,7 +150,7 @@ def _freed_bytes(action: Action) -> int | None:
         return action.freed_bytes
     sizes = [(result.allocated_before_bytes, result.allocated_after_bytes) for result in action.results]
     freed = [None if before is None or after is None else max(0, before - after) for before, after in sizes]
-    return sum_of_known(freed) if freed else None
+    return sum_of_known(freed)
 
 
 def _why_unhelpful(action: Action, least: float) -> str | None:
@@ -218,35 +201,46 @@ class PolicyRunner:
         if self.path:
             self.put_in_force(read_policy(self.path, allowed=self.dispatcher.allowed), "start")
 
-    def tick(self) -> None:
-        """Judge what has ended, evaluate the rules and submit their actions; called once a second."""
-        self.judge()
-        self.evaluate()
-
     def judge(self) -> None:
         """Judge the actions that have settled since."""
         for state in self.states.values():
             for subject in state.subjects.values():
                 action = None if subject.action_id is None else self.dispatcher.get(subject.action_id)
-                if action is not None and (not action.finished or action.settling):
-                    continue
-                subject.action_id = None
-                stop = None if action is None else state.judge(subject, action)
-                if action is None or stop is None:
-                    continue
-                rule, until = state.rule, self.iso_time(subject.stopped_until)
-                fields = {"rule": rule.name, "action": action.action, "reason": stop["reason"], "until": until}
-                logged = {**fields, "target": action.target.describe(), "dry_run": rule.dry_run}
-                _log.warning("a policy rule stopped, because its action does not help", extra={"fields": logged})
-                if not rule.dry_run:
-                    place, detail = place_of(action.results), {**fields, "tries": stop["tries"]}
-                    self.record(Event("policy_stopped", self.wall_clock(), **place, owner=action.share, detail=detail))
+                if action is None or (action.finished and not action.settling):
+                    subject.action_id = None
+                    if action is not None:
+                        self._judge(state.rule, subject, action)
+
+    def _judge(self, rule: Rule, subject: Subject, action: Action) -> None:
+        """Note whether an action helped. If the rule stops there because of it, log and record that."""
+        stop = rule.stop
+        why = None if stop is None else _why_unhelpful(action, stop.freed_under)
+        subject.presumed = action.dry_run and not why
+        if why == "":
+            subject.unhelpful.clear()
+        if not why or stop is None:
+            return
+        subject.unhelpful.append({"action_id": action.id, "freed_bytes": _freed_bytes(action), "why": why})
+        if len(subject.unhelpful) < stop.clears:
+            return
+        tries, subject.unhelpful = subject.unhelpful, []
+        subject.stopped_until = subject.acted[-1] + stop.resume_after
+        times = f"{len(tries)} times in a row" if len(tries) > 1 else "once"
+        reason, until = f"{action.action} did not help {times}: {why}", self.iso_time(subject.stopped_until)
+        fields = {"rule": rule.name, "action": action.action, "reason": reason, "until": until}
+        logged = {**fields, "target": action.target.describe(), "dry_run": rule.dry_run}
+        _log.warning("a policy rule stopped, because its action does not help", extra={"fields": logged})
+        if not rule.dry_run:  # the stop of a dry run has no event
+            place, detail = place_of(action.results), {**fields, "tries": tries}
+            self.record(Event("policy_stopped", self.wall_clock(), **place, owner=action.share, detail=detail))
 
     def evaluate(self, alert: NamingAlert | None = None) -> Mapping[tuple[str, str], Sequence[str]]:
         """Evaluate every rule on every process that it concerns; or for an alert, one rule on what the alert admits.
 
-        Return a text for each process and device by rule and result: the id of the action, or why it was refused.
+        Called once a second, and for each alert. Return a text for each process and device by rule and result: the id
+        of the action, or why it was refused.
         """
+        self.judge()
         snapshot, busy, decided = self.snapshot(), self._under_way(), 0
         now = snapshot.taken_seconds
         seen = tuple(observations(snapshot, self.stale_seconds))
@@ -301,12 +295,8 @@ class PolicyRunner:
                 self.evaluations.remove(result, name)
             for name in self.states:  # its series start at 0
                 self.evaluations.labels(result, name)
-        fields = {
-            "file": self.path,
-            "requested_by": requested_by,
-            "acting": ",".join(rule.name for rule in rules if not rule.dry_run),
-            "dry_run": ",".join(rule.name for rule in rules if rule.dry_run),
-        }
+        named = ",".join(rule.name + (" (dry run)" if rule.dry_run else "") for rule in rules)
+        fields = {"file": self.path, "requested_by": requested_by, "rules": named}
         _log.info("policy in force", extra={"fields": fields})
 
     def _under_way(self) -> AbstractSet[ProcessKey]:

@@ -64,7 +64,7 @@ class Node(Bench):
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.first = self.put(1, rank="0", devices=self.first.report.devices)
-        self.policies.tick()
+        self.policies.evaluate()
 
     def targets(self) -> list[Target]:
         return sorted((action.target for action in self.dispatcher.actions.recent()), key=str)

@@ -127,10 +127,9 @@ class Bench:
         return [self.runner.iso_time(seconds) for seconds in until if seconds > self.now]
 
     def evaluate(self, *processes: ReportingProcess, alert: NamingAlert | None = None) -> Evaluation:
-        """Judge the actions that have ended, and evaluate all rules, or the rule of an alert."""
+        """Evaluate all rules, or the rule of an alert."""
         before = len(self.dispatcher.requests)
         self.snapshot = Snapshot(self.now, self.reading, processes)
-        self.runner.judge()
         found = self.runner.evaluate(alert)
         counts = {key: len(texts) for key, texts in found.items() if key[1] not in ("acted", "would_act")}
         return Evaluation(self.dispatcher.requests[before:], counts)
