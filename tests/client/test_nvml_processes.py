@@ -18,6 +18,7 @@ MPS = "nvmlDeviceGetMPSComputeRunningProcesses"
 NOT_AVAILABLE = (1 << 64) - 1
 NO_INSTANCE = 0xFFFFFFFF
 
+V1 = struct.Struct("@IQ")
 V2 = struct.Struct("@IQII")
 PROTECTED = struct.Struct("@IQIIQ")
 
@@ -33,7 +34,7 @@ class Library:
 
 
 def answer(entries: Sequence[tuple[int, int]], layout: struct.Struct = V2) -> Function:
-    rest = (NO_INSTANCE, NO_INSTANCE, 0)[: 2 if layout is V2 else 3]
+    rest = (NO_INSTANCE, NO_INSTANCE, 0)[: {V1.size: 0, V2.size: 2, PROTECTED.size: 3}[layout.size]]
 
     def function(handle: Any, count: Any, buffer: Any) -> int:
         room, count._obj.value = count._obj.value, len(entries)
@@ -94,9 +95,9 @@ def test_a_list_that_grows_faster_than_it_is_read_is_an_error() -> None:
     assert rooms == sorted(set(rooms))
 
 
-@pytest.mark.parametrize("suffix", ["_v3", "_v2"])
-def test_the_newest_function_that_an_older_driver_has_is_used(suffix: str) -> None:
-    library = Library(**{COMPUTE + suffix: answer([(30, 5), (31, 6)])})
+@pytest.mark.parametrize(("suffix", "layout"), [("_v3", V2), ("_v2", V2), ("", V1)])
+def test_the_newest_function_that_an_older_driver_has_is_used(suffix: str, layout: struct.Struct) -> None:
+    library = Library(**{COMPUTE + suffix: answer([(30, 5), (31, 6)], layout)})
     assert processes_on_device(library, None) == {30: 5, 31: 6}
 
 

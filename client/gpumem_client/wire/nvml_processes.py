@@ -16,10 +16,12 @@ _LISTS = (
     "nvmlDeviceGetGraphicsRunningProcesses",
     "nvmlDeviceGetMPSComputeRunningProcesses",
 )
-# nvmlProcessInfo_t since v2: pid, usedGpuMemory, gpuInstanceId and computeInstanceId. The v3 call of some 535 drivers
-# appends usedGpuCcProtectedMemory without changing the name of the structure.
+# nvmlProcessInfo_t: pid, usedGpuMemory; since v2 also gpuInstanceId and computeInstanceId. The v3 call of some 535
+# drivers appends usedGpuCcProtectedMemory without changing the name of the structure.
+_ENTRY_V1 = struct.Struct("@IQ")
 _ENTRY = struct.Struct("@IQII")
 _ENTRY_PROTECTED = struct.Struct("@IQIIQ")
+_VERSIONS = (("_v3", _ENTRY), ("_v2", _ENTRY), ("", _ENTRY_V1))
 _UNTOUCHED = b"\xa5" * 8
 
 _SUCCESS, _NOT_SUPPORTED, _INSUFFICIENT_SIZE, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH = 0, 3, 7, 13, 25
@@ -65,7 +67,8 @@ def processes_on_device(library: Any, device: Any) -> dict[int, int | None]:
 
 def _read(library: Any, name: str, device: Any) -> tuple[int, list[tuple[int, int]]]:
     """Return NVML's return code, and pid and bytes of each entry of one list."""
-    function = getattr(library, f"{name}_v3", None) or getattr(library, f"{name}_v2", None)
+    versions = ((getattr(library, name + suffix, None), entry) for suffix, entry in _VERSIONS)
+    function, entry = next((version for version in versions if version[0] is not None), (None, _ENTRY))
     if function is None:
         return _FUNCTION_NOT_FOUND, []
     code, room = _INSUFFICIENT_SIZE, _FIRST_ROOM
@@ -82,6 +85,6 @@ def _read(library: Any, name: str, device: Any) -> tuple[int, list[tuple[int, in
     written, listed = buffer.raw, min(count.value, room)
     # The end of the written bytes shows the layout more reliably than the driver's version.
     short, long = listed * _ENTRY.size, listed * _ENTRY_PROTECTED.size
-    is_protected = written[short : short + 8] != _UNTOUCHED and written[long : long + 8] == _UNTOUCHED
-    entry = _ENTRY_PROTECTED if is_protected else _ENTRY
+    if entry is _ENTRY and written[short : short + 8] != _UNTOUCHED and written[long : long + 8] == _UNTOUCHED:
+        entry = _ENTRY_PROTECTED
     return code, [(fields[0], fields[1]) for fields in entry.iter_unpack(written[: listed * entry.size])]
