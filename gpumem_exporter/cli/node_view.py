@@ -23,7 +23,7 @@ class Node:
     live: Document | None
     """The document of `/api/v1/live`; None if the exporter has never answered."""
     url: str = ""
-    """The exporter's address; empty for no exporter."""
+    """The exporter's address; empty if only the driver was read."""
     name: str = ""
     """The `instance` of the exporter in a fleet; empty for a single node."""
     error: str = ""

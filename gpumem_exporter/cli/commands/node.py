@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,12 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
+from gpumem_exporter.cli.api_client import Document, ExporterApi, read_rights, rights_line
 from gpumem_exporter.cli.connection import (
     action_token,
     exporter_trust,
     exporter_urls,
+    named_exporter,
 )
 from gpumem_exporter.cli.node_view import Node, node_document, read_live, require_known, selected
 from gpumem_exporter.cli.options import (
@@ -56,17 +58,19 @@ c clears after a question, ? helps, q quits. The mouse works, too.
 
 \b
 --once --json prints one document:
-  exporter   the address that answered
+  exporter   the address that answered; null if only the driver was read
   source, taken_unix_seconds, nvml, devices, jobs, findings
-             as `info --json` has them
+             as `info --json` has them; a device's ledger is null without an exporter
   rows       one for each process on each device, filtered and in order: pid, gpu, uuid, workload,
              rank, command, user, k8s_namespace, k8s_pod, state, used_bytes, allocated_bytes,
              reserved_bytes, idle_cache_bytes, reclaimable_bytes, fragmented_bytes, non_torch_bytes,
              nccl_bytes, unmapped_bytes, step, sample_age_seconds, actions; null if unknown
 
 \b
-Exit codes: 0 shown; 1 no exporter answers; 2 wrong usage.
+Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.
 """
+# The timeout for an answer to `top`, which is short because the driver may replace the exporter.
+_ANSWER_SECONDS = 2.0
 
 
 @click.command(epilog=_INFO_EXAMPLES)
@@ -108,8 +112,9 @@ def info(api: ExporterApi, as_json: bool, wide: bool, brief: bool, **values: Any
 def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json: bool, **values: Any) -> int:
     """Show findings, jobs and devices, live.
 
-    If an answer is missing, the last values stay, dimmed, with their time. `top` takes the same target options as
-    actions: each is repeatable and takes a list.
+    If no exporter answers, and neither --url nor GPUMEM_EXPORTER_URL is set, `top` reads only the driver: devices and
+    the memory of each process. If a later answer is missing, the last values stay, dimmed, with their time. `top` takes
+    the same target options as actions: each is repeatable and takes a list.
     """
     if as_json and not once:
         raise ConfigurationError("--json prints one document; add --once")
@@ -119,26 +124,41 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
     # Threads without the context of click open the API, too.
     token, urls, trust = action_token(token_file), tuple(exporter_urls()), exporter_trust()
 
-    def open_api(*addresses: str) -> ExporterApi:
-        return ExporterApi(addresses, token=token, trust=trust)
+    def open_api(*addresses: str, **more: Any) -> ExporterApi:
+        return ExporterApi(addresses, token=token, trust=trust, **more)
 
-    api = open_api(*urls)
+    api = open_api(*urls, timeout_seconds=_ANSWER_SECONDS)
 
-    def read() -> tuple[list[Node], Sequence[str]]:
+    def read_exporter() -> tuple[Document, str]:
         try:
-            live = read_live(api, "all" if as_json else "none")
+            return read_live(api, "all" if as_json else "none"), api.url
         except ExporterError:
             api.close()  # another address may answer the next time, from another exporter
             raise
-        return [Node(selected(live, target), api.url)], ()
 
-    live = read_live(api, "all" if as_json else "none")
+    read_document = read_exporter
+    try:
+        live, url = read_document()
+    except ExporterError as error:
+        if named_exporter() or os.environ.get("GPUMEM_EXPORTER_URL", "").strip():
+            raise
+        from gpumem_exporter.cli.top.driver import DriverReader
+
+        read_document = DriverReader(str(error)).read
+        live, url = read_document()
     require_known(live, target)  # later, a process may exit
-    nodes = [Node(selected(live, target), api.url)]
+
+    def read() -> tuple[list[Node], Sequence[str]]:
+        live, url = read_document()
+        return [Node(selected(live, target), url)], ()
+
+    shown = selected(live, target)
+    nodes = [Node(shown, url)]
     if as_json:
-        described = node_document(selected(live, target))
+        described = node_document(shown)
         del described["processes"]
-        print_json({"exporter": shown_url(api.url), **described, "rows": process_documents(nodes, view)})
+        exporter = shown_url(url) if url else None
+        print_json({"exporter": exporter, **described, "rows": process_documents(nodes, view)})
         return 0
     if once:
         console = open_console()

@@ -1,4 +1,4 @@
-"""The screens of `top`, and the clears that it requests.
+"""The screens of `top`, the clears that it requests, and the driver alone.
 
-Other folders import: `app`.
+Other folders import: `app`, `driver`.
 """

@@ -132,12 +132,13 @@ class DetailScreen(ModalScreen[None]):
     async def _watch(self) -> None:
         while True:
             self.show()
-            try:
-                self._live, self._history, self._events = await in_daemon_thread(self._read)
-                self._problem = ""
-            except GpumemError as error:
-                self._problem = str(error)
-            self.show()
+            if self._node().url:
+                try:
+                    self._live, self._history, self._events = await in_daemon_thread(self._read)
+                    self._problem = ""
+                except GpumemError as error:
+                    self._problem = str(error)
+                self.show()
             await asyncio.sleep(_REFRESH_SECONDS)
 
     def _read(self) -> tuple[Row, Row, Sequence[Row]]:
@@ -155,7 +156,7 @@ class DetailScreen(ModalScreen[None]):
         """Yield the timeline and the latest events."""
         yield plain(f"last {_SPANS[self._span][0]}  ", "bold").append_text(plain(self._problem, "red"))
         if self._history is None:
-            yield plain("Reading …", "dim")
+            yield plain("Reading …" if self._node().url else "The past needs an exporter; none answers.", "dim")
             return
         yield from timeline(self._history, width)
         for event in sorted(self._events, key=lambda event: -float(event["unix_seconds"])):

@@ -47,6 +47,7 @@ def test_the_output_of_info_and_of_top_once() -> None:
         "one line for each device": device_lines(node),
         "nothing": _lines(live([], [])),
         "no exporter": _of([]),
+        "driver alone": _of([Node(live([device("0", ledger=None, idle_cache_bytes=None)], []), "")]),
         "no match": _of([Node(full_node())], View("unknown")),
         "fleet": _of([Node(full_node(), "http://a", "a"), Node(None, "http://b", "b", "refused")]),
     }

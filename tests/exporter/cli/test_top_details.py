@@ -136,6 +136,10 @@ async def test_a_clear_that_is_refused_or_impossible_says_why() -> None:
         await pilot.press("shift+tab", "c")
         await until(lambda: "Select a job" in world.text, "no question")
         assert len(world.requests) == 1
+    world = TopScreen(nodes=[Node(full_node(), "")])
+    async with world.on_screen(120) as pilot:
+        await pilot.press("c")
+        await until(lambda: "needs an exporter" in world.text, "no question")
 
 
 async def test_a_clear_from_a_finding_is_of_the_job_that_has_the_idle_cache() -> None:

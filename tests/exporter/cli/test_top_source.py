@@ -12,10 +12,13 @@ from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node_view import read_live
 from gpumem_exporter.cli.render.node_tables import heading, node_tables
 from gpumem_exporter.cli.render.rows import View
+from gpumem_exporter.cli.top.driver import DriverReader
+from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.features.fleet.fleet_command import FleetSource
 from gpumem_exporter.features.fleet.fleet_nodes import Fleet
 from gpumem_exporter.features.fleet.prometheus import Prometheus
 from gpumem_exporter.main import main
+from gpumem_exporter.node.pynvml_provider import PynvmlProvider
 from tests.support.golden import printed
 from tests.support.live_documents import full_node
 
@@ -32,6 +35,15 @@ def test_a_name_that_the_node_does_not_have_is_an_error(
     monkeypatch.setattr(ExporterApi, "get", lambda *_: full_node())
     assert main(["top", "--once", "--url", "unix:///e.sock", "--workload", "lm-pretrain"]) == 1
     assert "no such workload 'lm-pretrain'; did you mean llm-pretrain?" in capsys.readouterr().err
+
+
+def test_the_error_of_a_driver_that_cannot_replace_the_exporter_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: PynvmlProvider) -> None:
+        raise NvmlUnavailableError("no library")
+
+    monkeypatch.setattr(PynvmlProvider, "open", absent)
+    with pytest.raises(ExporterUnreachableError, match=r"no-answer.*no library"):
+        DriverReader("no-answer").read()
 
 
 class _Fleet:

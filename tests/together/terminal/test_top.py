@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from gpumem_client.wire.units import short_bytes
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
-from tests.emulation.node import MIB, EmulatedNode
+from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.terminal_program import TerminalProgram
@@ -218,6 +219,10 @@ def test_a_dumb_terminal_is_wrong_usage(demo: ExporterProcess, open_top: OpenTop
     assert b"\x1b" not in terminal.output
 
 
+FOREIGN = 4_000_001
+"""The pid of no process."""
+
+
 def test_the_json_document_has_the_fields_that_the_help_lists(demo: ExporterProcess) -> None:
     ended = top_once("--json", "--url", demo.url, "--sort", "fragmented", "--gpu", "7", "--filter", "demo")
     document = json.loads(ended.stdout)
@@ -235,6 +240,50 @@ def test_the_json_document_has_the_fields_that_the_help_lists(demo: ExporterProc
     listed = re.search(r"in order: ([\w\s,]+);", help_text)
     assert listed
     assert [name.strip() for name in listed.group(1).split(",")] == list(document["rows"][0])
+
+
+def top_without_default_exporter(socket: Path, *arguments: str) -> list[str]:
+    """Return the command line of `top` with `socket` as the default socket."""
+    code = (
+        "import os, sys; from gpumem_exporter.main import main\n"
+        "from gpumem_exporter.cli import connection; urls = connection.default_urls\n"
+        "named = 'GPUMEM_EXPORTER_URL' in os.environ\n"
+        f"connection.default_urls = lambda environ: urls(environ) if named else ('unix://{socket}',)\n"
+        "sys.exit(main())"
+    )
+    return [sys.executable, "-c", code, "top", *arguments]
+
+
+def test_once_with_the_driver_alone_has_null_for_unknown_values(node: EmulatedNode, tmp_path: Path) -> None:
+    node.set_process(FOREIGN, 0, 3 * GIB)
+    command = top_without_default_exporter(tmp_path / "none.sock", "--once")
+    environment = top_environment(node.environment())
+
+    def run(*more: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *more],
+            env={**environment, **changes},
+            capture_output=True,
+            text=True,
+            timeout=patient(60),
+            check=False,
+        )
+
+    ended = run()
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "NVML ALONE" in ended.stdout
+    document = json.loads(run("--json").stdout)
+    assert document["exporter"] is None
+    assert [device["ledger"] for device in document["devices"]] == [None, None]
+    (row,) = document["rows"]
+    assert (row["pid"], row["used_bytes"], row["state"]) == (FOREIGN, 3 * GIB, None)
+    assert {row[f"{name}_bytes"] for name in ("allocated", "reserved", "reclaimable", "fragmented", "non_torch")} == {
+        None
+    }
+    # The driver does not replace a named exporter.
+    for named in (run("--url", "unix:///nonexistent.sock"), run(GPUMEM_EXPORTER_URL="unix:///nonexistent.sock")):
+        assert (named.returncode, named.stdout, named.stderr.count("\n")) == (1, "", 1)
+        assert "unix:///nonexistent.sock" in named.stderr
 
 
 @pytest.mark.parametrize(
