@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,23 +87,36 @@ class Order:
 class Layout:
     """The columns that fit in a width, and their cells.
 
-    Which columns are shown depends on the width only, except for sparse ones: no row pushes out a column while a person
-    reads. A size in the list `incomplete` of its row is shown as a lower bound; a row with `dim` is dimmed. The column
-    of the order is always shown.
+    Which columns are shown depends on the width only, except for sparse ones. A live table names in `kept` the columns
+    that it shows already: no row pushes them out while a person reads. A size in the list `incomplete` of its row is
+    shown as a lower bound; a row with `dim` is dimmed. The column of the order is always shown.
     """
 
-    def __init__(self, columns: Sequence[Column], rows: Sequence[Row], width: int, order: Order | None = None) -> None:
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        rows: Sequence[Row],
+        width: int,
+        order: Order | None = None,
+        kept: Container[str] = (),
+    ) -> None:
         sort = order.column if order else ""
         mark = "" if order is None else "▼" if order.descends(columns) else "▲"
         self._names = {}
-        known = [each for each in columns if not each.sparse or any(_is_known(each.value(row)) for row in rows)]
+        known = [
+            each
+            for each in columns
+            if not each.sparse or each.name in kept or any(_is_known(each.value(row)) for row in rows)
+        ]
         for column in known:
             label = WORDS[column.name]["label"] if column.name in WORDS else column.name
             name = column.short if width < _NARROW and column.short else label
             self._names[column.name] = name + (mark if column.name == sort else "")
         widths: dict[str, int] = {}
         left = width + 1  # no gap is needed after the last column
-        for column in sorted(known, key=lambda column: column.rank * (column.name != sort)):
+        for column in sorted(
+            known, key=lambda one: (one.rank > 0 and one.name != sort, one.name not in kept, one.rank)
+        ):
             least = max(column.space, len(self._names[column.name]))
             if column.name == sort or not column.rank or least < left:
                 widths[column.name] = least

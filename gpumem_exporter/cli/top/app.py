@@ -45,7 +45,7 @@ _KEYS = (
     ("arrows, j k", "select a row, which stays selected when the order changes"),
     ("tab", "go to the next table: findings, devices, jobs"),
     ("enter", "show the job or the device: timeline, processes, memory, events; a second click does the same"),
-    ("space", "show the processes of all jobs, or hide them"),
+    ("space a", "show the processes of the job or of all jobs, or hide them"),
     ("/ f", "filter every table: only jobs with every word, and their devices and findings; escape clears the filter"),
     ("s", "sort the table by the next column; a click on a heading sorts by it"),
     ("r", "reverse the order"),

@@ -25,6 +25,7 @@ class RowTable(DataTable[Text]):
         Binding("g,home", "scroll_top", show=False),
         Binding("G,end", "scroll_bottom", show=False),
         Binding("space", "fold", "fold"),
+        Binding("a", "fold_all", show=False),
         Binding("s", "sort", "sort"),
         Binding("r", "reverse", show=False),
     ]
@@ -37,7 +38,7 @@ class RowTable(DataTable[Text]):
         self._all_columns = columns
         # The rows and the width of the last `show`.
         self._given: tuple[Sequence[Row], int] = ((), 0)
-        self._unfolded = False
+        self._unfolded: set[Sequence[str]] = set()
         self._layout = Layout(columns, (), 0)
         self._headings: list[tuple[Text, int]] = []
 
@@ -48,10 +49,12 @@ class RowTable(DataTable[Text]):
 
     def show(self, rows: Sequence[Row], width: int) -> None:
         """Show rows. Only the cells that differ are drawn again, and the list stays where it was scrolled to."""
+        kept = [column.name for column, _ in self._layout.columns] if width == self._given[1] else ()
         selected, self._given = self.selected, (rows, width)
         rows = self.order.sorted(rows, self._all_columns) if self.order else rows
-        rows = unfolded(rows) if self._unfolded else rows
-        self._layout = Layout(self._all_columns, rows, width, self.order)
+        # Also the rows of folded jobs set the widths: the columns do not move while a job is unfolded.
+        self._layout = Layout(self._all_columns, unfolded(rows), width, self.order, kept)
+        rows = [one for row in rows for one in (unfolded([row]) if row["key"] in self._unfolded else [row])]
         headings = list(zip(self._layout.heading(), (width for _, width in self._layout.columns), strict=True))
         place, moved = self.cursor_row, headings != self._headings
         if moved:
@@ -73,10 +76,10 @@ class RowTable(DataTable[Text]):
                     self.update_cell_at(Coordinate(index, position), new)
         self.rows_shown = rows
         # A process that is folded leaves its job selected, and a row that is gone the next one.
-        kept = [
+        same = [
             index for index, row in enumerate(rows) if selected and row["key"] == selected["key"][: len(row["key"])]
         ]
-        self.move_cursor(row=kept[-1] if kept else max(0, min(place, len(rows) - 1)), scroll=moved)
+        self.move_cursor(row=same[-1] if same else max(0, min(place, len(rows) - 1)), scroll=moved)
 
     def sort_by(self, column: str) -> None:
         """Sort by a column, from its usual end; reverse the order if it is the sort column."""
@@ -97,8 +100,14 @@ class RowTable(DataTable[Text]):
             self.sort_by(self.order.column)
 
     def action_fold(self) -> None:
-        """Show the processes of all jobs, or hide them."""
-        self._unfolded = not self._unfolded
+        """Show the processes of the selected job, or hide them."""
+        if self.selected is not None:
+            self._unfolded ^= {self.selected["key"][:2]}
+            self.show(*self._given)
+
+    def action_fold_all(self) -> None:
+        """Show the processes of all jobs, or hide those that are shown."""
+        self._unfolded = set() if self._unfolded else {row["key"] for row in self.rows_shown}
         self.show(*self._given)
 
     def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:

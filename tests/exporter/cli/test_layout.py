@@ -49,6 +49,17 @@ def test_the_sort_column_is_shown_on_a_narrow_screen(sort: str) -> None:
     assert sum(cell.plain.rstrip()[-1:] in ("▼", "▲") for cell in layout.heading()) == 1
 
 
+def test_a_value_that_appears_later_pushes_out_no_column_of_a_live_table() -> None:
+    def shown(growth: int | None, kept: list[str]) -> list[str]:
+        rows = _jobs(job("j", process(1, "0"), growth_bytes_per_hour=growth))
+        return [column.name for column, _ in Layout(JOBS, rows, 79, Order("used"), kept).columns]
+
+    before, growing = shown(None, []), shown(1 << 30, [])
+    assert ("allocated" in before, "allocated" in growing) == (True, False)
+    assert shown(1 << 30, before) == before
+    assert shown(None, growing) == growing, "an empty column stays"
+
+
 @pytest.mark.parametrize("sort", ["used", "growth_bytes_per_hour"])
 def test_unknown_values_are_last_in_both_orders(sort: str) -> None:
     column = sort.removesuffix("_bytes_per_hour")

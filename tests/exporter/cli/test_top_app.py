@@ -60,17 +60,21 @@ async def test_keys_and_clicks_sort_the_table_with_the_cursor() -> None:
         assert world.table("jobs").order == Order("job", reverse=True)
 
 
-async def test_the_ranks_of_all_jobs_are_folded_and_unfolded() -> None:
+async def test_the_ranks_of_a_job_or_of_all_jobs_are_folded_and_unfolded() -> None:
     world = TopScreen()
     ranks = [f"rank {i} ({50100 + i})" for i in range(4)]
     async with world.on_screen() as pilot:
-        jobs = world.titles
+        jobs, columns = world.titles, await world.place("Used▼")
         await pilot.press("space")
-        assert len(world.titles) == 16
-        assert world.titles[:5] == [jobs[0], *ranks]
+        assert world.titles == [jobs[0], *ranks, *jobs[1:]]
         assert world.selected == jobs[0]
         await pilot.press("down", "down", "space")
         assert (world.titles, world.selected) == (jobs, jobs[0]), "folded from one of its ranks"
+        await pilot.press("a")
+        assert len(world.titles) == 16
+        assert await world.place("Used▼") == columns, "the columns stay"
+        await pilot.press("a")
+        assert world.titles == jobs
 
 
 async def test_a_filter_hides_rows_in_every_table_while_it_is_typed() -> None:
