@@ -11,12 +11,7 @@ import click
 from gpumem_client.wire.errors import ConfigurationError, ExporterError
 from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import Document, ExporterApi, read_rights, rights_line
-from gpumem_exporter.cli.connection import (
-    action_token,
-    exporter_trust,
-    exporter_urls,
-    named_exporter,
-)
+from gpumem_exporter.cli.connection import action_token, exporter_trust, exporter_urls, named_exporter
 from gpumem_exporter.cli.node_view import Node, node_document, read_live, require_known, selected
 from gpumem_exporter.cli.options import (
     api_options,

@@ -10,16 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from rich.table import Table
 from rich.text import Text
 from rich.traceback import Traceback
-from textual import events, work
+from textual import events, on, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
-from textual.widgets import Footer, Input, Static
+from textual.widgets import DataTable, Footer, Input, Static
 
 from gpumem_client.wire.errors import GpumemError
 from gpumem_exporter.actions.action_options import MAX_DEADLINE_SECONDS
@@ -34,7 +35,7 @@ from gpumem_exporter.cli.render.layout import Row
 from gpumem_exporter.cli.render.node_tables import heading
 from gpumem_exporter.cli.render.rows import BY_GPU, View, called, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.cli.top.detail import DetailScreen
+from gpumem_exporter.cli.top.detail import Detail, DetailScreen
 from gpumem_exporter.cli.top.tables import RowTable
 from gpumem_exporter.page.words import WORDS
 
@@ -61,8 +62,8 @@ _LATE_SECONDS = 4.0
 _QUESTION_SECONDS = 30.0
 _SHOWN_SECONDS = 15.0
 _SCROLLBAR_WIDTH = 1
-# The number of lines from which more findings are shown.
-_TALL = 30
+# The number of lines from which more findings are shown, and the number from which the past is.
+_TALL, _VERY_TALL = 30, 45
 
 
 class Question(ModalScreen[bool]):
@@ -107,6 +108,7 @@ class Top(App[None]):
     RowTable > .datatable--cursor { background: ansi_default; color: ansi_default; text-style: reverse; }
     RowTable > .datatable--header { background: ansi_default; }
     #words { height: 1; border: none; padding: 0; }
+    Screen > Detail { height: 16; padding-top: 1; }
     Toast { width: 100%; max-width: 100%; margin: 0; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -139,13 +141,15 @@ class Top(App[None]):
         self._findings = RowTable(FINDINGS, id="findings")
         self._devices = RowTable(DEVICES, BY_GPU, id="devices")
         self._jobs = RowTable(JOBS, view.order, id="jobs")
+        # The last hour of the row with this key, on a screen with the lines for it.
+        self._past, self._past_of = Detail(open_api, span=1, brief=True), ("", "")
         # The filter. Shown while it has words or the user types them.
         self._words = Input(view.text, id="words", placeholder="words to filter by", select_on_focus=False)
         # Cancels the clear that runs; None while none does.
         self._stopped: threading.Event | None = None
 
     def compose(self) -> ComposeResult:
-        yield from (self._header, self._findings, self._devices, self._jobs, self._words, Footer())
+        yield from (self._header, self._findings, self._devices, self._jobs, self._past, self._words, Footer())
 
     def on_mount(self) -> None:
         self._jobs.focus()
@@ -215,6 +219,20 @@ class Top(App[None]):
         self._devices.show(devices, width)
         self._jobs.show(jobs, width)
         self._words.display = bool(self._words.value) or self._words.has_focus
+        self._show_past()
+
+    @on(DataTable.RowHighlighted)
+    @on(events.DescendantFocus)
+    def _show_past(self) -> None:
+        self._past.display = self.size.height >= _VERY_TALL
+        row = self._table.selected if self.screen_stack else None  # no screen: it ends
+        if row and self._past.display and row["key"][:2] != self._past_of and (row["job"] or "memory" in row):
+            self._past_of = row["key"][:2]
+            self._past.follow(row["job"] or row, partial(self._node_of, row))
+
+    def _node_of(self, row: Row) -> Node:
+        """Return the node of a row as it is now."""
+        return next((node for node in self.nodes if node.name == row["node"]), row["from"])
 
     def note(self, text: str, seconds: float = _SHOWN_SECONDS) -> None:
         """Show a message at the bottom of any screen for some seconds, instead of the last one."""
@@ -235,10 +253,7 @@ class Top(App[None]):
         row = self._table.selected
         if row is None:
             return
-        name, at = row["from"].name, row["from"]
-
-        def node() -> Node:
-            return next((one for one in self.nodes if one.name == name), at)
+        node = partial(self._node_of, row)
 
         def clear(job: Row) -> None:
             self._clear(called(job), job["clear"], node())

@@ -1,4 +1,4 @@
-"""The screen of one job or one device in `top`: its past, and what `info` shows of it."""
+"""A job or a device in `top`: its past and, on its own screen, what `info` shows of it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from gpumem_exporter.page.words import WORDS
 
 _SPANS = (("10 min", 600), ("1 h", 3600), ("6 h", 21600), ("24 h", 86400))
 _REFRESH_SECONDS = 2.0
+# Nothing is read of the rows that a person passes on the way to another one.
+_PAUSE_SECONDS = 0.1
 _EVENTS = 8
 # The sizes by name that a process may have on a device.
 _PARTS = {
@@ -47,11 +49,91 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _NAME_WIDTH, _HIGHEST_WIDTH = 11, 7
 
 
-class DetailScreen(ModalScreen[None]):
-    """A job or a device, read again every two seconds.
+class Detail(Static):
+    """A job or a device, read again every two seconds while it is displayed; with `brief`, only its past."""
 
-    `node` returns the node as it is now. `clear` asks whether to clear a job; None for a device.
-    """
+    def __init__(self, open_api: Callable[[str], ExporterApi], span: int = 0, *, brief: bool = False) -> None:
+        super().__init__()
+        self._open_api, self._span, self._is_brief = open_api, span, brief
+        self.part: Row = {}
+        """The job or the device as it was read last; empty for none."""
+
+    def on_resize(self) -> None:
+        if self.part:
+            self.show()
+
+    def follow(self, part: Row, node: Callable[[], Node]) -> None:
+        """Show a job or a device from now on. `node` returns its node as it is now."""
+        self.part, self._node, self._of_job = part, node, "processes" in part
+        # The node with all values of the job, and the past; None until they are read.
+        self._live: Row | None = None
+        self._history: Row | None = None
+        self._events: Sequence[Row] = ()
+        self._problem = ""
+        self.zoom(0)
+
+    def show(self) -> None:
+        """Draw what was read last."""
+        node, of_job, width = self._node(), self._of_job, self.app.size.width - 1
+        live: Row = self._live or node.live or {}
+        name, identity = ("jobs", "id") if of_job else ("devices", "uuid")
+        current = next((each for each in live[name] if each[identity] == self.part[identity]), None)
+        self.part = part = current or self.part
+        lost = f"as of {as_of(live)}" if node.error else "" if current else "ended" if of_job else "removed"
+        heading = called(part) if of_job else f"GPU {part['gpu']}  {part['name']}  {part['uuid']}"
+        title = plain(f"{node.name}  {heading}".lstrip(), "bold")
+        title.append(f"  {lost}" if lost else "", style="bold red")
+        target = Target(pid=[str(one["pid"]) for one in part["processes"]]) if of_job else Target(uuid=part["uuid"])
+        shown = Node(selected({**live, name: [part]}, target), node.url)
+        _, *tables = node_tables([shown], View(), width, wide=True, ledger=not of_job)
+        if of_job and part["clear"]:
+            title.append(f"\n{part['clear']['sentence']}", style="yellow")
+        past = self._past(live["time"]["unix_seconds"], width)
+        parts = _parts_of_memory(part["processes"] if of_job else ())
+        self.update(Group(title, *past, *(() if self._is_brief else (*tables, *parts))))
+
+    def zoom(self, step: int) -> None:
+        """Show a longer or a shorter time."""
+        self._span = max(0, min(len(_SPANS) - 1, self._span + step))
+        self._watch()
+
+    @work(exclusive=True)
+    async def _watch(self) -> None:
+        self.show()
+        await asyncio.sleep(_PAUSE_SECONDS)
+        while True:
+            if self._node().url and self.display:
+                try:
+                    self._live, self._history, self._events = await in_daemon_thread(self._read)
+                    self._problem = ""
+                except GpumemError as error:
+                    self._problem = str(error)
+            self.show()
+            await asyncio.sleep(_REFRESH_SECONDS)
+
+    def _read(self) -> tuple[Row, Row, Sequence[Row]]:
+        id_ = quote(self.part["id" if self._of_job else "uuid"], safe="")
+        subject = f"{'job' if self._of_job else 'device'}={id_}"
+        with self._open_api(self._node().url) as api:
+            live = read_live(api, id_ if self._of_job else "none")
+            now = live["time"]["unix_seconds"]
+            span = f"from={now - _SPANS[self._span][1]:.0f}&to={now:.0f}&points={_bar_count(self.app.size.width - 1)}"
+            history = api.get(f"/api/v1/history?{subject}&{span}")
+            return live, history, api.get(f"/api/v1/events?{subject}&limit={_EVENTS}&fold=true")["events"]
+
+    def _past(self, now: float, width: int) -> Iterator[Text]:
+        """Yield the timeline and the latest events."""
+        yield plain(f"last {_SPANS[self._span][0]}  ", "bold").append_text(plain(self._problem, "red"))
+        if self._history is None:
+            yield plain("Reading …" if self._node().url else "The past needs an exporter; none answers.", "dim")
+            return
+        yield from timeline(self._history, width)
+        for event in sorted(self._events, key=lambda event: -float(event["unix_seconds"])):
+            yield event_line(event, now, width)
+
+
+class DetailScreen(ModalScreen[None]):
+    """The screen of a job or a device. `clear` asks whether to clear a job; None for a device."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "dismiss", "back"),
@@ -72,48 +154,16 @@ class DetailScreen(ModalScreen[None]):
         clear: Callable[[Row], None] | None = None,
     ) -> None:
         super().__init__()
-        self._part, self._node, self._open_api, self._clear = part, node, open_api, clear
-        # The node with all values of the job, and the past; None until they are read.
-        self._live: Row | None = None
-        self._history: Row | None = None
-        self._events: Sequence[Row] = ()
-        self._span = 0
-        self._problem = ""
-        self._shown = Static()
+        self._part, self._node, self._clear = part, node, clear
+        self._detail = Detail(open_api)
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():
-            yield self._shown
+            yield self._detail
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one(VerticalScroll).focus()
-        self.action_zoom(0)
-
-    def on_resize(self) -> None:
-        self.call_after_refresh(self.show)
-
-    def show(self) -> None:
-        """Draw what was read last."""
-        node, of_job = self._node(), self._clear is not None
-        live: Row = self._live or node.live or {}
-        name, identity = ("jobs", "id") if of_job else ("devices", "uuid")
-        current = next((each for each in live[name] if each[identity] == self._part[identity]), None)
-        self._part = part = current or self._part
-        lost = f"as of {as_of(live)}" if node.error else "" if current else "ended" if of_job else "removed"
-        title = plain(f"{node.name}  ".lstrip(), "bold")
-        title.append_text(
-            plain(called(part) if of_job else f"GPU {part['gpu']}  {part['name']}  {part['uuid']}", "bold")
-        )
-        title.append(f"  {lost}" if lost else "", style="bold red")
-        target = Target(pid=[str(one["pid"]) for one in part["processes"]]) if of_job else Target(uuid=part["uuid"])
-        shown = Node(selected({**live, name: [part]}, target), node.url)
-        width = self.size.width - 1
-        _, *tables = node_tables([shown], View(), width, wide=True, ledger=not of_job)
-        if of_job and part["clear"]:
-            title.append(f"\n{part['clear']['sentence']}", style="yellow")
-        past = self._past(live["time"]["unix_seconds"], width)
-        self._shown.update(Group(title, *past, *tables, *_parts_of_memory(part["processes"] if of_job else ())))
+        self._detail.follow(self._part, self._node)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:  # noqa: ARG002
         """Return whether an action is possible."""
@@ -121,46 +171,10 @@ class DetailScreen(ModalScreen[None]):
 
     def action_clear(self) -> None:
         if self._clear is not None:
-            self._clear(self._part)
+            self._clear(self._detail.part)
 
     def action_zoom(self, step: int) -> None:
-        """Show a longer or a shorter time."""
-        self._span = max(0, min(len(_SPANS) - 1, self._span + step))
-        self._watch()
-
-    @work(exclusive=True)
-    async def _watch(self) -> None:
-        while True:
-            self.show()
-            if self._node().url:
-                try:
-                    self._live, self._history, self._events = await in_daemon_thread(self._read)
-                    self._problem = ""
-                except GpumemError as error:
-                    self._problem = str(error)
-                self.show()
-            await asyncio.sleep(_REFRESH_SECONDS)
-
-    def _read(self) -> tuple[Row, Row, Sequence[Row]]:
-        of_job, node = self._clear is not None, self._node()
-        id_ = quote(self._part["id" if of_job else "uuid"], safe="")
-        subject = f"{'job' if of_job else 'device'}={id_}"
-        with self._open_api(node.url) as api:
-            live = read_live(api, id_ if of_job else "none")
-            now = live["time"]["unix_seconds"]
-            span = f"from={now - _SPANS[self._span][1]:.0f}&to={now:.0f}&points={_bar_count(self.size.width - 1)}"
-            history = api.get(f"/api/v1/history?{subject}&{span}")
-            return live, history, api.get(f"/api/v1/events?{subject}&limit={_EVENTS}&fold=true")["events"]
-
-    def _past(self, now: float, width: int) -> Iterator[Text]:
-        """Yield the timeline and the latest events."""
-        yield plain(f"last {_SPANS[self._span][0]}  ", "bold").append_text(plain(self._problem, "red"))
-        if self._history is None:
-            yield plain("Reading …" if self._node().url else "The past needs an exporter; none answers.", "dim")
-            return
-        yield from timeline(self._history, width)
-        for event in sorted(self._events, key=lambda event: -float(event["unix_seconds"])):
-            yield event_line(event, now, width)
+        self._detail.zoom(step)
 
 
 def _bar_count(width: int) -> int:

@@ -7,7 +7,7 @@ import pytest
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.layout import Order
-from tests.support.live_documents import finding, full_node
+from tests.support.live_documents import GIB, NOW, event, finding, full_node
 from tests.support.top_screen import URL, TopScreen, until
 
 
@@ -29,6 +29,30 @@ async def test_findings_devices_and_jobs_are_on_the_first_screen_of_any_size() -
         assert "It stays free after a clear." in world.text, "the words of the exporter"
         await pilot.press("x")
         await until(lambda: "any key returns" not in world.text, "the jobs")
+
+
+async def test_a_tall_screen_has_the_last_hour_and_the_events_of_the_selected_job_or_device() -> None:
+    world = TopScreen()
+    world.events = [event(1, "oom", NOW - 300, detail={"requested_bytes": 2 * GIB})]
+    async with world.on_screen(120, 44) as pilot:
+        await until(lambda: "llm-pretrain" in world.text, "the jobs")
+        assert "last 1 h" not in world.text
+        assert world.paths == [], "what is not shown is not read"
+        await pilot.resize_terminal(120, 45)
+        await until(lambda: "rank 3 requested 2.0 GiB" in world.text, "the events")
+        lines = world.text.split("\n")
+        at = lines.index("last 1 h")
+        assert lines[at - 2] == "llm-pretrain (alice)"
+        assert (lines[at + 1].split()[0], lines[at + 4].split()) == ("Used", ["02:42", "03:42"])
+        assert "/api/v1/events?job=llm-pretrain~1f3a9c0e&limit=8&fold=true" in world.paths
+        await pilot.press("down")
+        await until(lambda: "\nchat-70b (carol)" in world.text, "the next job")
+        await pilot.press("shift+tab", "G")
+        await until(lambda: "\nGPU 7  NVIDIA H100" in world.text, "the device")
+        await until(lambda: "/api/v1/events?device=GPU-7&limit=8&fold=true" in world.paths, "its events")
+    world = TopScreen(nodes=[Node(full_node())])
+    async with world.on_screen(120, 45):
+        await until(lambda: "The past needs an exporter; none answers." in world.text, "the driver alone")
 
 
 async def test_keys_and_clicks_sort_the_table_with_the_cursor() -> None:
