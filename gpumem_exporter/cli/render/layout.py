@@ -23,6 +23,8 @@ Row = Mapping[str, Any]
 _NARROW = 100
 # The width to which a drawing grows.
 _DRAWN_MOST = 60
+# A column with a rank above this one leaves so much space for the names of jobs and owners.
+_USUAL, _FOR_NAMES = 8, 14
 
 
 def natural(text: object) -> list[tuple[int, str]]:
@@ -108,29 +110,29 @@ class Layout:
             for each in columns
             if not each.sparse or each.name in kept or any(_is_known(each.value(row)) for row in rows)
         ]
-        for column in known:
+        widths: dict[str, int] = {}
+        left = width + 1  # no gap is needed after the last column
+        for column in sorted(known, key=lambda c: (c.rank > 0 and c.name != sort, c.name not in kept, c.rank)):
             label = WORDS[column.name]["label"] if column.name in WORDS else column.name
             name = column.short if width < _NARROW and column.short else label
             self._names[column.name] = name + (mark if column.name == sort else "")
-        widths: dict[str, int] = {}
-        left = width + 1  # no gap is needed after the last column
-        for column in sorted(
-            known, key=lambda one: (one.rank > 0 and one.name != sort, one.name not in kept, one.rank)
-        ):
             least = max(column.space, len(self._names[column.name]))
-            if column.name == sort or not column.rank or least < left:
+            if column.name == sort or not column.rank or least + _FOR_NAMES * (column.rank > _USUAL) < left:
                 widths[column.name] = least
                 left -= least + 1
-        self.columns = []
+        shown = [column for column in known if column.name in widths]
+        wanted: dict[str, int] = {}
+        for column in shown:
+            texts = () if column.draw else (self._text(column, row) for row in rows)
+            # Nearly all are plain ASCII, and a node may have hundreds of rows.
+            longest = max((len(text) if text.isascii() else plain(text).cell_len for text in texts), default=0)
+            wanted[column.name] = max(longest, _DRAWN_MOST if column.draw else 0) - widths[column.name]
+        for name in sorted(widths, key=wanted.__getitem__):  # the shortest first: most columns have their longest value
+            more = max(0, min(wanted[name], left))
+            widths[name] += more
+            left -= more
+        self.columns = [(column, widths[column.name]) for column in shown]
         """The shown columns and their widths, without the gap."""
-        for column in known:
-            if column.name in widths:
-                texts = () if column.draw else (self._text(column, row) for row in rows)
-                # Nearly all are plain ASCII, and a node may have hundreds of rows.
-                longest = max((len(text) if text.isascii() else plain(text).cell_len for text in texts), default=0)
-                more = max(0, min(max(longest, _DRAWN_MOST if column.draw else 0) - widths[column.name], left))
-                left -= more
-                self.columns.append((column, widths[column.name] + more))
 
     def heading(self) -> list[Text]:
         """Return the cells of the heading. The column of the order has a mark."""

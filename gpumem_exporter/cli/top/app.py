@@ -61,7 +61,6 @@ _LATE_SECONDS = 4.0
 # After this time the sizes in the question are too old for an answer.
 _QUESTION_SECONDS = 30.0
 _SHOWN_SECONDS = 15.0
-_SCROLLBAR_WIDTH = 1
 # The number of lines from which more findings are shown, and the number from which the past is.
 _TALL, _VERY_TALL = 30, 45
 
@@ -210,7 +209,7 @@ class Top(App[None]):
 
     def show(self) -> None:
         """Draw the last values; dimmed where they are no longer current."""
-        width = self.size.width - _SCROLLBAR_WIDTH
+        width = self.size.width - 1  # a scroll bar
         self._header.update(heading(self.nodes))
         findings, devices, jobs = rows_of(self.nodes, self._words.value, self._warnings)
         # The slot keeps its height, so that nothing below moves when a finding comes or goes.

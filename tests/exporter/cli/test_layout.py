@@ -60,6 +60,13 @@ def test_a_value_that_appears_later_pushes_out_no_column_of_a_live_table() -> No
     assert shown(None, growing) == growing, "an empty column stays"
 
 
+def test_names_are_whole_before_columns_that_few_need_are_added() -> None:
+    columns = {column.name: width for column, width in Layout(JOBS, rows_of([Node(full_node())])[2], 120).columns}
+    assert columns["owner"] == len("carol, pod serving/chat-0")
+    assert "allocated" in columns
+    assert "reserved" not in columns
+
+
 @pytest.mark.parametrize("sort", ["used", "growth_bytes_per_hour"])
 def test_unknown_values_are_last_in_both_orders(sort: str) -> None:
     column = sort.removesuffix("_bytes_per_hour")
