@@ -81,7 +81,9 @@ async def picture(url: str) -> str:
     )
     app.ansi_theme_dark = THEME
     async with app.run_test(size=(COLUMNS, LINES)) as pilot:
-        await pilot.pause(2)
+        await pilot.pause(1.5)
+        await pilot.press("space")  # the ranks of the first job
+        await pilot.pause(0.5)
         svg = app.export_screenshot(title="gpumem-exporter top")
     return FONT_FACE.sub("", svg).replace("Fira Code, monospace", FONTS)
 
