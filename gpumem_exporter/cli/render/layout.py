@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 _NARROW = 100
 # The width to which a drawing grows.
 _DRAWN_MOST = 60
-# A column with a rank above this one leaves so much space for the names of jobs and owners.
+# A column with a rank above the first leaves so much space for names.
 _USUAL, _FOR_NAMES = 8, 14
 
 
@@ -127,9 +127,10 @@ class Layout:
             # Nearly all are plain ASCII, and a node may have hundreds of rows.
             longest = max((len(text) if text.isascii() else plain(text).cell_len for text in texts), default=0)
             wanted[column.name] = max(longest, _DRAWN_MOST if column.draw else 0) - widths[column.name]
-        for name in sorted(widths, key=wanted.__getitem__):  # the shortest first: most columns have their longest value
-            more = max(0, min(wanted[name], left))
-            widths[name] += more
+        # Names first, then the shortest: most columns have their longest value.
+        for column in sorted(shown, key=lambda c: (c.rank > 0 or c.draw is not None, wanted[c.name])):
+            more = max(0, min(wanted[column.name], left))
+            widths[column.name] += more
             left -= more
         self.columns = [(column, widths[column.name]) for column in shown]
         """The shown columns and their widths, without the gap."""

@@ -76,9 +76,8 @@ class RowTable(DataTable[Text]):
                     self.update_cell_at(Coordinate(index, position), new)
         self.rows_shown = rows
         # A process that is folded leaves its job selected, and a row that is gone the next one.
-        same = [
-            index for index, row in enumerate(rows) if selected and row["key"] == selected["key"][: len(row["key"])]
-        ]
+        key = selected["key"] if selected else ()
+        same = [index for index, row in enumerate(rows) if row["key"] == key[: len(row["key"])]]
         self.move_cursor(row=same[-1] if same else max(0, min(place, len(rows) - 1)), scroll=moved)
 
     def sort_by(self, column: str) -> None:
