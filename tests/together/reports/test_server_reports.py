@@ -49,9 +49,9 @@ def test_a_process_reports_whatever_bytes_are_in_its_environment(exporter: Runni
 
 
 def test_a_report_that_arrives_late_changes_nothing(exporter: RunningExporter) -> None:
-    exporter.report(report(1, devices=(sample(allocated=2),), sequence=2))
-    assert exporter.report(report(1, devices=(sample(allocated=1),), sequence=1)).status == 200
-    assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 2
+    exporter.report(report(4713, devices=(sample(allocated=2),), sequence=2))
+    assert exporter.report(report(4713, devices=(sample(allocated=1),), sequence=1)).status == 200
+    assert exporter.sample("gpumem_torch_allocated_bytes", pid="4713") == 2
 
 
 def test_a_report_that_is_read_after_the_final_one_starts_no_process(exporter: RunningExporter) -> None:
