@@ -27,7 +27,8 @@ from gpumem_exporter.cli.program import in_daemon_thread
 from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:
-    from gpumem_exporter.node.provider import DeviceIdentity, Provider
+    from gpumem_exporter.core.samples import DeviceReading
+    from gpumem_exporter.node.provider import Provider
 
 PASS = "PASS"  # noqa: S105 - a verdict
 WARN = "WARN"
@@ -75,7 +76,7 @@ def check_driver(
     as hanging; the thread that waits for it is abandoned.
     """
 
-    def query() -> tuple[str, Sequence[DeviceIdentity]]:
+    def query() -> tuple[str, Sequence[DeviceReading]]:
         provider = make_provider()
         provider.open()
         with closing(provider):
@@ -111,7 +112,7 @@ def check_driver_elsewhere(health: Mapping[str, Any]) -> Finding:
     return Finding("driver", PASS, "not read by this process: the exporter has a driver")
 
 
-def _check_devices(devices: Sequence[DeviceIdentity]) -> Iterator[Finding]:
+def _check_devices(devices: Sequence[DeviceReading]) -> Iterator[Finding]:
     if not devices:
         fix = "make the GPUs visible here: docker --gpus all, or NVIDIA_VISIBLE_DEVICES=all; see nvidia-smi -L"
         yield Finding("devices", FAIL, "the driver lists no device", fix)

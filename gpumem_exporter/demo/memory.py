@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from gpumem_client.allocator.components import Unmapped, without_unmapped
 from gpumem_client.allocator.simulated import Block, CachingAllocator
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import DeviceMemory
-from gpumem_exporter.node.provider import DeviceIdentity
+from gpumem_exporter.core.samples import DeviceMemory, DeviceReading
 
 TRACE_ENTRIES_MAX = 1000
 """The longest history of the standing recording on each device: at least ten seconds of a program."""
@@ -21,7 +20,7 @@ TRACE_ENTRIES_MAX = 1000
 class SimulatedDevice:
     """One device, from which processes allocate memory. Driver and firmware reserve a part of it."""
 
-    identity: DeviceIdentity
+    identity: DeviceReading
     usable_bytes: int
     """The bytes available to programs: the total of `cudaMemGetInfo`."""
     free_bytes: int

@@ -20,14 +20,14 @@ from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter import __version__
 from gpumem_exporter.core.container import HERE, Place
-from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ProcessFacts, ProcessMemory
 from gpumem_exporter.demo.heap import take_profiles
 from gpumem_exporter.demo.memory import DeviceSlot, SimulatedDevice
 from gpumem_exporter.demo.past import LastMinute, past_of
 from gpumem_exporter.demo.process import MIB, SimulatedProcess, Workload
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, DEVICES
 from gpumem_exporter.node.host import Host
-from gpumem_exporter.node.provider import DeviceIdentity, Provider
+from gpumem_exporter.node.provider import Provider
 
 TICK_SECONDS = 0.5
 RESTART_TICKS = 40
@@ -214,7 +214,7 @@ def _devices(rng: Random) -> Iterator[SimulatedDevice]:
         uuid = f"GPU-{UUID(int=rng.getrandbits(128))}"
         bus_id = f"00000000:{0x1A + 0x11 * index:02X}:00.0"
         name, total_mib, reserved_mib = ("A100 80GB PCIe", 81920, 626) if index == 7 else ("H100 80GB HBM3", 81559, 551)
-        identity = DeviceIdentity(str(index), uuid, f"NVIDIA {name} (demo)", bus_id)
+        identity = DeviceReading(str(index), uuid, f"NVIDIA {name} (demo)", bus_id)
         usable_bytes = (total_mib - reserved_mib) * MIB
         yield SimulatedDevice(identity, usable_bytes, usable_bytes, reserved_mib * MIB)
 
@@ -230,7 +230,7 @@ class DemoProvider(Provider):
     def driver_version(self) -> str:
         return "580.95.05-demo"
 
-    def devices(self) -> tuple[DeviceIdentity, ...]:
+    def devices(self) -> tuple[DeviceReading, ...]:
         return tuple(device.identity for device in self._node.devices)
 
     def read_memory(self, uuid: str) -> DeviceMemory:

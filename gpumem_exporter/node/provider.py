@@ -3,28 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceIdentity:
-    """A device in the driver's list: a physical GPU, or a MIG device if MIG is on."""
-
-    gpu: str
-    """NVML index, which may change when NVML is initialized; `parent:instance` for a MIG device."""
-    uuid: str
-    """`GPU-…` or `MIG-…`; empty if the driver counts the device but does not return its uuid."""
-    name: str = ""
-    pci_bus_id: str = ""
-    minor: int | None = None
-    """N of /dev/nvidiaN; None for a MIG device, and if unknown."""
-    mig_profile: str = ""
-    parent_uuid: str = ""
-    error: str = ""
-    """Why the driver does not answer for this device; empty if it answers."""
+from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ProcessMemory
 
 
 class Provider(Protocol):
@@ -50,8 +31,12 @@ class Provider(Protocol):
     def driver_version(self) -> str:
         """Return the driver's version."""
 
-    def devices(self) -> Sequence[DeviceIdentity]:
-        """Return the devices in the driver's order; a device that fails has its `error`, without its MIG devices."""
+    def devices(self) -> Sequence[DeviceReading]:
+        """Return the devices in the driver's order, without their values.
+
+        A device that fails has its `error`, and its MIG devices are left out. Its uuid is empty if the driver counts
+        the device but does not return the uuid.
+        """
 
     def read_memory(self, uuid: str) -> DeviceMemory:
         """Return the frame-buffer memory of a device that `devices` returned; total = used + free + reserved."""

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pynvml
 
 from gpumem_client.wire.nvml_processes import ProcessListError, known_bytes, processes_on_device
-from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
+from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ProcessMemory
 from gpumem_exporter.errors import (
     NvmlDeviceLostError,
     NvmlError,
@@ -21,7 +21,6 @@ from gpumem_exporter.errors import (
     NvmlUnavailableError,
 )
 from gpumem_exporter.node.driver_library import unload_library
-from gpumem_exporter.node.provider import DeviceIdentity
 
 # NVML returns NOT_SUPPORTED for the memory of an integrated GPU, which uses the host's memory, and also for some other
 # GPUs (such as a GPU passed to a virtual machine). No call of NVML says that a GPU is integrated, so these are the
@@ -62,16 +61,6 @@ def error_for_code(code: int, call: str) -> NvmlError:
     return error(f"{call}: {text} ({_NAMES.get(code, f'return code {code}')})")
 
 
-class _Description(NamedTuple):
-    """What does not change about a device; empty or None where the driver has no value."""
-
-    name: str
-    pci_bus_id: str
-    minor: int | None
-    """Of the GPU, also for a MIG device."""
-    mig_profile: str
-
-
 class PynvmlProvider:
     """The real driver. `meminfo` is the path of /proc/meminfo, which describes the whole host also in a container."""
 
@@ -82,7 +71,8 @@ class PynvmlProvider:
         self._meminfo = meminfo
         self._open = False
         self._handles: dict[str, Any] = {}
-        self._descriptions: dict[str, _Description] = {}
+        # By uuid; a description is read once.
+        self._known: dict[str, DeviceReading] = {}
         # The devices for which the driver has shown the utilization of a process.
         self._shows_processes: set[str] = set()
 
@@ -105,7 +95,7 @@ class PynvmlProvider:
             return
         self._open = False
         self._handles.clear()
-        self._descriptions.clear()
+        self._known.clear()
         self._shows_processes.clear()
         try:
             self._nvml.nvmlShutdown()
@@ -121,7 +111,7 @@ class PynvmlProvider:
         """Return the driver's version, such as `580.159.04`."""
         return str(self._ask(self._nvml.nvmlSystemGetDriverVersion))
 
-    def devices(self) -> tuple[DeviceIdentity, ...]:
+    def devices(self) -> tuple[DeviceReading, ...]:
         """Return the GPUs; a GPU with MIG on is replaced by its MIG devices. Without one, the GPU has an error.
 
         As in nvidia-smi, a GPU whose handle this user may not get is not listed.
@@ -129,14 +119,14 @@ class PynvmlProvider:
         # New handles at each call: no handle outlives a change of the devices or of a GPU's MIG instances. This is
         # cheap, because the library has counts, handles and UUIDs in its own memory.
         handles: dict[str, Any] = {}
-        listed: list[DeviceIdentity] = []
+        listed: list[DeviceReading] = []
         unavailable: NvmlUnavailableError | None = None
         for index in range(self._ask(self._nvml.nvmlDeviceGetCount)):
             try:
                 found = list(self._devices_of(index))
             except NvmlError as error:
                 unavailable = error if isinstance(error, NvmlUnavailableError) else unavailable
-                listed.append(DeviceIdentity(gpu=str(index), uuid="", error=str(error)))
+                listed.append(DeviceReading(gpu=str(index), uuid="", error=str(error)))
                 continue
             for identity, device in found:
                 listed.append(identity)
@@ -145,7 +135,7 @@ class PynvmlProvider:
         if unavailable is not None and not handles:
             raise unavailable
         self._handles = handles
-        self._descriptions = {uuid: text for uuid, text in self._descriptions.items() if uuid in handles}
+        self._known = {uuid: device for uuid, device in self._known.items() if uuid in handles}
         return tuple(listed)
 
     def read_memory(self, uuid: str) -> DeviceMemory:
@@ -154,7 +144,7 @@ class PynvmlProvider:
         try:
             return self._own_memory(handle)
         except NvmlNotSupportedError:
-            if _INTEGRATED.search(self._descriptions[uuid].name) is None:
+            if _INTEGRATED.search(self._known[uuid].name) is None:
                 raise
             return _host_memory(self._meminfo)
 
@@ -223,38 +213,30 @@ class PynvmlProvider:
         except KeyError:
             raise NvmlDeviceLostError(f"the driver does not list {uuid!r}") from None
 
-    def _devices_of(self, index: int) -> Iterator[tuple[DeviceIdentity, Any]]:
+    def _devices_of(self, index: int) -> Iterator[tuple[DeviceReading, Any]]:
         try:
             handle = self._ask(self._nvml.nvmlDeviceGetHandleByIndex, index)
         except NvmlPermissionError:
             return
         uuid = self._ask(self._nvml.nvmlDeviceGetUUID, handle)
-        gpu = self._describe(uuid, handle, handle)
+        gpu = self._described(DeviceReading(str(index), uuid), handle, handle)
         if not self._has_mig_on(handle):
-            identity = DeviceIdentity(str(index), uuid, name=gpu.name, pci_bus_id=gpu.pci_bus_id, minor=gpu.minor)
-            yield identity, handle
+            yield gpu, handle
             return
         instances = list(self._mig_handles(handle))
         if not instances:
             # MIG mode survives a reboot, its devices do not. Without a device here, the GPU would vanish.
             error = "MIG is on, and there is no MIG device: create one with nvidia-smi mig -cgi PROFILE -C"
-            yield DeviceIdentity(str(index), uuid, name=gpu.name, pci_bus_id=gpu.pci_bus_id, error=error), handle
+            yield replace(gpu, minor=None, error=error), handle
         for instance, mig_handle in instances:
+            mig = DeviceReading(f"{index}:{instance}", "", parent_uuid=uuid)
             try:
-                mig_uuid = self._ask(self._nvml.nvmlDeviceGetUUID, mig_handle)
+                mig = replace(mig, uuid=self._ask(self._nvml.nvmlDeviceGetUUID, mig_handle))
             except NvmlError as error:
-                yield DeviceIdentity(gpu=f"{index}:{instance}", uuid="", parent_uuid=uuid, error=str(error)), mig_handle
+                yield replace(mig, error=str(error)), mig_handle
                 continue
-            mig = self._describe(mig_uuid, mig_handle, handle)
-            identity = DeviceIdentity(
-                gpu=f"{index}:{instance}",
-                uuid=mig_uuid,
-                name=mig.name or gpu.name,
-                pci_bus_id=mig.pci_bus_id,
-                mig_profile=mig.mig_profile,
-                parent_uuid=uuid,
-            )
-            yield identity, mig_handle
+            mig = self._described(mig, mig_handle, handle)
+            yield replace(mig, name=mig.name or gpu.name), mig_handle
 
     def _has_mig_on(self, handle: Any) -> bool:
         try:
@@ -272,23 +254,25 @@ class PynvmlProvider:
                 if error.value != self._nvml.NVML_ERROR_NOT_FOUND:
                     raise error_for_code(error.value, "nvmlDeviceGetMigDeviceHandleByIndex") from error
 
-    def _describe(self, uuid: str, handle: Any, parent: Any) -> _Description:
-        """Return the description of a device, read once."""
-        known = self._descriptions.get(uuid)
-        if known is not None:
+    def _described(self, device: DeviceReading, handle: Any, parent: Any) -> DeviceReading:
+        """Return a device with what does not change about it; empty or None where the driver has no value."""
+        known = self._known.get(device.uuid)
+        if known is not None and known.gpu == device.gpu:
             return known
         name = bus_id = ""
         minor = None
         try:
             name = self._ask(self._nvml.nvmlDeviceGetName, handle)
             bus_id = self._ask(self._nvml.nvmlDeviceGetPciInfo, parent).busId
-            minor = self._ask(self._nvml.nvmlDeviceGetMinorNumber, parent)
+            if not device.parent_uuid:
+                minor = self._ask(self._nvml.nvmlDeviceGetMinorNumber, handle)
         except (NvmlNotSupportedError, NvmlPermissionError):
             pass
         # A MIG device's name is the name of its GPU and the profile: "NVIDIA A100-SXM4-40GB MIG 1g.5gb".
         _, mig, profile = name.rpartition(" MIG ")
-        self._descriptions[uuid] = described = _Description(name, bus_id, minor, profile if mig else "")
-        return described
+        known = replace(device, name=name, pci_bus_id=bus_id, minor=minor, mig_profile=profile if mig else "")
+        self._known[device.uuid] = known
+        return known
 
 
 def _device_memory(total: int, free: int, reserved: int | None) -> DeviceMemory:

@@ -18,7 +18,7 @@ from gpumem_exporter.errors import (
 )
 from gpumem_exporter.node.failures import Backoff, FailureLog
 from gpumem_exporter.node.host import Host
-from gpumem_exporter.node.provider import DeviceIdentity, Provider
+from gpumem_exporter.node.provider import Provider
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class NodeReader:
         """Poll the driver once. If it does not answer, the reading is not up and has the error. May block."""
         started = self._clock()
         try:
-            self._attach()
+            if not self._attach():
+                return self._reading(started, up=False)
             devices = self._read_devices()
         except Exception as error:  # noqa: BLE001 - polling must continue after any error
             self._fail(error)
@@ -106,28 +107,23 @@ class NodeReader:
             facts=facts,
         )
 
-    def _attach(self) -> None:
+    def _attach(self) -> bool:
+        """Return whether NVML is attached; False if the next attempt is not due."""
         if self._attached and self._reattach_wanted and self._lost_backoff.due(self._clock()):
             self._lost_backoff.failed(self._clock())
             _logger.debug("NVML is initialized again, because a device is lost or none is listed")
             self.close()
         elif self._attached:
-            return
+            return True
         elif not self._attach_backoff.due(self._clock()):
-            raise _NotYetError
+            return False
         self._provider.open()
         self._attached = True
-        try:
-            self._driver_version = self._provider.driver_version()
-        except NvmlUnavailableError:
-            raise
-        except NvmlError:
-            self._driver_version = ""
+        self._driver_version = _optional(self._provider.driver_version) or ""
         _logger.debug("NVML attached: driver %s", self._driver_version or "of an unknown version")
+        return True
 
     def _fail(self, error: Exception) -> None:
-        if isinstance(error, _NotYetError):
-            return
         expected = isinstance(error, NvmlError)
         self._error = str(error) if expected else f"{type(error).__name__}: {error}"
         self._failures.failed("NVML", self._error, exc_info=not expected)
@@ -146,11 +142,11 @@ class NodeReader:
         self._reattach_wanted = wanted
 
     def _read_devices(self) -> tuple[DeviceReading, ...]:
-        identities = self._registry.merge(self._provider.devices())
+        listed = self._registry.merge(self._provider.devices())
         unavailable: list[NvmlUnavailableError] = []
-        present = {identity.uuid for identity in identities}
+        present = {device.uuid for device in listed}
         self._active_pids = {uuid: read for uuid, read in self._active_pids.items() if uuid in present}
-        readings = tuple(self._read_device(identity, unavailable) for identity in identities)
+        readings = tuple(self._read_device(device, unavailable) for device in listed)
         # If one device answers, the driver is there: the other devices fail alone.
         if unavailable and not any(reading.up for reading in readings):
             raise unavailable[0]
@@ -159,47 +155,37 @@ class NodeReader:
         self._log_failures(readings)
         return readings
 
-    def _read_device(self, identity: DeviceIdentity, unavailable: list[NvmlUnavailableError]) -> DeviceReading:
-        lost = DeviceReading(
-            gpu=identity.gpu,
-            uuid=identity.uuid,
-            name=identity.name,
-            pci_bus_id=identity.pci_bus_id,
-            minor=identity.minor,
-            mig_profile=identity.mig_profile,
-            parent_uuid=identity.parent_uuid,
-            error=identity.error,
-        )
-        if identity.error:
-            return lost
+    def _read_device(self, device: DeviceReading, unavailable: list[NvmlUnavailableError]) -> DeviceReading:
+        if device.error:
+            return device
         try:
-            memory = self._memory(identity)
-            processes = self._processes(identity)
+            memory = self._memory(device)
+            processes = self._processes(device)
             return replace(
-                lost,
+                device,
                 memory=memory,
                 processes=processes,
-                utilization_ratio=_optional(self._provider.read_utilization_ratio, identity.uuid),
-                active_pids=self._read_active_pids(identity) if processes else None,
+                utilization_ratio=_optional(self._provider.read_utilization_ratio, device.uuid),
+                active_pids=self._read_active_pids(device) if processes else None,
             )
         except NvmlError as failure:
             if isinstance(failure, NvmlUnavailableError):
                 unavailable.append(failure)
-            return replace(lost, error=str(failure))
+            return replace(device, error=str(failure))
         except Exception as failure:  # noqa: BLE001 - one device must not affect the others
-            return replace(lost, error=f"{type(failure).__name__}: {failure}")
+            return replace(device, error=f"{type(failure).__name__}: {failure}")
 
-    def _memory(self, identity: DeviceIdentity) -> DeviceMemory | None:
+    def _memory(self, device: DeviceReading) -> DeviceMemory | None:
         """Return the device's memory; None if the device does not provide it. Other errors count as device failures."""
         try:
-            return self._provider.read_memory(identity.uuid)
+            return self._provider.read_memory(device.uuid)
         except (NvmlNotSupportedError, NvmlPermissionError):
             return None
 
-    def _processes(self, identity: DeviceIdentity) -> tuple[ProcessMemory, ...] | None:
-        subject = f"processes of device {identity.gpu}"
+    def _processes(self, device: DeviceReading) -> tuple[ProcessMemory, ...] | None:
+        subject = f"processes of device {device.gpu}"
         try:
-            processes = self._provider.read_processes(identity.uuid)
+            processes = self._provider.read_processes(device.uuid)
         except (NvmlDeviceLostError, NvmlUnavailableError):
             raise
         except NvmlError as error:
@@ -208,12 +194,12 @@ class NodeReader:
         self._failures.recovered(subject)
         return processes
 
-    def _read_active_pids(self, identity: DeviceIdentity) -> frozenset[int] | None:
+    def _read_active_pids(self, device: DeviceReading) -> frozenset[int] | None:
         now = self._clock()
-        read_seconds, active = self._active_pids.get(identity.uuid, (now - _ACTIVITY_SECONDS, None))
+        read_seconds, active = self._active_pids.get(device.uuid, (now - _ACTIVITY_SECONDS, None))
         if now - read_seconds >= _ACTIVITY_SECONDS:
-            active = _optional(self._provider.read_active_pids, identity.uuid)
-            self._active_pids[identity.uuid] = now, active
+            active = _optional(self._provider.read_active_pids, device.uuid)
+            self._active_pids[device.uuid] = now, active
         return active
 
     def _log_failures(self, readings: Iterable[DeviceReading]) -> None:
@@ -242,48 +228,44 @@ class NodeReader:
         return facts
 
 
-def _optional(read: Callable[[str], T], uuid: str) -> T | None:
-    """Return a value of a device; None if the device does not provide it. Raises the error of a lost device."""
+def _optional(read: Callable[..., T], *uuid: str) -> T | None:
+    """Return a value; None if driver or device do not provide it. Raises the error of a lost device or driver."""
     try:
-        return read(uuid)
+        return read(*uuid)
     except (NvmlDeviceLostError, NvmlUnavailableError):
         raise
     except NvmlError:
         return None
 
 
-class _NotYetError(Exception):
-    """The next attempt to attach is not due."""
-
-
 class DeviceRegistry:
     """Keeps the identity of lost devices, so that a lost device differs from a removed one. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._known: dict[str, DeviceIdentity] = {}
-        self._lost: dict[str, DeviceIdentity] = {}
+        self._known: dict[str, DeviceReading] = {}
+        self._lost: dict[str, DeviceReading] = {}
 
-    def merge(self, listed: Sequence[DeviceIdentity]) -> tuple[DeviceIdentity, ...]:
+    def merge(self, listed: Sequence[DeviceReading]) -> tuple[DeviceReading, ...]:
         """Return the listed devices, completed from earlier calls, and the lost devices that the driver leaves out."""
         # The driver may not return the UUID of a GPU that fell off the bus, and may not count the GPU after NVML is
         # initialized again. A device that disappears without an earlier error was removed: a GPU was unbound, or a MIG
         # instance was destroyed.
-        identified = {identity.uuid for identity in listed if identity.uuid}
-        merged: list[DeviceIdentity] = []
-        for identity in listed:
-            if identity.uuid:
-                merged.append(identity)
+        identified = {device.uuid for device in listed if device.uuid}
+        merged: list[DeviceReading] = []
+        for device in listed:
+            if device.uuid:
+                merged.append(device)
                 continue
             remembered = [
-                replace(known, error=identity.error)
+                replace(known, error=device.error)
                 for known in self._known.values()
-                if known.uuid not in identified and _is_or_is_part_of(known.gpu, identity.gpu)
+                if known.uuid not in identified and _is_or_is_part_of(known.gpu, device.gpu)
             ]
-            merged.extend(remembered or [identity])
-        present = {identity.uuid for identity in merged}
-        taken = {_gpu_of(identity) for identity in merged}
+            merged.extend(remembered or [device])
+        present = {device.uuid for device in merged}
+        taken = {_gpu_of(device) for device in merged}
         left_out = [lost for uuid, lost in self._lost.items() if uuid not in present]
-        self._known = {identity.uuid: identity for identity in (*merged, *left_out) if identity.uuid}
+        self._known = {device.uuid: device for device in (*merged, *left_out) if device.uuid}
         # The driver may assign the index of a lost device to another device. The lost device then has no index, because
         # an action for that index must have one target.
         return (*merged, *(replace(lost, gpu="") if _gpu_of(lost) in taken else lost for lost in left_out))
@@ -291,16 +273,16 @@ class DeviceRegistry:
     def note_errors(self, errors: Mapping[str, str]) -> None:
         """Record which merged devices are lost: listed with an error, or not readable for a reason in `errors`."""
         self._lost = {}
-        for uuid, identity in self._known.items():
+        for uuid, device in self._known.items():
             # A MIG device that cannot be read may have been destroyed, so it is lost only together with its GPU.
-            error = identity.error or ("" if identity.parent_uuid else errors.get(uuid, ""))
+            error = device.error or ("" if device.parent_uuid else errors.get(uuid, ""))
             if error:
-                self._lost[uuid] = replace(identity, error=error)
+                self._lost[uuid] = replace(device, error=error)
 
 
-def _gpu_of(identity: DeviceIdentity) -> str:
+def _gpu_of(device: DeviceReading) -> str:
     """Return the index of the GPU; of a MIG device, the index of its parent."""
-    return identity.gpu.partition(":")[0]
+    return device.gpu.partition(":")[0]
 
 
 def _is_or_is_part_of(gpu: str, other: str) -> bool:

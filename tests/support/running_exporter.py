@@ -16,14 +16,13 @@ from typing import Any
 
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
-from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ProcessFacts, ProcessMemory
 from gpumem_exporter.core.series import Past
 from gpumem_exporter.edge.connections import Limits
 from gpumem_exporter.edge.listeners import bind
 from gpumem_exporter.edge.problems import ProblemCode
 from gpumem_exporter.edge.uvicorn_server import LimitedServer
 from gpumem_exporter.errors import NvmlNotSupportedError, NvmlUnavailableError
-from gpumem_exporter.node.provider import DeviceIdentity
 from gpumem_exporter.runtime import Runtime
 from gpumem_exporter.serve_command import load_settings
 from gpumem_exporter.serving import build_server
@@ -70,9 +69,9 @@ class ScriptedProvider:
     def driver_version(self) -> str:
         return "999.1"
 
-    def devices(self) -> tuple[DeviceIdentity, ...]:
+    def devices(self) -> tuple[DeviceReading, ...]:
         self._call()
-        return tuple(DeviceIdentity(gpu=str(i), uuid=UUIDS[i], name="Scripted") for i in range(2))
+        return tuple(DeviceReading(gpu=str(i), uuid=UUIDS[i], name="Scripted") for i in range(2))
 
     def read_memory(self, uuid: str) -> DeviceMemory:
         self._call()

@@ -25,8 +25,8 @@ from gpumem_exporter.cli.checks import (
     reach,
     run_check,
 )
+from gpumem_exporter.core.samples import DeviceReading
 from gpumem_exporter.errors import NvmlUnavailableError
-from gpumem_exporter.node.provider import DeviceIdentity
 from tests.support.fleet_builders import process
 from tests.support.golden import assert_golden
 from tests.support.waiting import patient
@@ -42,7 +42,7 @@ class _Provider:
 
     source = "nvml"
 
-    def __init__(self, devices: Iterable[DeviceIdentity] = (), error: Exception | None = None) -> None:
+    def __init__(self, devices: Iterable[DeviceReading] = (), error: Exception | None = None) -> None:
         self._devices, self._error = tuple(devices), error
         self.closed = False
 
@@ -56,7 +56,7 @@ class _Provider:
     def driver_version(self) -> str:
         return "580.1"
 
-    def devices(self) -> tuple[DeviceIdentity, ...]:
+    def devices(self) -> tuple[DeviceReading, ...]:
         return self._devices
 
 
@@ -111,7 +111,7 @@ def test_a_driver_that_hangs_fails_after_the_timeout() -> None:
 
 
 def test_the_text_of_each_finding() -> None:
-    healthy = _Provider([DeviceIdentity("0", "GPU-0", "A"), DeviceIdentity("1", "GPU-1", error="GPU is lost")])
+    healthy = _Provider([DeviceReading("0", "GPU-0", "A"), DeviceReading("1", "GPU-1", error="GPU is lost")])
 
     def broken() -> Iterable[Finding]:
         raise OSError("it breaks")

@@ -18,7 +18,6 @@ from gpumem_exporter.errors import (
     NvmlUnavailableError,
 )
 from gpumem_exporter.node.failures import FailureLog
-from gpumem_exporter.node.provider import DeviceIdentity
 from gpumem_exporter.node.reader import NodeReader
 from tests.support.builders import Clock, NobodyHost
 
@@ -31,7 +30,7 @@ class Node:
     source = "nvml"
 
     def __init__(self) -> None:
-        self.listed: list[DeviceIdentity] = [DeviceIdentity(str(i), f"GPU-{i}", "H100") for i in range(8)]
+        self.listed: list[DeviceReading] = [DeviceReading(str(i), f"GPU-{i}", "H100") for i in range(8)]
         self.failures: dict[tuple[str, str], Exception] = {}
         self.opened_at: list[float] = []
         self.is_open = False
@@ -60,7 +59,7 @@ class Node:
         self._fail("driver_version")
         return "580.159.04"
 
-    def devices(self) -> Sequence[DeviceIdentity]:
+    def devices(self) -> Sequence[DeviceReading]:
         assert self.is_open
         self._fail("devices")
         return tuple(self.listed)
@@ -189,12 +188,12 @@ def test_a_lost_device_keeps_its_index_until_another_device_gets_it(
     node.failures["memory", f"GPU-{lost}"] = NvmlDeviceLostError("GPU is lost")
     assert device(reader.read(), f"GPU-{lost}").gpu == str(lost)
     rest = [identity for identity in back if identity.uuid != f"GPU-{lost}"]
-    node.listed = [DeviceIdentity(str(index), identity.uuid) for index, identity in enumerate(rest)]
+    node.listed = [DeviceReading(str(index), identity.uuid) for index, identity in enumerate(rest)]
     for _ in range(200):
         reading = poll_for(reader, node, 1)
         assert (device(reading, f"GPU-{lost}").gpu, device(reading, f"GPU-{lost}").up) == (str(lost) * keeps, False)
         assert len({each.gpu for each in reading.devices}) == 8
-    node.listed = [DeviceIdentity(str(lost), "", error="GPU is lost") if i == lost else d for i, d in enumerate(back)]
+    node.listed = [DeviceReading(str(lost), "", error="GPU is lost") if i == lost else d for i, d in enumerate(back)]
     assert device(reader.read(), f"GPU-{lost}").gpu == str(lost)
     node.listed = back
     node.failures.clear()

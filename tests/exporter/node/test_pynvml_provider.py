@@ -13,10 +13,9 @@ import pynvml
 import pytest
 
 from gpumem_exporter import errors
-from gpumem_exporter.core.samples import DeviceMemory
+from gpumem_exporter.core.samples import DeviceMemory, DeviceReading
 from gpumem_exporter.node import driver_library as library_module
 from gpumem_exporter.node.driver_library import open_driver_files
-from gpumem_exporter.node.provider import DeviceIdentity
 from gpumem_exporter.node.pynvml_provider import RETURN_CODES, PynvmlProvider
 
 GIB = 1 << 30
@@ -176,8 +175,8 @@ def test_devices_are_in_the_drivers_order_with_their_identity(
         provider.devices()
         == provider.devices()
         == (
-            DeviceIdentity("0", "GPU-0", "NVIDIA H100 80GB HBM3", "00000000:01:00.0", 4),
-            DeviceIdentity("1", "GPU-1", "NVIDIA H100 80GB HBM3", "00000000:02:00.0", 3),
+            DeviceReading("0", "GPU-0", "NVIDIA H100 80GB HBM3", "00000000:01:00.0", 4),
+            DeviceReading("1", "GPU-1", "NVIDIA H100 80GB HBM3", "00000000:02:00.0", 3),
         )
     )
 
