@@ -66,15 +66,6 @@ class _Role(Enum):
     """An init or a process of another user: it has not started the process, or the process does not depend on it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Parent:
-    """The parent of a process, as it was seen last."""
-
-    pid: int = 0
-    command: str = ""
-    role: _Role = _Role.STRANGER
-
-
 @dataclass(slots=True)
 class _Followed:
     """A process on a device, or an ancestor of one."""
@@ -84,8 +75,12 @@ class _Followed:
     cpu_seconds: float
     """When `cpu_ticks` were read."""
     computed_seconds: float
+    looked_seconds: float
     described_seconds: float = 0.0
-    parent: _Parent = _Parent()
+    parent_pid: int = 0
+    parent_command: str = ""
+    role: _Role = _Role.STRANGER
+    """Of the parent, as it was seen last."""
     is_child: bool = False
     """Its title or its command line shows that it depends on its parent."""
     in_container: bool = False
@@ -93,7 +88,7 @@ class _Followed:
 
     @property
     def depends(self) -> bool:
-        return self.parent.role is _Role.LAUNCHER or (self.is_child and self.parent.role is _Role.OTHER)
+        return self.role is _Role.LAUNCHER or (self.is_child and self.role is _Role.OTHER)
 
 
 class Launchers:
@@ -105,8 +100,7 @@ class Launchers:
     def __init__(self, entries: ProcEntries, own_namespace: int) -> None:
         self._entries = entries
         self._in_host_namespace = own_namespace == INITIAL_PID_NAMESPACE
-        # By pid, with the time of the last look.
-        self._followed: dict[int, tuple[_Followed, float]] = {}
+        self._followed: dict[int, _Followed] = {}
 
     def lost(self, pid: int, stat_text: str, now: float) -> LostLauncher | None:
         """Return what a process on a device has lost; None if it has its launcher, never had one, or may outlive it.
@@ -117,26 +111,26 @@ class Launchers:
         lost = self._look(pid, stat_text, now, _LEVELS)
         if lost is None:
             return None
-        return replace(lost, computed_seconds=self._followed[pid][0].computed_seconds)
+        return replace(lost, computed_seconds=self._followed[pid].computed_seconds)
 
     def sweep(self, before_seconds: float) -> None:
         """Forget the processes that were not looked at since this time."""
-        self._followed = {pid: each for pid, each in self._followed.items() if each[1] >= before_seconds}
+        self._followed = {pid: each for pid, each in self._followed.items() if each.looked_seconds >= before_seconds}
 
     def _look(self, pid: int, stat_text: str, now: float, levels: int) -> LostLauncher | None:
         try:
             _, parent_pid, cpu_ticks, start_time_ticks = parse_stat(stat_text)
         except ValueError:
             return None
-        known = self._followed[pid][0] if pid in self._followed else None
+        known = self._followed.get(pid)
         if known is None or known.start_time_ticks != start_time_ticks:
-            known = _Followed(start_time_ticks, cpu_ticks, now, now)
+            known = self._followed[pid] = _Followed(start_time_ticks, cpu_ticks, now, now, now)
             self._describe(pid, known, parent_pid, now)
-        elif known.parent.pid != parent_pid:
+        elif known.parent_pid != parent_pid:
             self._reparented(pid, known, parent_pid, now)
         elif now - known.described_seconds >= _DESCRIBE_AGAIN_SECONDS:
             self._describe(pid, known, parent_pid, now)
-        self._followed[pid] = known, now
+        known.looked_seconds = now
         elapsed_seconds = now - known.cpu_seconds
         if elapsed_seconds >= _CPU_SECONDS:
             if cpu_ticks - known.cpu_ticks >= _CPU_SHARE * elapsed_seconds * _TICKS_PER_SECOND:
@@ -146,21 +140,20 @@ class Launchers:
 
     def _lost_above(self, known: _Followed, now: float, levels: int) -> LostLauncher | None:
         """Return what the parent has lost, if the process depends on it or is in the same container."""
-        parent = known.parent
-        if parent.role is _Role.SHIM or not (known.depends or known.in_container):
+        if known.role is _Role.SHIM or not (known.depends or known.in_container):
             return None
-        above = self._look(parent.pid, self._entries.text(parent.pid, "stat"), now, levels - 1)
+        above = self._look(known.parent_pid, self._entries.text(known.parent_pid, "stat"), now, levels - 1)
         return above if above is not None and (known.depends or above.reason == CONTAINER_GONE) else None
 
     def _reparented(self, pid: int, known: _Followed, parent_pid: int, now: float) -> None:
         """Note that the parent has ended."""
         # The kernel gives a process another parent exactly when its parent ends.
-        before = known.parent
+        before = replace(known)
         self._describe(pid, known, parent_pid, now)
-        is_shim = before.role is _Role.SHIM
-        if is_shim or before.role is _Role.LAUNCHER or (known.is_child and before.role is _Role.OTHER):
-            reason = CONTAINER_GONE if is_shim else LAUNCHER_ENDED
-            known.lost = LostLauncher(reason, before.command, before.pid, now)
+        before.is_child = known.is_child
+        if before.role is _Role.SHIM or before.depends:
+            reason = CONTAINER_GONE if before.role is _Role.SHIM else LAUNCHER_ENDED
+            known.lost = LostLauncher(reason, before.parent_command, before.parent_pid, now)
 
     def _describe(self, pid: int, known: _Followed, parent_pid: int, now: float) -> None:
         """Read who the process and its parent are: both may change their titles."""
@@ -180,7 +173,7 @@ class Launchers:
                 known.lost = LostLauncher(LAUNCHER_ENDED)
         elif command and self._of_one_user(pid, parent_pid):
             role = _Role.LAUNCHER if _LAUNCHERS.fullmatch(command) else _Role.OTHER
-        known.parent = _Parent(parent_pid, command, role)
+        known.parent_pid, known.parent_command, known.role = parent_pid, command, role
 
     def _argv(self, pid: int) -> Sequence[str]:
         try:
