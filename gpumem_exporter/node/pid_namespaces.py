@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -67,8 +65,8 @@ class PidTranslator:
         self._entries = entries
         self._own_namespace = own_namespace
         self._clock = clock
-        self._lock = threading.Lock()
-        self._found: OrderedDict[_Identity, int] = OrderedDict()
+        # Threads use the caches without a lock: a lost entry costs another look-up.
+        self._found: dict[_Identity, int] = {}
         self._scanned: dict[_Identity, int] = {}
         self._scanned_seconds = -float("inf")
 
@@ -83,21 +81,20 @@ class PidTranslator:
         if start_time_ticks <= 0:
             return None
         wanted = (identity.pid_namespace, identity.pid, start_time_ticks)
-        with self._lock:
-            pid = self._found.get(wanted)
-            if pid is None:
-                if peer_pid is not None and peer_pid > 0 and self._is_process(peer_pid, identity):
-                    pid = peer_pid
-                elif identity.pid_namespace and identity.pid_namespace == self._own_namespace:
-                    pid = identity.pid if self._start_time_ticks(identity.pid) == start_time_ticks else None
-                elif identity.pid_namespace:
-                    pid = self._search(wanted)
-            if pid is not None:
-                self._found[wanted] = pid
-                self._found.move_to_end(wanted)
-                while len(self._found) > _MAX_CACHED:
-                    self._found.popitem(last=False)
+        pid = self._found.get(wanted)
+        if pid is not None:
             return pid
+        if peer_pid is not None and peer_pid > 0 and self._is_process(peer_pid, identity):
+            pid = peer_pid
+        elif identity.pid_namespace and identity.pid_namespace == self._own_namespace:
+            pid = identity.pid if self._start_time_ticks(identity.pid) == start_time_ticks else None
+        elif identity.pid_namespace:
+            pid = self._search(wanted)
+        if pid is not None:
+            if len(self._found) >= _MAX_CACHED:
+                self._found.clear()
+            self._found[wanted] = pid
+        return pid
 
     def _is_process(self, pid: int, identity: ProcessIdentity) -> bool:
         """Return whether a process is the reporting process; a namespace that is not readable counts as equal."""
