@@ -56,16 +56,9 @@ class PollerStatus:
     """The last poll has applied the latest request to release or attach NVML."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _DriverRequest:
-    """A request to release NVML, or to attach it if `release` is None."""
-
-    release: ReleaseRequest | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    request: _DriverRequest
+    request: object
     """The request that the last poll applied."""
     polls: int = 0
     busy_since_seconds: float | None = None
@@ -97,7 +90,8 @@ class Poller:
         self._failures = FailureLog(_logger, clock)
         self._stopping = threading.Event()
         self._woken = threading.Event()
-        self._request = _DriverRequest()
+        # The latest request: a `ReleaseRequest`, or an object without a value for each request to attach NVML.
+        self._request: object = object()
         self._progress = _Progress(self._request)  # only the poller's thread replaces it, so readers need no lock
         # A daemon, so that a hung driver does not prevent the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="gpumem-poller", daemon=True)
@@ -116,13 +110,13 @@ class Poller:
         NVML is released when `status` returns `request_applied`; a hung driver delays that. While NVML is released,
         polls continue and publish readings without a driver. A second release request changes nothing.
         """
-        if self._request.release is None:
-            self._request = _DriverRequest(ReleaseRequest(requested_by, self._wall_clock(), reason))
+        if not isinstance(self._request, ReleaseRequest):
+            self._request = ReleaseRequest(requested_by, self._wall_clock(), reason)
         self._woken.set()
 
     def attach(self) -> None:
         """Attach NVML at the next poll, which follows immediately, after a release or a failure."""
-        self._request = _DriverRequest()
+        self._request = object()
         self._woken.set()
 
     def stop(self, timeout_seconds: float) -> bool:
@@ -150,7 +144,7 @@ class Poller:
             busy_seconds=busy_seconds,
             stuck=busy_seconds is not None and busy_seconds > limit_seconds,
             error=progress.error,
-            release=request.release,
+            release=request if isinstance(request, ReleaseRequest) else None,
             request_applied=progress.request is request,
         )
 
@@ -184,9 +178,9 @@ class Poller:
             self._failures.recovered("poll")
         self._progress = _Progress(request, before.polls + 1, error=error)
 
-    def _read(self, request: _DriverRequest, *, is_new: bool) -> NodeReading:
-        if request.release is not None:
-            return self._reader.release(str(request.release))
+    def _read(self, request: object, *, is_new: bool) -> NodeReading:
+        if isinstance(request, ReleaseRequest):
+            return self._reader.release(str(request))
         if is_new:
             self._reader.retry_attach_now()
         return self._reader.read()
