@@ -20,7 +20,7 @@ from gpumem_exporter.edge.listeners import parse_listen_address
 from gpumem_exporter.edge.problems import install_problem_handlers
 from gpumem_exporter.edge.request_guard import MAX_REPORT_BYTES, Guard
 from gpumem_exporter.edge.watched_files import refreshing
-from gpumem_exporter.housekeeping import keep_house, keep_records, release_free_memory, reloading_on_hangup
+from gpumem_exporter.housekeeping import keep_house, keeping_records, release_free_memory, reloading_on_hangup
 from gpumem_exporter.metrics.metrics_route import MetricsRoute
 from gpumem_exporter.page.health import health_router
 from gpumem_exporter.page.page_routes import Page, page_router
@@ -135,12 +135,6 @@ async def _lifespan(runtime: Runtime) -> AsyncIterator[None]:
                 **chores,
             }
         ),
-        keep_records(
-            runtime.snapshot,
-            {**records, "health": runtime.note_health},
-            clock=runtime.clock,
-            wall_clock=runtime.node.wall_clock,
-        ),
         release_free_memory(),
         runtime.audit.restore(runtime.dispatcher),
         *(task() for parts in features for task in parts.tasks),
@@ -149,6 +143,12 @@ async def _lifespan(runtime: Runtime) -> AsyncIterator[None]:
     reloads = [None if web is None else web.reload_on_hangup, *(parts.reload for parts in features)]
     try:
         with (
+            keeping_records(
+                runtime.snapshot,
+                {**records, "health": runtime.note_health},
+                clock=runtime.clock,
+                wall_clock=runtime.node.wall_clock,
+            ),
             refreshing([part.refresh for part in with_files if part is not None]),
             reloading_on_hangup([reload for reload in reloads if reload is not None]),
         ):

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from gpumem_exporter.core.samples import Snapshot
@@ -18,6 +17,7 @@ from gpumem_exporter.node.failures import FailureLog
 
 INTERVAL_SECONDS = 1.0
 _MIN_WAIT_SECONDS = 0.05
+_STOP_SECONDS = 0.5
 RELEASE_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
@@ -42,28 +42,41 @@ async def keep_house(chores: Mapping[str, Callable[[], object]]) -> None:
         _run(chores, failures)
 
 
-async def keep_records(
+@contextlib.contextmanager
+def keeping_records(
     snapshot: Callable[[], Snapshot],
     chores: Mapping[str, Callable[[Snapshot], None]],
     *,
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
-) -> None:
-    """Take a snapshot once a second, and run the chores with it, in a thread of its own, until cancelled."""
+) -> Iterator[None]:
+    """Take a snapshot once a second, and run the chores with it, in a thread, until the block ends.
+
+    The last second has half a second for its work; a chore that takes longer is abandoned.
+    """
     failures = FailureLog(_log, time.monotonic)
     origin_seconds = wall_clock() - clock()
+    stopped = threading.Event()
 
-    def work() -> None:
-        taken: list[Snapshot] = []
-        _run({"snapshot": lambda: taken.append(snapshot())}, failures)
-        for each in taken:
-            _run(chores, failures, each)
+    def seconds_to_next() -> float:
+        # Until the middle of the next second, so that a delay leaves no second without a row of the history.
+        return max((0.5 - clock() - origin_seconds) % 1.0, _MIN_WAIT_SECONDS)
 
-    with ThreadPoolExecutor(1, "gpumem-second") as thread:
-        while True:
-            # Until the middle of the next second, so that a delay leaves no second without a row of the history.
-            await asyncio.sleep(max((0.5 - clock() - origin_seconds) % 1.0, _MIN_WAIT_SECONDS))
-            await asyncio.get_running_loop().run_in_executor(thread, work)
+    def run() -> None:
+        while not stopped.wait(seconds_to_next()):
+            taken: list[Snapshot] = []
+            _run({"snapshot": lambda taken=taken: taken.append(snapshot())}, failures)
+            for each in taken:
+                _run(chores, failures, each)
+
+    # A daemon, and no pool: Python waits for the threads of a pool at its exit, however long a chore hangs.
+    thread = threading.Thread(target=run, name="gpumem-second", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join(_STOP_SECONDS)
 
 
 async def release_free_memory() -> None:

@@ -29,7 +29,7 @@ from tests.support.running_exporter import ACTIONS, running_exporter
 from tests.support.waiting import patient, wait_for
 
 POLLER = "gpumem-poller"
-SECOND = "gpumem-second_0"
+SECOND = "gpumem-second"
 THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files", SECOND)
 CALLS_BESIDE = re.compile(r"housekeeping\.py:.*|edge/uvicorn_server\.py:(.*\.)?_end_late_connections")
 """What goes on beside requests: threads, and calls that the event loop makes by itself."""
