@@ -78,6 +78,8 @@ class Connection:
     is_open: bool = True
     unread_bytes: int = 0
     """The size of the long reply that is being sent."""
+    waiting_since_seconds: float = field(init=False)
+    """Since when the exporter has waited for the next step of its client; infinite while it works on a request."""
     due_seconds: float = field(init=False)
     """When it is ended, unless its client does the next step before; infinite while the exporter works on a request."""
     _is_idle: bool = field(init=False)
@@ -93,12 +95,13 @@ class Connection:
     def wait(self, seconds: float) -> None:
         """Note that the client has the next step, and this time for it."""
         self._is_idle = False
-        self.due_seconds = self.clock() + seconds
+        self.waiting_since_seconds = self.clock()
+        self.due_seconds = self.waiting_since_seconds + seconds
 
     def work(self) -> None:
         """Note that the exporter has the next step, and any time for it."""
         self._is_idle = False
-        self.due_seconds = math.inf
+        self.waiting_since_seconds = self.due_seconds = math.inf
 
     def rest(self) -> None:
         """Note that a request is answered."""
@@ -152,7 +155,7 @@ class Connections:
     """Counts connections by owner, so that no owner keeps others out. Used on the event loop only.
 
     An owner has at most half of the connections. When all are taken, the owner with the most loses the connection
-    whose client has the least time left: for a request, for the rest of one, or until a reply is read. A connection
+    that has waited longest for its client: for a request, for the rest of one, or until a reply is read. A connection
     with a request that the exporter works on is ended for another owner only.
     """
 
@@ -208,10 +211,11 @@ class Connections:
         largest = max(self._owners.values(), key=lambda owned: (len(owned) + (owned is own), owned is not own))
         loser = own if has_half else largest
         # Searched only when there is no room, 50 ns for each connection; an order costs each request.
-        next_due = min(loser, key=attrgetter("due_seconds"))
-        if loser is own and next_due.due_seconds == math.inf:
+        # Not the one that is due first: a new connection has less time than the idle ones of a flood.
+        longest = min(loser, key=attrgetter("waiting_since_seconds"))
+        if loser is own and longest.waiting_since_seconds == math.inf:
             return False
-        self._end(next_due, "it makes room")
+        self._end(longest, "it makes room")
         return True
 
     def _end(self, connection: Connection, why: str) -> None:

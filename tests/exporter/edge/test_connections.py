@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -49,17 +48,30 @@ def ended() -> list[Connection]:
     return ENDED
 
 
-def test_of_an_owner_with_half_the_connection_that_is_due_next_makes_room(
+def test_of_an_owner_with_half_the_connection_that_has_waited_longest_makes_room(
     connections: Connections, ended: list[Connection]
 ) -> None:
     first, second, third, fourth = (connect(connections, "1") for _ in range(4))
     for busy in (first, second):
-        busy.due_seconds = math.inf
-    fourth.due_seconds -= 1
+        busy.work()
+    fourth.waiting_since_seconds -= 1
     fifth = connect(connections, "1")
     assert ended == [fourth]
-    third.due_seconds = fifth.due_seconds = math.inf
+    for busy in (third, fifth):
+        busy.work()
     assert not connections.admit(connection("1")), "the exporter works on a request of each"
+
+
+def test_a_new_connection_is_not_the_first_to_make_room_among_idle_ones(
+    connections: Connections, ended: list[Connection], clock: Clock
+) -> None:
+    idle = [connect(connections, "1", clock) for _ in range(4)]
+    for each in idle:
+        each.rest()
+    clock.seconds += 1
+    new = [connect(connections, "1", clock) for _ in range(2)]
+    assert ended == idle[:2]
+    assert all(each.is_open for each in new)
 
 
 def test_the_owner_with_the_most_makes_room_for_another_at_once(
@@ -69,7 +81,7 @@ def test_the_owner_with_the_most_makes_room_for_another_at_once(
     few = [connect(connections, "10.0.0.1") for _ in range(3)]
     one = connect(connections, "2")
     for busy in (*several[:2], *few, one):
-        busy.due_seconds = math.inf
+        busy.work()
     assert connections.admit(connection("3"))
     assert ended == [several[2]]
 
@@ -79,7 +91,7 @@ def test_a_busy_connection_makes_room_for_another_owner_if_all_are_busy(
 ) -> None:
     busy = [connect(connections, owner) for owner in "11112222"]
     for each in busy:
-        each.due_seconds = math.inf
+        each.work()
     assert connections.admit(connection("3"))
     assert ended == [busy[0]]
     assert not connections.admit(connection("2"))
