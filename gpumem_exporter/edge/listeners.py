@@ -113,6 +113,14 @@ class Listeners(contextlib.ExitStack):
             for sock in self.sockets
         )
 
+    @property
+    def on_all_addresses(self) -> bool:
+        """Whether a socket listens on every address of the machine."""
+        return any(
+            sock.family != socket.AF_UNIX and ipaddress.ip_address(sock.getsockname()[0]).is_unspecified
+            for sock in self.sockets
+        )
+
     def add(self, sock: socket.socket) -> None:
         """Add a socket that listens."""
         self.sockets.append(self.enter_context(sock))

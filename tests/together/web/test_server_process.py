@@ -48,6 +48,13 @@ def test_a_signal_stops_the_exporter_while_reports_wait(number: signal.Signals, 
         assert [line["msg"] for line in others] == ["listening"]
 
 
+def test_the_log_names_settings_that_surprise(tmp_path: Path) -> None:
+    flags = ("--web.listen-address", ":0", "--action.allow", "snapshot")
+    with closing(ExporterProcess(tmp_path, *flags, ready="/-/healthy")) as exporter:
+        eventually(exporter.log, lambda log: "listening on every address" in log)
+        assert "turns empty_cache off" in exporter.log()
+
+
 def test_every_address_of_the_machine_is_ipv4_and_ipv6() -> None:
     with bind([":0"]) as listeners:
         port = listeners.sockets[0].getsockname()[1]
