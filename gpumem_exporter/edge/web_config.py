@@ -64,17 +64,21 @@ class Tls(FileSection):
 
     def context(self) -> ssl.SSLContext:
         """Return a context of what the files contain now. Raises ConfigurationError if one is missing or invalid."""
-        for key, path in self.files.items():
+        for key, path in self.files.items():  # OpenSSL's errors name no file
             try:
-                path.read_bytes()  # OpenSSL's errors name no file
+                text = path.read_bytes()
             except OSError as error:
                 raise ConfigurationError(f"{key} '{path}': {error.strerror}") from None
+            if key != "key_file" and b" CERTIFICATE-----" not in text:
+                raise ConfigurationError(f"{key} '{path}': expected a certificate in PEM")
+            if key == "key_file" and (b"PRIVATE KEY-----" not in text or b"ENCRYPTED" in text):
+                raise ConfigurationError(f"{key} '{path}': expected a private key in PEM, without a passphrase")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3 if self.min_version == "TLS13" else ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_RENEGOTIATION
         context.set_alpn_protocols(["http/1.1"])
         subject = f"cert_file '{self.cert_file}' and key_file '{self.key_file}'"
-        expected = "expected a certificate and its private key in PEM, without a passphrase"
+        expected = "expected a certificate and its private key"
         try:
             # Without a password, OpenSSL would ask for one on the terminal.
             context.load_cert_chain(self.cert_file, self.key_file, password="")

@@ -122,6 +122,7 @@ def test_an_invalid_certificate_or_key_file_is_named(
     message = refusal(folder, text)
     assert message.startswith(": tls_server_config: ")
     assert [part for part in named if part.format(folder) not in message] == [], message
+    assert message.count("_file '") == sum("'{}/" in part for part in named), "it names no file that is valid"
 
 
 def test_users_without_bcrypt_are_refused_with_the_command_to_install_it(
