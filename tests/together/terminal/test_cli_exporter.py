@@ -118,7 +118,8 @@ def test_short_jobs_are_one_line_and_filters_narrow_each_other(exporter: Exporte
     assert shown(exporter, "--job", "train", "--since", "1h", "--type", "process_started,process_ended") == lines[1:]
     assert [line[1] for line in shown(exporter, "--type", "process_started", "--job", "train")] == ["started"]
     now = time.time()
-    for since in ("1.5h", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now - 120))):
+    local = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now - 120))
+    for since in ("1.5h", local, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now - 120))):
         assert shown(exporter, "--since", since) == lines
     assert shown(exporter, "--since", time.strftime("%Y-%m-%d %H:%M", time.localtime(now + 3600))) == []
     assert shown(exporter, "--type", "oom") == shown(exporter, "--job", "nothing") == []
