@@ -203,6 +203,9 @@ class EventLog(Journal):
             with contextlib.suppress(queue.Empty):
                 if (asked := self._queries.get(timeout=wait_seconds)) is not None:
                     self._answer(*asked)
+        while not self._queries.empty():
+            if (asked := self._queries.get()) is not None:
+                self._answer(*asked)
         with self._lock:
             lost = [*self._batch, *self._waiting]
             self._batch.clear()

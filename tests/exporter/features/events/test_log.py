@@ -196,6 +196,16 @@ def test_queued_events_are_stored_and_the_storage_is_closed_on_stop() -> None:
     assert bench.dropped == 1
 
 
+def test_queries_that_wait_at_the_stop_are_answered(bench: Bench) -> None:
+    bench.disk.hanging = True
+    bench.log.start()
+    assert bench.disk.stuck.wait(WAIT)
+    pages = [bench.log.read(Query()) for _ in range(3)]
+    assert not bench.log.stop(0.0)
+    bench.disk.released.set()
+    assert [page.result(WAIT).events for page in pages] == [()] * 3
+
+
 def test_events_that_could_not_be_stored_before_stop_count_as_dropped() -> None:
     bench = Bench()
     bench.disk.error = "disk full"
