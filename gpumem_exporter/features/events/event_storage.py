@@ -257,8 +257,9 @@ class Storage:
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):
-            raise StorageError(f"{self._path} was written by another version (its format is {version}, not {_VERSION})")
+        columns = {row["name"] for row in connection.execute("PRAGMA table_info(events)")}
+        if version not in (0, _VERSION) or (columns and not columns.issuperset(_COLUMNS)):  # a later one, or 0.2
+            raise StorageError(f"{self._path} was written by another version; move it away, and a new one is created")
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(found)

@@ -368,9 +368,10 @@ def test_a_damaged_file_is_not_changed_and_can_be_moved_away(
     assert bench.numbers() == [1000]
 
 
-def test_a_file_of_another_version_is_not_changed(on_disk: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("statement", ["PRAGMA user_version = 99", "CREATE TABLE events (id INTEGER PRIMARY KEY)"])
+def test_a_file_of_another_version_is_not_changed(on_disk: Bench, tmp_path: Path, statement: str) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
-        connection.execute("PRAGMA user_version = 99")
+        connection.execute(statement)
     connection.close()
     with pytest.raises(StorageError, match=r"\bversion\b"):
         on_disk.put(1)
