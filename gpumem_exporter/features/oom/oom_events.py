@@ -123,7 +123,7 @@ def _event(process: ReportingProcess, oom: OutOfMemory, gpu: str | None, receive
     }
     return Event(
         "oom",
-        received_unix_seconds - oom.age_seconds,
+        max(0.0, received_unix_seconds - oom.age_seconds),  # a report may claim any age
         gpu=gpu,
         uuid=oom.uuid,
         pid=json_pid(process.name),

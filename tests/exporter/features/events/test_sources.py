@@ -13,6 +13,7 @@ from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.audit import Audit, action_event
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
+from gpumem_exporter.features.events.event_entries import event_document
 from gpumem_exporter.features.events.event_recorder import MAX_STARTS_PER_MINUTE
 from gpumem_exporter.features.events.process_usage import DeviceUsage
 from gpumem_exporter.features.oom.oom_events import MAX_OF_OWNER_PER_MINUTE
@@ -40,6 +41,12 @@ def test_an_error_becomes_an_event_with_allocator_values_and_a_log_line(caplog: 
     (line,) = caplog.records
     fields = line.fields  # type: ignore[attr-defined]
     assert {**fields, **values, **fragmented, "workload": "train", "rank": "2", "gpu": "3"} == fields
+
+
+def test_an_error_of_any_age_has_a_time_that_can_be_shown() -> None:
+    bench = Bench()
+    bench.report(7, oom(1, age_seconds=float(2**63 - 1)))
+    assert event_document([bench.log.events[-1]])["time"] == "1970-01-01T00:00:00.000Z"
 
 
 def test_a_repeated_error_is_one_event_and_acknowledged_after_its_commit(caplog: pytest.LogCaptureFixture) -> None:
