@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -88,6 +89,32 @@ def test_if_no_thread_can_be_started_the_error_is_logged_and_start_may_be_called
     module.start_reporter(SETTINGS)
     assert len(reporter_threads()) == 1
     gpumem_client.stop()
+    assert not reporter_threads()
+
+
+def test_a_forked_child_that_initializes_cuda_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_starts: list[Callable[[], None]] = []
+
+    def wait(callback: Callable[[], None]) -> Callable[[], None]:
+        cuda_starts.append(callback)
+        return lambda: None
+
+    monkeypatch.setattr(module, "when_cuda_starts", wait)
+    reporter = new_reporter()
+    reporter.start()
+    child = os.fork()
+    if child == 0:
+        alive = []
+        try:
+            cuda_starts[0]()
+            alive = [thread.is_alive() for thread in reporter_threads()]
+            reporter.stop(patient(60))
+        finally:
+            os._exit(0 if alive == [True] and not reporter_threads() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    cuda_starts[0]()
+    assert len(reporter_threads()) == 1
+    reporter.stop(patient(60))
     assert not reporter_threads()
 
 

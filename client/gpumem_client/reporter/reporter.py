@@ -63,8 +63,7 @@ class Reporter:
         self._delivery = Delivery(settings, self._wakeup, self._errors)
         self._allocator: Allocator | None = None
         self._loop: ReportLoop | None = None
-        # A daemon: the interpreter must not wait for it, and `_exit` waits for a running command.
-        self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
+        self._thread = self._new_thread()
         self._gate = torch_access.TorchGate()
         self._started_by = 0
         # Set once the thread has started the standing recording, or has not.
@@ -152,9 +151,16 @@ class Reporter:
         loop = self._loop
         return loop is not None and loop.oom_moments is not None and loop.oom_moments.waiting
 
+    def _new_thread(self) -> threading.Thread:
+        # A daemon: the interpreter must not wait for it, and `_exit` waits for a running command.
+        return threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
+
     def _forked(self) -> None:
         """Remove the parent's hooks in a forked child, where the thread does not exist."""
         if not self._started_by:
+            # In a child, Python marks each thread of the parent as ended. From 3.13 on it cannot be started any more,
+            # before that it starts and is not alive.
+            self._thread = self._new_thread()
             return
         # A sample there would show the parent's bytes, or wait forever for a lock that was held during the fork.
         self._loop, self._wakeup = None, Wakeup()
