@@ -11,6 +11,13 @@ from gpumem_client.wire import peer
 from tests.support.other_user import acting_as, needs_root
 
 
+@pytest.fixture(params=["sock_diag", "proc"])
+def _source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each source of the kernel alone."""
+    if request.param == "proc":
+        monkeypatch.setattr(socket, "AF_NETLINK", 255)
+
+
 def listener(host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
@@ -21,6 +28,7 @@ def owner(found: peer.SocketOwner | None) -> tuple[int, int] | None:
 
 
 @needs_root
+@pytest.mark.usefixtures("_source")
 @pytest.mark.parametrize(("bound", "to"), [("127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1"), ("::1", "::1")])
 def test_each_end_of_a_loopback_connection_names_the_user_of_the_other(bound: str, to: str) -> None:
     with listener(bound) as server:
@@ -37,6 +45,7 @@ def test_each_end_of_a_loopback_connection_names_the_user_of_the_other(bound: st
 
 
 @needs_root
+@pytest.mark.usefixtures("_source")
 def test_a_closed_socket_is_not_taken_for_roots() -> None:
     with listener("127.0.0.1") as server:
         with acting_as(1001):

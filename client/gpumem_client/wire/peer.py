@@ -1,8 +1,8 @@
 """Who owns the other end of a socket, according to the Linux kernel. Standard library only.
 
 A unix socket has SO_PEERCRED (unix(7)). For TCP between two processes of one machine, `sock_diag` (sock_diag(7)) names
-the uid and the inode of each socket. A connection that comes through a proxy, a tunnel or a container's port mapping
-belongs to the process that forwards it.
+the uid and the inode of each socket, or /proc/net/tcp (proc_pid_net(5)) where a sandbox or the kernel lacks that. A
+connection that comes through a proxy, a tunnel or a container's port mapping belongs to the process that forwards it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _SOCK_DIAG_BY_FAMILY = 20
 _NLM_F_REQUEST, _NLM_F_DUMP = 1, 0x300
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _ANY_STATE, _LISTENING = 0xFFFFFFFF, 1 << 10
+# The state of a listener in /proc/net/tcp.
+_LISTEN = "0A"
 _NO_COOKIE = 0xFFFFFFFF
 # `struct nlmsghdr`: length, type, flags, sequence number, port.
 _HEADER = struct.Struct("=IHHII")
@@ -141,16 +143,44 @@ def user_name(uid: int) -> str:
 def _owner(local: _Address, remote: _Address | None) -> SocketOwner | None:
     """Return the owner of the socket with these addresses; without a remote address, of the listener."""
     local, remote = _unmapped(local), _unmapped(remote) if remote is not None else None
+    try:
+        found = _from_sock_diag(local, remote)
+    except OSError:
+        found = _from_proc(local, remote)
+    # A socket without a file, such as a connection that was not accepted yet, belongs to no process. The kernel shows
+    # uid 0 for it, which must not be taken for root.
+    return found if found is not None and found.inode else None
+
+
+def _from_sock_diag(local: _Address, remote: _Address | None) -> SocketOwner | None:
     family = socket.AF_INET6 if ":" in local[0] else socket.AF_INET
     to = remote if remote is not None else ("", 0)
     for reply in _ask(family, local, to, _ANY_STATE):
         # Where the connection is not found, the kernel returns the listener of that port.
         if _PORTS.unpack_from(reply, _PORTS_OFFSET) == (local[1], to[1]):
             uid, inode = _OWNER.unpack_from(reply, _OWNER_OFFSET)
-            # A socket without a file, such as a connection that was not accepted yet, belongs to no process. The kernel
-            # shows uid 0 for it, which must not be taken for root.
-            return SocketOwner(uid, inode, _cgroup_id(reply)) if inode else None
+            return SocketOwner(uid, inode, _cgroup_id(reply))
     return None
+
+
+def _from_proc(local: _Address, remote: _Address | None) -> SocketOwner | None:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(table) as lines:  # noqa: PTH123 - pathlib is not imported here
+            next(lines)
+            for row in (line.split(None, 10) for line in lines):
+                own, other = map(_address, row[1:3])
+                listens = row[3] == _LISTEN and own[1] == local[1] and own[0] in (local[0], "0.0.0.0", "::")
+                if listens if remote is None else (own, other) == (local, remote):
+                    return SocketOwner(int(row[7]), int(row[9]))
+    return None
+
+
+def _address(text: str) -> _Address:
+    """Return an address of /proc/net/tcp, whose host is words of 32 bits in the machine's byte order."""
+    host, port = text.split(":")
+    packed = b"".join(int(host[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(host), 8))
+    family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+    return _unmapped((socket.inet_ntop(family, packed), int(port, 16)))
 
 
 def _unmapped(address: _Address) -> _Address:
