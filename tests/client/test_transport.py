@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import http.client
 import socket
 import threading
 from collections.abc import Iterator
@@ -99,6 +100,17 @@ def test_a_token_of_two_lines_is_not_sent_and_not_shown() -> None:
     with connected(answering(OK)) as connection, pytest.raises(ExporterUnreachableError, match="line break") as error:
         connection.request("GET", "/", headers={"Authorization": "Bearer sec\nret"})
     assert "sec" not in str(error.value)
+
+
+def test_what_the_program_makes_of_http_client_sees_no_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `debuglevel`, which prints the headers, and the wrappers of tracing libraries."""
+    monkeypatch.setattr(http.client.HTTPConnection, "debuglevel", 1)
+    monkeypatch.setattr(http.client.HTTPConnection, "putrequest", None)
+    _, lines = head("", Authorization="Bearer secret")
+    assert "Authorization: Bearer secret" in lines
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Union
 from urllib.parse import unquote, urlsplit
 
@@ -151,7 +150,7 @@ class Connection:
         seconds: float,
         while_waiting: Callable[[], float] | None,
     ) -> Answer:
-        from http.client import HTTPConnection, HTTPResponse
+        from http.client import HTTPResponse
 
         sock = self._socket
         if sock is None and not self.interrupted:
@@ -167,13 +166,18 @@ class Connection:
             raise ExporterUntrustedError(f"the server at {shown_url(self.url)} is not trusted: {self.objection}")
         deadline = time.monotonic() + seconds
         sock.settimeout(seconds)
-        if any("\n" in value or "\r" in value for value in headers.values()):
-            raise ValueError("a header contains a line break")  # the error of `http.client` shows the token
-        http = HTTPConnection(*(self._address if isinstance(self._address, tuple) else ("localhost",)))
-        parts: list[bytes] = []
-        http.sock = SimpleNamespace(sendall=parts.append)  # a server reads one send at once, two in two turns
-        http.request(method, path, body, headers)
-        sock.sendall(b"".join(parts))
+        # Not by `HTTPConnection`, which tracing libraries replace in part, and which prints tokens at a `debuglevel`.
+        host = "localhost"
+        if isinstance(self._address, tuple):
+            name, port = self._address
+            host = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+        length = {} if body is None else {"Content-Length": str(len(body))}
+        fields = {"Host": host, "Accept-Encoding": "identity", **headers, **length}
+        lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+        if any("\n" in line or "\r" in line for line in lines):
+            raise ValueError("a header contains a line break")
+        # A server reads one send at once, two in two turns.
+        sock.sendall("\r\n".join([*lines, "", ""]).encode("latin-1", "replace") + (body or b""))
         received = _Received(sock, deadline, self._max_answer_bytes, while_waiting)
         response = HTTPResponse(received, method=method)  # type: ignore[arg-type]
         response.begin()
