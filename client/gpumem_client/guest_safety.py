@@ -96,7 +96,7 @@ class GuestLog(_Adapter):
             # As text, because a handler that keeps an error would also keep its frames and all tensors in them.
             text = str(msg) % args if args else msg
             # The record names the caller: skip the adapter's method, such as `warning`, and `guest_safety`.
-            super().log(level, "%s", text, stacklevel=kwargs.pop("stacklevel", 1) + 2, **kwargs)
+            super().log(level, text, stacklevel=kwargs.pop("stacklevel", 1) + 2, **kwargs)
 
 
 log = GuestLog(logging.getLogger("gpumem_client"), None)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from gpumem_client.guest_safety import ErrorLog
+from gpumem_client.guest_safety import ErrorLog, log
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.protocol import Command, DeviceSample, Reply
@@ -44,6 +44,13 @@ class Bench:
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+def test_a_filter_that_drops_repeated_messages_keeps_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Such a filter of the program compares the messages before their arguments are inserted."""
+    log.warning("%s are full", "50 % of 8 GiB")
+    log.warning("another line")
+    assert [record.msg for record in caplog.records] == caplog.messages == ["50 % of 8 GiB are full", "another line"]
 
 
 def test_the_third_equal_error_turns_a_part_off_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
