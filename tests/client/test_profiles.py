@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import types
 import zlib
 from typing import Any
@@ -15,6 +16,7 @@ from gpumem_client.profile.profile_types import Frame, Owner, Profile, ProfiledD
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import ProcessIdentity
+from tests.support.waiting import patient
 
 IDENTITY = ProcessIdentity(1, 2, 3, "session", 4.0)
 
@@ -95,6 +97,23 @@ class Torch:
 
     def _record_in_c(self, enabled: str | None, options: dict[str, Any]) -> None:
         self.records, self.history = enabled is not None, f"{options}"
+
+
+def test_a_new_reporter_waits_for_the_recording_of_a_stopped_one_and_not_for_the_user_s() -> None:
+    torch = Torch()
+    ending, starting = Recorder(torch), Recorder(torch)
+    ending.start(1000)
+    ends = threading.Timer(0.1, ending.close)
+    ends.start()
+    assert starting.start_standing()
+    ends.join(patient(30))
+    assert starting.standing
+    starting.close()
+    torch.records = True
+    assert not starting.start_standing()
+    with pytest.raises(CommandRefusedError):
+        starting.start(1000)
+    assert torch.records, "the user's recording goes on"
 
 
 def test_a_recording_that_the_program_starts_stays_whatever_its_settings_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from gpumem_client import torch_access
@@ -12,6 +13,11 @@ from gpumem_client.wire.reason_codes import ReasonCode
 
 STANDING_ENTRIES_MAX = 20_000
 """The longest history of the standing recording: 6 MiB of the host's memory."""
+# The longest wait for the recording of a stopped reporter: its thread may still search for owners for six seconds.
+_ENDING_SECONDS = 10.0
+
+# The recorders of this process that record.
+_recording: set[Recorder] = set()
 
 
 class Recorder:
@@ -39,7 +45,7 @@ class Recorder:
         Raises:
             CommandRefusedError: this allocator cannot record.
         """
-        if torch_access.history_is_recorded(self._torch):
+        if self._others_record():
             return False
         self._start(STANDING_ENTRIES_MAX)
         self._standing = True
@@ -51,7 +57,7 @@ class Recorder:
         Raises:
             CommandRefusedError: the user's code records, or this allocator cannot record.
         """
-        if not self.on and torch_access.history_is_recorded(self._torch):
+        if not self.on and self._others_record():
             raise CommandRefusedError(
                 "the program records the allocator's history itself; a profile without a recording shows its stacks",
                 ReasonCode.HISTORY_RECORDED,
@@ -75,6 +81,15 @@ class Recorder:
         elif self._hook is not None and torch_access.history_is_recorded(self._torch):
             log.warning("the program has started a recording of the allocator's history; it stays on")
         self._hook, self._standing = None, False
+        _recording.discard(self)
+
+    def _others_record(self) -> bool:
+        """Whether the user's code records, after a wait for the recording of a stopped reporter to end."""
+        # Only the thread that has started a recording may stop it, so this cannot end the other one itself.
+        end_seconds = time.monotonic() + _ENDING_SECONDS
+        while _recording - {self} and time.monotonic() < end_seconds and not torch_access.stopping():
+            time.sleep(0.02)
+        return torch_access.history_is_recorded(self._torch)
 
     def _start(self, entries_max: int) -> None:
         if self._hook is not None:
@@ -88,4 +103,5 @@ class Recorder:
             raise CommandRefusedError(
                 f"this allocator cannot record its history: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
             ) from None
+        _recording.add(self)
         log.debug("a recording of the allocator's history starts, with %d entries", entries_max)
