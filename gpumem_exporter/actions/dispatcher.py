@@ -313,8 +313,9 @@ class Dispatcher:
         return part if part is not None and part.commanded and part.belongs_to(process) else None
 
     def _newest(self, part: Part) -> ReportingProcess:
-        """Return the process of a part with its last report."""
-        return self.store.find(part.target.process.key) or part.target.process
+        """Return the process of a part with its last report, which is never of a program that replaced it."""
+        found = self.store.find(part.target.process.key)
+        return found if found is not None and part.belongs_to(found) else part.target.process
 
     # 3. Results arrive, and the last one finishes the action.
 

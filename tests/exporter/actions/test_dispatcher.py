@@ -52,6 +52,16 @@ async def test_a_command_does_not_reach_a_later_process_with_the_same_pid(bench:
     assert bench.dispatcher.commands(later) == ()
 
 
+def test_the_result_of_a_process_that_was_replaced_has_its_own_names(bench: Bench) -> None:
+    first = bench.put(3, workload="first", devices=(sample(UUIDS[0], MIB),))
+    bench.ask(target=Target(pid=3))
+    bench.dispatcher.commands(first)
+    bench.put(3, workload="later", rank="7", session="later", session_started_seconds=9.0)
+    bench.dispatcher.process_gone(first.key, "it runs another program")
+    (row,) = bench.finished[0].results
+    assert (row.outcome, row.workload, row.rank, row.job) == ("gone", "first", "", "first")
+
+
 def test_results_of_another_process_or_of_an_unknown_command_are_ignored(bench: Bench) -> None:
     action = bench.ask(target=Target(pid=1))
     bench.answer(bench.second, action, freed=99)
