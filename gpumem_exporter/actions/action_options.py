@@ -366,7 +366,7 @@ def invalid_fields(request: ActionRequest) -> tuple[InvalidField, ...]:
 
 def _invalid_target(target: Target) -> Iterator[InvalidField]:
     given = target.given
-    size = len(json.dumps(target.document()))
+    size = len(json.dumps(given))  # not the document, which reads pids as numbers: they may be too long
     if size > _MAX_TARGET_BYTES:
         yield _invalid("target", size, f"at most {_MAX_TARGET_BYTES} bytes of JSON")
     if not target.all and not target.orphans and not given:

@@ -115,6 +115,7 @@ def test_a_valid_request_has_no_invalid_field(changes: dict[str, Any]) -> None:
         ("target.workload", {"target": Target(workload="x" * 257)}),
         ("target.pid", {"target": Target(pid=(7, 0))}),
         ("target.pid", {"target": Target(pid="٣")}),
+        ("target.pid", {"target": Target(pid="9" * 5000)}),  # longer than `int` reads
     ],
 )
 def test_an_invalid_field_is_named_in_a_short_message(field: str, changes: dict[str, Any]) -> None:
