@@ -49,7 +49,10 @@ class Forward:
         command, self._namespace, self._selector = (
             os.environ.get(name, "").strip() or default for name, default in _DEFAULTS.items()
         )
-        self._command = shlex.split(command)
+        try:
+            self._command = shlex.split(command)
+        except ValueError as error:
+            raise ConfigurationError(f"GPUMEM_KUBECTL {command!r}: {error}") from None
         self._process: subprocess.Popen[str] | None = None
         self._reader = threading.Thread(target=self._read, name="gpumem-kubectl", daemon=True)
         self._scheme, self._address, self._last = "http", "", ""
@@ -110,7 +113,10 @@ class Forward:
         if ended.returncode != 0:
             lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
             raise ExporterUnreachableError(f"kubectl: {_reason(lines[-1])}")
-        return list(json.loads(ended.stdout)["items"])
+        try:
+            return list(json.loads(ended.stdout)["items"])
+        except (ValueError, KeyError, TypeError):
+            raise ExporterUnreachableError("kubectl printed no list of pods") from None
 
     def _find(self, pods: Sequence[Pod]) -> Pod:
         found = [pod for pod in pods if self._target in (pod["metadata"]["name"], pod["spec"].get("nodeName"))]

@@ -77,10 +77,18 @@ def test_what_kubernetes_refuses_is_one_line(kubectl: FakeKubectl, target: str, 
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_missing_kubectl_is_wrong_usage() -> None:
-    missing = run_command("--kube", "gpu-1", "info", GPUMEM_KUBECTL="no-kubectl")
-    assert (missing.returncode, missing.stdout) == (2, "")
-    assert "cannot run 'no-kubectl'" in missing.stderr
+@pytest.mark.parametrize(
+    ("command", "code", "reason"),
+    [
+        ("no-kubectl", 2, "cannot run 'no-kubectl'"),
+        ("kubectl 'unclosed", 2, "GPUMEM_KUBECTL"),
+        ("echo no JSON", 1, "kubectl printed no list of pods"),
+    ],
+)
+def test_a_command_that_is_not_kubectl_is_one_line(command: str, code: int, reason: str) -> None:
+    ended = run_command("--kube", "gpu-1", "info", GPUMEM_KUBECTL=command)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (code, "", 1)
+    assert reason in ended.stderr
 
 
 @pytest.mark.parametrize(
