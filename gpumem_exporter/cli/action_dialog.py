@@ -134,13 +134,13 @@ def act(
                 text = f"{sentences.sentence(action)} Measuring for {seconds:g} s how much of it stays free."
             elif action.get("waits_for") or any(part["mode"] != "now" for part in action.get("pending") or ()):
                 text = sentences.waiting(action)
-            if text not in ("", said):
-                say(text)
-                said = text
             cancels = stops and not canceled
             left = end - time.monotonic()
             if left <= 0 and not cancels:
                 return action
+            if text not in ("", said):
+                say(text)
+                said = text
             try:
                 if not cancels:
                     time.sleep(min(pause, left))

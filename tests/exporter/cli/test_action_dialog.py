@@ -93,9 +93,10 @@ def test_an_action_is_read_until_it_ends_or_the_wait_does() -> None:
     assert act(api, BODY, say=said.append)["state"] == "done"  # type: ignore[arg-type]
     assert api.requests == [BODY]
     assert set(said) == {"Waiting for the end of a step of llm rank 0, at most 45 s."}
-    for seconds in (0.01, 0):
-        document = act(Api(*[waits] * 10_000), BODY, wait_seconds=seconds)  # type: ignore[arg-type]
-        assert document["state"] == "running"
+    for seconds, texts in ((0.01, said[:1]), (0, [])):
+        said.clear()
+        document = act(Api(*[waits] * 10_000), BODY, wait_seconds=seconds, say=said.append)  # type: ignore[arg-type]
+        assert (document["state"], said) == ("running", texts)
 
 
 @pytest.mark.parametrize("at", ["request", "reading", "wait"])
