@@ -13,7 +13,7 @@ from gpumem_exporter.page.findings import Finding, FindingsOf, Since, find
 from gpumem_exporter.page.growth import GrowingPart, Growth, growing_parts, growth
 from gpumem_exporter.page.job_document import clear_document, job_document
 from gpumem_exporter.page.jobs import Hues, Job, jobs_by_device, jobs_of, sums_of
-from gpumem_exporter.page.oom import OF_DEVICE, jobs_beside
+from gpumem_exporter.page.oom import OF_DEVICE, jobs_beside, uses_of
 from gpumem_exporter.page.words import WORDS
 
 ALL_DETAILS = "all"
@@ -69,14 +69,14 @@ class NodeView:
         device = next((device for device in snapshot.node.devices if device.uuid == uuid), None)
         if device is None:
             return None
-        there = jobs_by_device(jobs_of(snapshot)).get(uuid, ())
-        failed = next((part for _, parts in there for part in parts if str(part.process.pid) == pid), None)
+        there = uses_of(snapshot).get(uuid, ())
+        failed = next((part for parts, _ in there for part in parts if str(part.process.pid) == pid), None)
         reporter = failed.process.reporter if failed is not None else None
         grows = self._growths[1].get(reporter.part(uuid)) if reporter is not None else None
         return {
             "total_bytes": device.memory.total_bytes if device.memory is not None else None,
             "growth_bytes_per_hour": grows.bytes_per_hour if grows is not None else None,
-            **jobs_beside(there, pid),
+            **jobs_beside(there, failed),
         }
 
     def document(

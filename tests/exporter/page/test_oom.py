@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.event import detail_json
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.page import oom
+from gpumem_exporter.page.documents import Part
+from gpumem_exporter.page.jobs import sums_of
 from gpumem_exporter.page.live import NodeView
 from gpumem_exporter.page.oom import explanation
 from tests.support.builders import MIB, UUIDS, Clock, device, node, reporting, sample
@@ -133,3 +137,21 @@ def test_names_of_other_jobs_never_make_an_event_too_long_to_be_stored() -> None
     pids = [each["pid"] for each in stored["jobs"]]
     assert len(pids) >= 8
     assert stored["jobs_left_out"] == 100 - len(pids)
+
+
+def test_further_errors_on_a_device_do_not_read_its_processes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may report hundreds of errors a minute, beside hundreds of processes."""
+    view = NodeView(clock=Clock(), wall_clock=lambda: 1e9, minima_of=lambda _: ())
+    processes = tuple(of(pid, f"job-{pid % 10}", GIB, 0) for pid in range(1, 31))
+    view.notice(Snapshot(0.0, node(device(used=70 * GIB)), processes), ())
+    read: list[int] = []
+
+    def counted(parts: Sequence[Part], names: Iterable[str]) -> dict[str, int | None]:
+        read.append(len(parts))
+        return sums_of(parts, names)
+
+    monkeypatch.setattr(oom, "sums_of", counted)
+    stored = [view.device_at_error(UUIDS[0], str(pid)) for pid in range(1, 31)]
+    assert [len(each["jobs"]) for each in stored if each is not None] == [10] * 30
+    # The processes of each job once, and for each error the other two of its own job.
+    assert read == [3] * 10 + [2] * 30
