@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, DeviceSample
 from gpumem_client.wire.units import counted
@@ -165,7 +166,7 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> tuple[
     # Only an action of the exporter itself reaches a process that does not report.
     reached = [one for one in processes_of(snapshot).values() if one.reporter or request.action in OUTSIDE_ACTIONS]
     own = [one for one in reached if permitted(one)]
-    _require_known(request.target, snapshot, reached, own)
+    _require_known(request.target, snapshot, reached, permitted)
     matching = matches(request.target, snapshot, reached)
     selected = [one for one in matching if permitted(one)]
     if matching and not selected:
@@ -207,17 +208,26 @@ def matches(target: Target, snapshot: Snapshot, processes: Iterable[SelectedProc
 
 
 def _require_known(
-    target: Target, snapshot: Snapshot, reached: Sequence[SelectedProcess], own: Sequence[SelectedProcess]
+    target: Target,
+    snapshot: Snapshot,
+    reached: Sequence[SelectedProcess],
+    permitted: Callable[[SelectedProcess], bool],
 ) -> None:
-    """Check that each name of the target exists. Messages name only the caller's `own` processes."""
+    """Check that each name of the target exists. Messages name only processes that the caller may act on."""
     # An action on only some of the names would hide a typing error.
+    own = [one for one in reached if permitted(one)]
     known, shown = ({name: _known_names(name, snapshot, some) for name in target.given} for some in (reached, own))
     if "user" in shown:  # the users of others' processes are not known
         known["user"] = shown["user"]
     if all(known[selector].keys() >= set(values) for selector, values in target.given.items()):
         return
-    pids = {*(str(one.pid) for one in processes_of(snapshot).values()), *(name for name, _ in snapshot.names.silent)}
-    raise TargetNotFoundError(unknown_names(target, known, shown, pids))
+    every = processes_of(snapshot).values()
+    silent = {
+        "pid": {*(str(one.pid) for one in every), *(name for name, _ in snapshot.names.silent)},
+        # The page calls a job without a workload by its program.
+        "workload": {one.title for one in every if one.reporter is None and permitted(one)},
+    }
+    raise TargetNotFoundError(unknown_names(target, known, shown, silent))
 
 
 def _known_names(selector: str, snapshot: Snapshot, processes: Sequence[SelectedProcess]) -> dict[str, None]:
@@ -232,19 +242,19 @@ def unknown_names(
     target: Target,
     known: Mapping[str, Collection[str]],
     shown: Mapping[str, Iterable[str]],
-    silent: Collection[str] = (),
+    silent: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> str:
     """Return which names of a target no device and no process has, and the nearest known ones; empty if all are known.
 
-    `silent` are the pids of processes that do not report, so that the action cannot reach them. The text contains only
+    `silent` are the names of processes that do not report, so that the action cannot reach them. The text contains only
     names of `shown`, in their order.
     """
     texts, suggested = [], False
     for selector, values in target.given.items():
-        unreachable = [value for value in values if selector == "pid" and value in silent and value not in known["pid"]]
+        unreachable = [each for each in values if each in silent.get(selector, ()) and each not in known[selector]]
         if unreachable:
             texts.append(
-                f"pid {_listing(unreachable)}: no report arrives, and actions reach only processes that report; "
+                f"{selector} {_listing(unreachable)}: no report arrives, and actions reach only processes that report; "
                 f"{_REPORTS}"
             )
         found = {*known[selector], *unreachable}

@@ -10,7 +10,7 @@ import pytest
 
 from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.selection import select, unknown_names
-from gpumem_exporter.core.caller import Caller
+from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import LostLauncher, ProcessFacts, Snapshot
 from gpumem_exporter.errors import TargetNotFoundError
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
@@ -58,6 +58,21 @@ def test_a_target_without_names_may_match_nothing_and_a_name_may_not() -> None:
     for target in (Target(gpu=9), Target(workload="chat"), Target(pid=1), Target(orphans=True, user="bob")):
         with pytest.raises(TargetNotFoundError):
             select(ActionRequest("empty_cache", target), Caller.policy("rule"), idle)
+
+
+def test_a_program_that_does_not_report_is_named_as_such_to_a_caller_that_may_act_on_it() -> None:
+    """The page calls its job by the program."""
+    shown = snapshot({})
+    assert shown.node is not None
+    facts = {**shown.node.facts, 4: ProcessFacts(4, 1000, "server", uid=1001)}
+    shown = dataclasses.replace(shown, node=dataclasses.replace(shown.node, facts=facts))
+    request = ActionRequest("empty_cache", Target(workload="server"))
+    own, other = (Caller(CallerKind.UNIX, Rights.OWN, uid=uid) for uid in (1001, 1002))
+    for caller in (Caller.policy("rule"), own):
+        with pytest.raises(TargetNotFoundError, match="workload server: no report arrives"):
+            select(request, caller, shown)
+    with pytest.raises(TargetNotFoundError, match="no such workload 'server'"):
+        select(request, other, shown)
 
 
 def test_a_later_process_with_the_pid_of_an_orphan_is_none() -> None:
