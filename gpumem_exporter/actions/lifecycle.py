@@ -258,11 +258,12 @@ class RunningAction:
         else:
             rows = outside_results(part.target, result, self.request)
         limits, mode = self.limits if is_done(result.outcome) else {}, part.mode or None
+        added = []
         for row in rows:
             gpu, limit_bytes = self.gpus.get(row.uuid, ""), limits.get(row.uuid)
             row = replace(row, gpu=gpu, limit_bytes=limit_bytes, mode=mode, at_step=part.turn.at_step)
-            row = row if driver is None else driver.of(row, self.action.action)
-            self.action = replace(self.action, results=(*self.action.results, row))
+            added.append(row if driver is None else driver.of(row, self.action.action))
+        self.action = replace(self.action, results=(*self.action.results, *added))
 
     def finish(self, now_seconds: float) -> Action:
         """End the action, in the state that its results have in common. A cancelled one is done if every part is."""

@@ -16,6 +16,7 @@ from gpumem_exporter.actions.kinds import KINDS, is_done
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.samples import ReportingProcess
 
+_MEASURED = tuple(each.name for each in fields(DeviceResult))
 _RESERVED = ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
 
 
@@ -50,16 +51,19 @@ def command_results(target: SelectedProcess, result: CommandResult, request: Act
     devices = {}
     for device in result.devices:
         if device.uuid in reported or device.uuid in shown:
-            less = max(0, shown.get(device.uuid, 0) - reported.get(device.uuid, 0))
-            sizes = {name: max(0, size - less) for name in _RESERVED if (size := getattr(device, name)) is not None}
-            devices[device.uuid] = replace(device, **sizes)
+            less = shown.get(device.uuid, 0) - reported.get(device.uuid, 0)
+            if less > 0:
+                sizes = {name: max(0, size - less) for name in _RESERVED if (size := getattr(device, name)) is not None}
+                device = replace(device, **sizes)
+            devices[device.uuid] = device
     measured = list(devices.values()) or [DeviceResult(sample.uuid) for sample in target.samples]
     # What the process did not need for a minute. The rest is reserved again, as in every minute before.
     idle = {sample.uuid: sample.idle_cache_bytes for sample in target.samples if request.dry_run}
     for row in _rows(target, measured, result):
         idle_bytes = idle.get(row.uuid)
-        stays_free = None if idle_bytes is None or row.freed_bytes is None else min(idle_bytes, row.freed_bytes)
-        yield replace(row, still_free_bytes=stays_free)
+        if idle_bytes is not None and row.freed_bytes is not None:
+            row = replace(row, still_free_bytes=min(idle_bytes, row.freed_bytes))
+        yield row
 
 
 def outside_results(target: SelectedProcess, result: CommandResult, request: ActionRequest) -> Iterator[ActionResult]:
@@ -83,7 +87,7 @@ def _rows(target: SelectedProcess, devices: Sequence[DeviceResult], result: Comm
             outcome=result.outcome,
             reason=result.reason,
             reason_code=result.reason_code,
-            **{each.name: getattr(device, each.name) for each in fields(device)},
+            **{name: getattr(device, name) for name in _MEASURED},
             duration_seconds=result.duration_seconds,
             step=result.step,
             thread_id=result.thread_id,
