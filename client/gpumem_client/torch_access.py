@@ -461,6 +461,18 @@ def storage_bytes(torch: Any, tensors: Any) -> dict[int, int]:
     return sizes
 
 
+def module_bytes(torch: Any, module: Any) -> dict[int, int]:
+    """Return the bytes of a module's parameters and buffers on CUDA devices by device index. Calls none of its code."""
+    pending: list[Any] = [module]
+    tensors: list[dict[str, Any]] = []
+    while pending:
+        each = pending.pop()
+        if each is not None:
+            tensors += tensors_of_module(each)
+            pending += each._modules.values()
+    return storage_bytes(torch, tensors)
+
+
 def tensors_of_module(module: Any) -> Iterable[dict[str, Any]]:
     """Return the two dictionaries in which a module keeps its own parameters and buffers."""
     return module._parameters, module._buffers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import threading
 from collections.abc import Callable
@@ -20,6 +21,9 @@ WRONG_USAGE = 2
 """Wrong usage or configuration."""
 INTERRUPTED = 130
 """Ended by Ctrl-C: 128 plus the number of the signal, as in a shell."""
+
+# The ASCII character for each character that bars, arrows and units use.
+_SIMILAR = dict(zip("█▓▒░·▁▂▃▄▅▆▇▲▼▸▾…→µ≥", "#+%-.1234567^v>v~>u>", strict=True))
 
 
 class Listed(NamedTuple):
@@ -43,9 +47,17 @@ def one_line(text: str) -> str:
 
 
 def replace_missing_characters(file: IO[str]) -> None:
-    """Let a file write a question mark for each character that its encoding lacks."""
+    """Let a file write a similar ASCII character for each character that its encoding lacks."""
     if isinstance(file, io.TextIOWrapper):
-        file.reconfigure(errors="replace")
+        file.reconfigure(errors="gpumem")
+
+
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)  # noqa: S101 - only an output uses this handler
+    return "".join(_SIMILAR.get(character, "?") for character in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("gpumem", _similar)
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:

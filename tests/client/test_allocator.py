@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,6 +106,19 @@ def test_an_old_torch_reports_what_it_has() -> None:
         assert (sample.private_pools_bytes, sample.alloc_retries, sample.cache_flushes) == (0, None, None)
     assert torch.snapshots == 1
     assert allocator.pinned_host_bytes() == 7
+
+
+def test_a_torch_without_uuids_reports_devices_by_the_uuid_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def uuid_of_driver(uuid: Any, _device: object) -> int:
+        uuid[:] = range(16)
+        return 0
+
+    driver = SimpleNamespace(cuDeviceGet=lambda _device, _index: 0, cuDeviceGetUuid_v2=uuid_of_driver)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
+    torch = Torch(C())
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(name="NVIDIA H100")
+    (sample,) = Allocator(torch).samples()
+    assert sample.uuid == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 def test_private_pools_that_an_older_torch_does_not_list_are_not_reclaimable() -> None:

@@ -38,9 +38,8 @@ class Sglang:
         scheduler, torch = self._objects.get(_SCHEDULER), torch_access.initialized_torch()
         if torch is not None and _ready(scheduler) and self._clock() >= self._next_count_seconds:
             started = time.thread_time()
-            model = scheduler.tp_worker.model_runner.model
             # SGLang's own value is a difference of the device's free memory, which other processes change too.
-            self._weights = torch_access.storage_bytes(torch, [*model.parameters(), *model.buffers()])
+            self._weights = torch_access.module_bytes(torch, scheduler.tp_worker.model_runner.model)
             self._next_count_seconds = self._clock() + (time.thread_time() - started) * _COUNT_SHARE
 
     def read(self) -> EngineFacts | None:

@@ -143,7 +143,8 @@ class Top(App[None]):
         # The last hour of the row with this key, on a screen with the lines for it.
         self._past, self._past_of = Detail(open_api, span=1, brief=True), ("", "")
         # The filter. Shown while it has words or the user types them.
-        self._words = Input(view.text, id="words", placeholder="words to filter by", select_on_focus=False)
+        self._first_words = view.text
+        self._words = Input(id="words", placeholder="words to filter by", select_on_focus=False)
         # Cancels the clear that runs; None while none does.
         self._stopped: threading.Event | None = None
 
@@ -151,6 +152,7 @@ class Top(App[None]):
         yield from (self._header, self._findings, self._devices, self._jobs, self._past, self._words, Footer())
 
     def on_mount(self) -> None:
+        self._words.value = self._first_words  # only a running application takes a value
         self._jobs.focus()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)

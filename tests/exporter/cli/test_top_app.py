@@ -101,6 +101,12 @@ async def test_the_ranks_of_a_job_or_of_all_jobs_are_folded_and_unfolded() -> No
         assert world.titles == jobs
 
 
+async def test_the_filter_of_the_command_line_is_in_force_from_the_start() -> None:
+    world = TopScreen(text="moe")
+    async with world.on_screen(120):
+        await until(lambda: world.titles == ["moe-finetune"], "the rows of the filter")
+
+
 async def test_a_filter_hides_rows_in_every_table_while_it_is_typed() -> None:
     world = TopScreen()
     async with world.on_screen() as pilot:

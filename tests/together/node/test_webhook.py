@@ -100,7 +100,10 @@ def test_a_replaced_certificate_is_used_without_a_restart(webhook: Webhook) -> N
     other = trustme.CA()
     trust(other, webhook.folder, "other.crt")
     (webhook.folder / "tls.crt").write_text("half of a certifica")
-    wait_for(lambda: "what it contained before is in force" in webhook.log.read_text(), "the line about the invalid certificate")
+    wait_for(
+        lambda: "what it contained before is in force" in webhook.log.read_text(),
+        "the line about the invalid certificate",
+    )
     assert post(webhook.connect(), json.dumps(REVIEW).encode())[0] == 200
 
     issue(other, webhook.folder)
