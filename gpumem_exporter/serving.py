@@ -161,7 +161,8 @@ def build_server(
         tls=web.tls if web is not None else lambda: None,
         on_started=started,
         on_stopping=runtime.held_requests.stop,
-        headers={**_HEADERS, **(web.headers if web is not None else {})},
+        headers=_HEADERS,
+        configured_headers=web.headers if web is not None else {},
         timeout_graceful_shutdown=_STOP_SECONDS,
     )
 

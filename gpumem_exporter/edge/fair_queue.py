@@ -120,7 +120,7 @@ class FairRequests:
         self._connections = connections
         self._bodies = Turns(limits.bodies, running_of_owner=max(1, limits.bodies // 4))
         self._reads = Turns(limits.reads)
-        # The names of the headers that uvicorn adds.
+        # The names of the configured headers, which uvicorn adds.
         self._replaced = frozenset(name.lower().encode() for name in replaced)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,7 +159,7 @@ class FairRequests:
             # A client that sends or reads slowly, or follows a stream, would occupy the turn.
             await exchange.turn.aclose()
             waits_for_turn = False
-            if message["type"] == "http.response.start":
+            if self._replaced and message["type"] == "http.response.start":
                 kept = [header for header in message["headers"] if header[0].lower() not in self._replaced]
                 message = {**message, "headers": kept}
             # A client that expects a reply sends the body only afterwards.

@@ -5,7 +5,6 @@ The other routes are readable by every client, except by web pages if the export
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import logging
 import os
@@ -168,26 +167,30 @@ class OwnNames:
         # In a DNS rebinding attack, another site's name resolves to this machine's address; the name reveals the
         # attack. An IP address cannot be rebound, so every IP address is accepted.
         authority = headers.get(b"host", b"").decode("latin-1")
-        host, ip = _host_and_ip(authority)
-        if authority and host not in self._names and ip is None:
+        host = _host(authority)
+        if authority and host not in self._names and _ip(host) is None:
             shown = repr(authority[:200])
             detail = f"the Host {shown} is not this exporter's: use its IP address, the machine's name or a token"
             raise ProblemError(ProblemCode.FOREIGN_HOST, detail)
 
     def name_this_node(self, authority: str, address: str) -> bool:
         """Return whether `host:port` names this machine and no other. A request came to `address`."""
-        host, ip = _host_and_ip(authority)
-        if ip is None:
+        host = _host(authority)
+        if (ip := _ip(host)) is None:
             return host in self._names - _LOOPBACK_NAMES
         return not ip.is_loopback and not ip.is_unspecified and host in (*self._names, address)
 
 
-def _host_and_ip(authority: str) -> tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address | None]:
+def _host(authority: str) -> str:
     host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
-    host = host.lower().rstrip(".")
-    with contextlib.suppress(ValueError):
-        return host, ipaddress.ip_address(host)
-    return host, None
+    return host.lower().rstrip(".")
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
 
 
 def require_own_page(headers: Mapping[bytes, bytes]) -> None:

@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import uvicorn
@@ -44,7 +45,7 @@ class LimitedServer(uvicorn.Server):
     """uvicorn with limits for everything that clients can make it keep.
 
     `tls` returns the context for a new TCP connection, None without TLS. The unix socket never uses TLS. Every reply
-    has the `headers`, in place of headers of the application with the same name.
+    has the `configured_headers`, in place of other headers with the same name, and the `headers`.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class LimitedServer(uvicorn.Server):
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
         on_started: Callable[[], None],
         on_stopping: Callable[[], None] = lambda: None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        configured_headers: Mapping[str, str] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         self.connections = Connections(limits)
@@ -70,8 +72,8 @@ class LimitedServer(uvicorn.Server):
         # uvicorn calls it with the arguments of its own protocol.
         options["http"] = lambda **given: Client(self, _Requests(**given))
         options["timeout_keep_alive"] = int(limits.idle_seconds)
-        options["headers"] = list((headers or {}).items())
-        super().__init__(uvicorn.Config(FairRequests(app, self.connections, headers or ()), **options))
+        options["headers"] = list({**headers, **configured_headers}.items())
+        super().__init__(uvicorn.Config(FairRequests(app, self.connections, configured_headers), **options))
 
     def stop(self) -> None:
         """Let the server exit. Any thread may call this."""
