@@ -29,8 +29,8 @@ from benchmarks.claims import Options, Progress, Row, percentile, show
 from benchmarks.place import Http, Place, resident_bytes
 from benchmarks.reporters import HELD_BYTES, Stand, report_body, report_for_ever
 from gpumem_client.wire.errors import ExporterUnreachableError
-from tests.support.certificates import issue
-from tests.support.exporter_process import ExporterProcess
+from tests.support.builders.certificates import issue
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 REPORTERS, DEVICES = 64, 8

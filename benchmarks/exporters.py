@@ -22,8 +22,8 @@ from pathlib import Path
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.reporters import Stand
 from tests.emulation.node import GIB, EmulatedNode, MigSlice
-from tests.support.exporter_process import ExporterProcess, Metrics
 from tests.support.ports import free_port
+from tests.support.servers.exporter_process import ExporterProcess, Metrics
 from tests.support.waiting import wait_for
 
 MIB = 1 << 20

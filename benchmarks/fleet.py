@@ -28,11 +28,11 @@ import yaml
 
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.place import cpu_seconds, resident_bytes
-from tests.support.exporter_process import ExporterProcess
-from tests.support.panel_queries import Prometheus, Scope, load_dashboard, queries, resolve
 from tests.support.paths import REPOSITORY
 from tests.support.ports import free_port
-from tests.support.running_prometheus import running
+from tests.support.servers.exporter_process import ExporterProcess
+from tests.support.servers.running_prometheus import running
+from tests.support.truth.panel_queries import Prometheus, Scope, load_dashboard, queries, resolve
 from tests.support.waiting import wait_for
 
 INTERVAL_SECONDS = 15

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.place import Place
 from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProcessError
-from tests.support.exporter_process import ExporterProcess
+from tests.support.servers.exporter_process import ExporterProcess
 
 GAP_MS = 50.0
 GAP_COLLECTIONS = 1.5

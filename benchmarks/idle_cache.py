@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.place import Place
 from tests.emulation.node import MIB
-from tests.support.exporter_process import ExporterProcess
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 WORKLOADS = {

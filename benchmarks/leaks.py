@@ -2,8 +2,8 @@
 
     python -m benchmarks.leaks [--quick] [--json] [--real-gpu]
 
-The training runs come from seeds (tests/support/seeded_runs.py), on a device of 8 GiB, so alarms and steps do not
-depend on the machine. Costs are CPU time of the training thread, with real torch on the emulated node or on a real GPU.
+The training runs come from seeds (tests/support/builders/seeded_runs.py), on a device of 8 GiB. So alarms and steps do
+not depend on the machine. Costs are CPU time of the training thread, with real torch on the emulated node or on a GPU.
 The benchmark compares a look with `torch.cuda.memory_stats()`. It compares a value that arrives while memory rises with
 one linear regression of a window by Python's `statistics`.
 """
@@ -19,7 +19,7 @@ from itertools import islice
 from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.place import Place
 from gpumem_toolkit.leaks.trend import Trend
-from tests.support.seeded_runs import SHAPES, Shape, allocated, hard_shapes
+from tests.support.builders.seeded_runs import SHAPES, Shape, allocated, hard_shapes
 
 FOUND_STEPS = 200
 LOOK_RATIO = 1.0

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.forked import forked, on_a_node, results_to
 from tests.emulation.node import GIB
-from tests.support.exporter_process import UNLIMITED, ExporterProcess
+from tests.support.servers.exporter_process import UNLIMITED, ExporterProcess
 
 FOUND_STEPS = 200
 PATIENCE_SECONDS = 240.0

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from benchmarks.claims import Options, Progress, Row, show
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import UNLIMITED, ExporterProcess
-from tests.support.observer import Observer
+from tests.support.builders.random_node import DEVICES, TOTAL_BYTES, Steps, World
 from tests.support.paths import REPOSITORY
 from tests.support.ports import free_port
-from tests.support.random_node import DEVICES, TOTAL_BYTES, Steps, World
-from tests.support.running_prometheus import RunningPrometheus
+from tests.support.servers.exporter_process import UNLIMITED, ExporterProcess
+from tests.support.servers.running_prometheus import RunningPrometheus
+from tests.support.truth.observer import Observer
 
 QUIET_EVERY = 25
 EXPIRY_SECONDS, PAUSE_SECONDS = 15.0, 22.0

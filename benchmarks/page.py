@@ -24,7 +24,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show, typical
 from benchmarks.place import cpu_seconds, cpu_shares
-from tests.support.exporter_process import ExporterProcess
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 PROCESSES = (12, 256)

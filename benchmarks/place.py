@@ -15,7 +15,7 @@ from benchmarks.claims import Progress
 from gpumem_client.wire.http import Connection
 from tests.emulation.node import GIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import UNLIMITED, ExporterProcess
+from tests.support.servers.exporter_process import UNLIMITED, ExporterProcess
 
 
 class Http:

@@ -28,9 +28,9 @@ from benchmarks.constant import ConstantServer
 from benchmarks.place import Place, compiling_once, thread_seconds
 from gpumem_client.run import injected_environment
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.recording_exporter import RecordingExporter
+from tests.support.servers.exporter_process import ExporterProcess
+from tests.support.servers.recording_exporter import RecordingExporter
 from tests.support.waiting import wait_for
 
 SAMPLE_RATIO = 1.0

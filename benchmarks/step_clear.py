@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.claims import Options, Progress, Row, compared, show, typical
 from benchmarks.place import Place
-from tests.support.exporter_process import ExporterProcess
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 STEPS = 100

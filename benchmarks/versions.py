@@ -29,8 +29,8 @@ from benchmarks.reporters import HELD_BYTES, Stand, report_bodies, report_for_ev
 from benchmarks.round_trip import Requests
 from gpumem_client.wire.protocol import REPORTS_PATH
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import UNLIMITED, ExporterProcess
 from tests.support.paths import REPOSITORY
+from tests.support.servers.exporter_process import UNLIMITED, ExporterProcess
 from tests.support.waiting import wait_for
 
 REPORTERS, DEVICES = 64, 8

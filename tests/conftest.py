@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.emulation.fixtures import emulation, make_node, node, start_torch
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import ExporterProcess
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import patient
 
 # Otherwise gRPC starts threads in every fork of a worker that has imported it, and a process with a second thread gets

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.claims.place import Bench
 from tests.claims.values import Values, equal
-from tests.support.exporter_process import ExporterProcess
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 MIB = 1 << 20

@@ -12,8 +12,8 @@ from typing import Any
 from tests.emulation.node import DeviceBook, EmulatedNode
 from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProcessError
 from tests.gpu import driver
-from tests.support.exporter_process import UNLIMITED, ExporterProcess, Metrics
 from tests.support.paths import REPOSITORY
+from tests.support.servers.exporter_process import UNLIMITED, ExporterProcess, Metrics
 from tests.support.torch_release import torch_release
 from tests.support.waiting import wait_for, wait_until_equal
 

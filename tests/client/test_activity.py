@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpumem_client.reporter.activity import Activity
-from tests.support.builders import Clock
+from tests.support.builders.builders import Clock
 
 
 def test_steps_allocations_and_requests_are_activity() -> None:

@@ -15,7 +15,7 @@ from gpumem_client import torch_access
 from gpumem_client.allocator import components
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.components import Unmapped, without_unmapped
-from tests.support.builders import sample as torch_sample
+from tests.support.builders.builders import sample as torch_sample
 
 MIB = 1 << 20
 

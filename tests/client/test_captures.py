@@ -15,7 +15,7 @@ from gpumem_client.commands.executor import Executor
 from gpumem_client.hooks import graph_captures
 from gpumem_client.hooks.graph_captures import GraphCaptures
 from gpumem_client.wire.protocol import Command, CommandResult
-from tests.support.fake_allocator import FakeAllocator
+from tests.support.builders.fake_allocator import FakeAllocator
 from tests.support.waiting import patient
 
 

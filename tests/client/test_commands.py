@@ -8,7 +8,7 @@ import pytest
 
 from gpumem_client.allocator.components import Unmapped
 from gpumem_client.wire.protocol import DeviceSample, StillFree
-from tests.support.fake_allocator import CommandBench
+from tests.support.builders.fake_allocator import CommandBench
 from tests.support.waiting import patient
 
 

@@ -13,8 +13,8 @@ from gpumem_client.engines.engine_state import CacheUse, EngineClock, EngineFact
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.protocol import DeviceSample, EngineState
-from tests.support.builders import identity
-from tests.support.fake_allocator import FakeAllocator
+from tests.support.builders.builders import identity
+from tests.support.builders.fake_allocator import FakeAllocator
 
 
 def segment(address: int, size: int, allocated: int, pool: tuple[int, int] = (0, 1)) -> PoolSegment:

@@ -24,7 +24,7 @@ from gpumem_client.engines.sleep import CoreMemory, host_available_bytes
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from tests.support.fake_allocator import CommandBench
+from tests.support.builders.fake_allocator import CommandBench
 from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20

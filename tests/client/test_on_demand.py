@@ -11,8 +11,8 @@ from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.protocol import Command, CommandResult, Reply, Report
-from tests.support.builders import identity
-from tests.support.fake_allocator import FakeAllocator
+from tests.support.builders.builders import identity
+from tests.support.builders.fake_allocator import FakeAllocator
 
 SNAPSHOTS, PROFILES = "gpumem_client.allocator.snapshot_file", "gpumem_client.commands.profiling"
 PROFILE = Command("profile", "profile", 60.0)

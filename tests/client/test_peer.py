@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from gpumem_client.wire import peer
-from tests.support.other_user import acting_as, needs_root
+from tests.support.processes.other_user import acting_as, needs_root
 
 
 @pytest.fixture(params=["sock_diag", "proc"])

@@ -11,7 +11,7 @@ import pytest
 
 from gpumem_client.hooks import cuda_start
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import run_python
+from tests.support.processes.running_command import run_python
 from tests.support.waiting import patient
 
 AT_THE_END = """

@@ -12,8 +12,8 @@ from gpumem_client.guest_safety import ErrorLog, log
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.protocol import Command, DeviceSample, Reply
-from tests.support.builders import identity
-from tests.support.fake_allocator import FakeAllocator
+from tests.support.builders.builders import identity
+from tests.support.builders.fake_allocator import FakeAllocator
 
 
 class Counted:

@@ -5,7 +5,7 @@ import pytest
 from gpumem_client.allocator.idle_cache import IdleCache
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.wire.protocol import DeviceSample
-from tests.support.fake_allocator import FakeAllocator
+from tests.support.builders.fake_allocator import FakeAllocator
 
 
 class Optimizer:

@@ -19,8 +19,8 @@ from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_client.wire.http import Connection, shown_url
 from gpumem_client.wire.protocol import Report
-from tests.support.recording_exporter import RecordingExporter
-from tests.support.scripted_peer import Talk, scripted_peer
+from tests.support.servers.recording_exporter import RecordingExporter
+from tests.support.servers.scripted_peer import Talk, scripted_peer
 from tests.support.waiting import patient, wait_for
 
 NO_CONTENT = b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n"

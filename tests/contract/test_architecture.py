@@ -21,11 +21,11 @@ import pytest
 
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import PROFILES_PATH, REPORTS_PATH, CommandResult, DeviceResult, to_wire
-from tests.support.builders import MIB, UUIDS, report, sample
+from tests.support.builders.builders import MIB, UUIDS, report, sample
+from tests.support.builders.profile_documents import body, profile
 from tests.support.packages import PACKAGES, Package
 from tests.support.paths import REPOSITORY
-from tests.support.profile_documents import body, profile
-from tests.support.running_exporter import ACTIONS, running_exporter
+from tests.support.servers.running_exporter import ACTIONS, running_exporter
 from tests.support.waiting import patient, wait_for
 
 POLLER = "gpumem-poller"

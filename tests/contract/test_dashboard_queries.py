@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.panel_queries import Scope, expression, letter_of, load_dashboard, panel_of
-from tests.support.running_command import promtool_check, promtool_tests
+from tests.support.processes.running_command import promtool_check, promtool_tests
+from tests.support.truth.panel_queries import Scope, expression, letter_of, load_dashboard, panel_of
 
 pytestmark = pytest.mark.tools
 

@@ -14,9 +14,9 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from tests.support.metrics_list import METRICS
-from tests.support.panel_queries import Query, Scope, all_panels, nodes, queries, selectors
 from tests.support.paths import REPOSITORY
+from tests.support.truth.metrics_list import METRICS
+from tests.support.truth.panel_queries import Query, Scope, all_panels, nodes, queries, selectors
 
 Dashboard = dict[str, Any]
 Rule = Callable[[Dashboard], Iterator[str]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import promtool_check, promtool_tests
+from tests.support.processes.running_command import promtool_check, promtool_tests
 
 pytestmark = pytest.mark.tools
 

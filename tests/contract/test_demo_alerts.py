@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS
-from tests.support.alert_history import Labels, demo_history, evaluated
-from tests.support.panel_queries import expression, letter_of
+from tests.support.truth.alert_history import Labels, demo_history, evaluated
+from tests.support.truth.panel_queries import expression, letter_of
 
 pytestmark = pytest.mark.tools
 

@@ -12,7 +12,7 @@ import pytest
 from gpumem_exporter.application import COMMANDS
 from gpumem_exporter.features import NAMES, features
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import run_python
+from tests.support.processes.running_command import run_python
 
 SERVED = """
 import json, sys
@@ -21,7 +21,7 @@ import gpumem_exporter
 assert gpumem_exporter.__file__.startswith({copy!r}), gpumem_exporter.__file__
 from gpumem_exporter.application import COMMANDS
 from gpumem_exporter.demo import DemoNode
-from tests.support.running_exporter import running_exporter
+from tests.support.servers.running_exporter import running_exporter
 
 node = DemoNode()
 with running_exporter(provider=node.provider, host=node.host) as exporter:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.emulation.node import EmulatedNode
 from tests.support.paths import REPOSITORY
-from tests.support.recording_exporter import RecordingExporter
-from tests.support.running_command import run_python
+from tests.support.processes.running_command import run_python
+from tests.support.servers.recording_exporter import RecordingExporter
 from tests.support.waiting import patient, wait_for
 
 CLIENT = REPOSITORY / "client" / "gpumem_client"

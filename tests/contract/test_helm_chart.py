@@ -17,9 +17,9 @@ import yaml
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.serve_command import load_settings
 from gpumem_exporter.settings import environment_name
-from tests.support.helm import CHART, Cluster, Objects, running_cluster
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import run_tool
+from tests.support.processes.running_command import run_tool
+from tests.support.servers.helm import CHART, Cluster, Objects, running_cluster
 
 helm = pytest.importorskip("helm_sdkpy", reason="Helm's engine is not installed")
 pytestmark = pytest.mark.tools

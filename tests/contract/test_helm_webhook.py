@@ -15,7 +15,7 @@ from cryptography.x509.verification import PolicyBuilder, Store
 
 from gpumem_exporter.features.webhook import admitted_pods, webhook_server
 from gpumem_exporter.features.webhook.webhook_command import webhook
-from tests.support.helm import Cluster, Objects, running_cluster
+from tests.support.servers.helm import Cluster, Objects, running_cluster
 
 helm = pytest.importorskip("helm_sdkpy", reason="Helm's engine is not installed")
 pytestmark = pytest.mark.tools

@@ -42,10 +42,10 @@ from gpumem_exporter.features.policy.policy_routes import ALERT_OUTCOMES, ALERTS
 from gpumem_exporter.features.policy.policy_runner import EVALUATIONS, RESULTS
 from gpumem_exporter.metrics.exposition import Exposition
 from gpumem_exporter.metrics.instruments import Counter, Instruments, Registry
-from tests.support.exposition_builders import whole_text_of
-from tests.support.metrics_list import METRICS, SCRAPED
+from tests.support.builders.exposition_builders import whole_text_of
 from tests.support.paths import DATA
-from tests.support.running_command import run_tool
+from tests.support.processes.running_command import run_tool
+from tests.support.truth.metrics_list import METRICS, SCRAPED
 
 GOLDEN = DATA / "metrics.golden.txt"
 GIB, MIB = 2**30, 2**20

@@ -22,9 +22,9 @@ from gpumem_client.wire.protocol import PROFILES_PATH, REPORTS_PATH
 from gpumem_exporter.core.samples import ProcessMemory
 from gpumem_exporter.edge.problems import ProblemCode
 from gpumem_exporter.main import main
-from tests.support.builders import UUIDS, report, sample
-from tests.support.golden import assert_golden
-from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.servers.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
+from tests.support.truth.golden import assert_golden
 from tests.support.waiting import eventually
 
 JSON = "application/json"

@@ -21,10 +21,10 @@ from gpumem_exporter.application import COMMANDS
 from gpumem_exporter.features.policy.policy_routes import RULE
 from gpumem_exporter.serve_command import settings_model
 from gpumem_exporter.settings import setting_key
-from tests.support.metrics_list import METRICS
 from tests.support.packages import PACKAGES
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import run_tool
+from tests.support.processes.running_command import run_tool
+from tests.support.truth.metrics_list import METRICS
 
 FAMILIES = {metric.name: metric for metric in METRICS}
 PAGES = ("README.md", *sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("docs/**/*.md")))

@@ -19,11 +19,11 @@ import yaml
 
 from gpumem_exporter.core.event import EVENT_TYPES
 from gpumem_exporter.page.findings import SEVERITIES, SEVERITY
-from tests.support.alertmanagers import Receiver, alertmanager, receiving
-from tests.support.metrics_list import METRICS
-from tests.support.panel_queries import nodes
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import promtool_check, promtool_tests, run_tool
+from tests.support.processes.running_command import promtool_check, promtool_tests, run_tool
+from tests.support.servers.alertmanagers import Receiver, alertmanager, receiving
+from tests.support.truth.metrics_list import METRICS
+from tests.support.truth.panel_queries import nodes
 from tests.support.waiting import patient, wait_for, wait_until_equal
 
 RULES = REPOSITORY / "deploy" / "prometheus" / "rules"

@@ -20,8 +20,8 @@ from typing import IO, Any
 
 from typing_extensions import Self
 
+from tests.support.processes.zygote import ForkedProcess
 from tests.support.waiting import patient
-from tests.support.zygote import ForkedProcess
 
 from .node import EmulatedNode
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.support.paths import REPOSITORY
+from tests.support.processes.zygote import TORCH, fork_program
 from tests.support.waiting import patient
-from tests.support.zygote import TORCH, fork_program
 
 from .node import EmulatedNode
 from .programs import PipedProcess

@@ -17,7 +17,7 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, EmulatedNode, Rule
 from tests.emulation.torch_process import TorchProcess
 from tests.engines.servers import START_SECONDS, TITLE, Vllm
-from tests.support.exporter_process import ExporterProcess
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -12,7 +12,7 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode
 from tests.emulation.node import GIB, EmulatedNode
 from tests.engines.servers import Vllm
-from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 
 StartVllm = Callable[..., Vllm]
 

@@ -16,7 +16,7 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.engines.conftest import StartVllm
 from tests.engines.servers import MODEL, Vllm, vllm_environment
-from tests.support.exporter_process import ExporterProcess
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import wait_until_equal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

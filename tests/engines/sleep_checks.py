@@ -17,8 +17,8 @@ from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.emulation.programs import Program
 from tests.engines.conftest import StartVllm
 from tests.engines.servers import START_SECONDS, TITLE, Vllm
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.running_command import run_command
+from tests.support.processes.running_command import run_command
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 WAIT_SECONDS = 60.0

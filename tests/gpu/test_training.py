@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 

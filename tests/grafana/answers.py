@@ -3,7 +3,7 @@
     python -m tests.grafana.answers FILE
 
 FILE is a list of `{"dashboard", "panel", "answers": [{"target", "series", "names"}], "table"}`; `table` has the
-headings and rows that `tests.support.panel_frames` computes.
+headings and rows that `tests.support.truth.panel_frames` computes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.ports import free_port
-from tests.support.running_prometheus import RunningPrometheus
+from tests.support.servers.exporter_process import ExporterProcess
+from tests.support.servers.running_prometheus import RunningPrometheus
 from tests.support.waiting import wait_for
 
 sys.path.insert(0, str(REPOSITORY / "grafana"))
 
-from tests.support.panel_frames import merged, named, table_of, transformed
-from tests.support.panel_queries import Prometheus, Query, Scope, all_panels, resolve
+from tests.support.truth.panel_frames import merged, named, table_of, transformed
+from tests.support.truth.panel_queries import Prometheus, Query, Scope, all_panels, resolve
 
 SECONDS = 120
 """The scraped and displayed node."""

@@ -1,5 +1,5 @@
 // Processes the results of the dashboards' queries with Grafana's code: data source, transformations, overrides, links
-// and units. Prints a line for each panel, and exits with 1 if one differs from tests/support/panel_frames.py.
+// and units. Prints a line for each panel, and exits with 1 if one differs from tests/support/truth/panel_frames.py.
 import "./browser.mjs";
 import { readFileSync } from "node:fs";
 import {

@@ -12,7 +12,7 @@ import gpumem_exporter.app  # noqa: F401 - an exporter has it loaded
 from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_formats import SUFFIXES, render
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile
-from tests.support.profile_documents import facts
+from tests.support.builders.profile_documents import facts
 
 
 def highest_mib() -> float:

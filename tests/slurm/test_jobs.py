@@ -14,7 +14,7 @@ import pytest
 
 from tests.emulation.node import GIB, EmulatedNode
 from tests.slurm.cluster import Cluster, missing_programs
-from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import wait_for, wait_until_equal
 
 pytestmark = [

@@ -10,18 +10,18 @@ import pytest
 
 from tests.claims.place import Place
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import ExporterProcess
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 if TYPE_CHECKING:
-    from tests.support.running_exporter import RunningExporter
-    from tests.support.still_demo import StillDemo
+    from tests.support.servers.running_exporter import RunningExporter
+    from tests.support.servers.still_demo import StillDemo
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
     """A demo for the tests of a module. A test may clear it, and leaves it running."""
-    from tests.support.live_page import serving  # imports Playwright
+    from tests.support.processes.live_page import serving  # imports Playwright
 
     with serving(tmp_path_factory.mktemp("demo"), "--demo") as exporter:
         wait_for(lambda: len(exporter.processes()) >= 12, "the demo's processes")
@@ -31,7 +31,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
 @pytest.fixture(scope="module")
 def still() -> Iterator[StillDemo]:
     """A demo whose time passes only where a test lets it pass, for the tests of a module."""
-    from tests.support.still_demo import still_demo  # imports the server
+    from tests.support.servers.still_demo import still_demo  # imports the server
 
     with still_demo() as demo:
         yield demo
@@ -40,7 +40,7 @@ def still() -> Iterator[StillDemo]:
 @pytest.fixture(scope="module")
 def exporter() -> Iterator[RunningExporter]:
     """An exporter in this process for the tests of a module. Some modules define another one."""
-    from tests.support.running_exporter import running_exporter  # imports the server
+    from tests.support.servers.running_exporter import running_exporter  # imports the server
 
     with running_exporter() as running:
         yield running

@@ -11,7 +11,7 @@ from gpumem_toolkit.leaks.detector import Leak, LeakDetector
 from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup
 from gpumem_toolkit.leaks.suspects import frequent, grown
 from gpumem_toolkit.leaks.trend import Trend
-from tests.support.seeded_runs import MIB, SHAPES, allocated, hard_shapes
+from tests.support.builders.seeded_runs import MIB, SHAPES, allocated, hard_shapes
 
 SEEDS = range(4)  # benchmarks/leaks.py has more of them
 

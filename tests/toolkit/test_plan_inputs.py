@@ -19,7 +19,7 @@ from gpumem_toolkit.planning import planner_process as progress_module
 from gpumem_toolkit.planning.devices import Gpu, parse_bytes, parse_gpu
 from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor, parse_value, read_arguments
 from gpumem_toolkit.planning.planner_process import Progress, place, run_in_worker
-from tests.support.running_command import run_python
+from tests.support.processes.running_command import run_python
 from tests.support.waiting import wait_for
 
 

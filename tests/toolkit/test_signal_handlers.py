@@ -18,7 +18,7 @@ from gpumem_client.phases.observed import Observed
 from gpumem_toolkit import oom_guard
 from gpumem_toolkit.integrations.training_watch import safely
 from gpumem_toolkit.oom import guard
-from tests.support.fake_allocator import CommandBench
+from tests.support.builders.fake_allocator import CommandBench
 
 
 def test_an_integration_that_fails_is_one_line_and_the_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.core.event import Event, Query
-from tests.support.builders import UUIDS, report, sample
-from tests.support.running_exporter import ACTIONS, problem, running_exporter
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.servers.running_exporter import ACTIONS, problem, running_exporter
 
 
 async def test_unreadable_earlier_actions_are_logged_and_delay_no_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,8 +19,8 @@ from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import TooManyActionsError
-from tests.support.builders import MIB, UUIDS, NobodyHost, sample
-from tests.support.dispatching import Bench
+from tests.support.builders.builders import MIB, UUIDS, NobodyHost, sample
+from tests.support.builders.dispatching import Bench
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from gpumem_exporter.actions.dispatcher import GROUP_ANSWER_SECONDS
 from gpumem_exporter.actions.timing import GROUP_LEAD_SECONDS
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import ReportingProcess
-from tests.support.dispatching import EVERYBODY, Ranks
+from tests.support.builders.dispatching import EVERYBODY, Ranks
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from gpumem_exporter.actions.lifecycle import (
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.errors import TooManyActionsError
 from gpumem_exporter.reports.report_schema import shortened
-from tests.support.builders import UUIDS, report, sample
-from tests.support.dispatching import Bench
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.builders.dispatching import Bench
 
 SNAPSHOT = SnapshotFile("/tmp/s.pickle", 10, 1, 1, has_frames=True)
 

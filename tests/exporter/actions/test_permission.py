@@ -14,8 +14,8 @@ from gpumem_exporter.errors import (
     ActionForbiddenError,
     ActionRefusedError,
 )
-from tests.support.builders import MIB, UUIDS, device, node, sample
-from tests.support.dispatching import Bench
+from tests.support.builders.builders import MIB, UUIDS, device, node, sample
+from tests.support.builders.dispatching import Bench
 
 ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0, pid=4)
 ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1001, pid=5)

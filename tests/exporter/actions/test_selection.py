@@ -13,7 +13,7 @@ from gpumem_exporter.actions.selection import select, unknown_names
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import LostLauncher, ProcessFacts, Snapshot
 from gpumem_exporter.errors import TargetNotFoundError
-from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
 
 ORPHANS = {1: LostLauncher("launcher_ended"), 3: LostLauncher("launcher_ended")}
 

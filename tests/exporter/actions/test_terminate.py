@@ -15,7 +15,7 @@ from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.node.linux import LinuxHost
-from tests.support.builders import MIB, UUIDS
+from tests.support.builders.builders import MIB, UUIDS
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 OBEDIENT = "import time; print(flush=True); time.sleep(600)"

@@ -15,7 +15,7 @@ from gpumem_exporter.actions.selection import processes_of, select
 from gpumem_exporter.actions.timing import StepRate, Turn, plan
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
 
 EVERYTHING = Target(all=True)
 OPERATOR = Caller(CallerKind.POLICY, Rights.ALL)

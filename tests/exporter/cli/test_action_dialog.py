@@ -10,7 +10,7 @@ import pytest
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli import action_dialog
 from gpumem_exporter.cli.action_dialog import act, confirmed, said_yes
-from tests.support.fleet_builders import action, row
+from tests.support.builders.fleet_builders import action, row
 
 GIB = 1 << 30
 BODY = {"action": "empty_cache", "target": {"all": True}}

@@ -9,8 +9,8 @@ from gpumem_exporter.cli import connection
 from gpumem_exporter.cli.commands.actions import exit_code
 from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.main import main
-from tests.support.fleet_builders import ScriptedExporter, action, row
-from tests.support.golden import assert_golden, printed
+from tests.support.builders.fleet_builders import ScriptedExporter, action, row
+from tests.support.truth.golden import assert_golden, printed
 
 
 def _result(**changes: Any) -> dict[str, Any]:

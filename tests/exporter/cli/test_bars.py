@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.cli.render.columns import draw_strip, lengths
 from gpumem_exporter.cli.top.detail import timeline
-from tests.support.live_documents import GIB, history
+from tests.support.builders.live_documents import GIB, history
 
 
 def _device(total: int, free: int, *jobs: tuple[str, int | None, int | None]) -> dict[str, Any]:

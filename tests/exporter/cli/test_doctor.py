@@ -27,8 +27,8 @@ from gpumem_exporter.cli.checks import (
 )
 from gpumem_exporter.core.samples import DeviceReading
 from gpumem_exporter.errors import NvmlUnavailableError
-from tests.support.fleet_builders import process
-from tests.support.golden import assert_golden
+from tests.support.builders.fleet_builders import process
+from tests.support.truth.golden import assert_golden
 from tests.support.waiting import patient
 
 UNREPORTED = {

@@ -8,8 +8,8 @@ from gpumem_exporter.cli.program import replace_missing_characters
 from gpumem_exporter.cli.render.node_tables import device_lines, node_tables
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.render.terminal import open_console, show
-from tests.support.golden import assert_golden, printed
-from tests.support.live_documents import GIB, device, full_node, job, live, process
+from tests.support.builders.live_documents import GIB, device, full_node, job, live, process
+from tests.support.truth.golden import assert_golden, printed
 
 
 def _lines(document: dict[str, Any], width: int = 80, **options: Any) -> list[str]:

@@ -11,8 +11,8 @@ from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, SORTS, device_ranges
 from gpumem_exporter.cli.render.layout import Layout, Order, Row
 from gpumem_exporter.cli.render.rows import rows_of, unfolded
-from tests.support.golden import printed
-from tests.support.live_documents import device, finding, full_node, job, live, process
+from tests.support.builders.live_documents import device, finding, full_node, job, live, process
+from tests.support.truth.golden import printed
 
 _NAMES = st.text(max_size=40) | st.sampled_from(("漢字" * 20, "\x1b[2J\x1b]0;x\x07", "[bold]x[/bold]", "a\nb\rc\t"))
 

@@ -7,7 +7,7 @@ import pytest
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.cli.node_view import require_known, selected
 from gpumem_exporter.errors import TargetNotFoundError
-from tests.support.live_documents import device, finding, job, live, process, unreported
+from tests.support.builders.live_documents import device, finding, job, live, process, unreported
 
 _LLM = job("llm", process(1, "0", "2", workload="llm", rank="0"), process(2, "1:0", workload="llm", rank="1", uid=1000))
 _NOTE = job("demo-notebook", process("3@4026532007", "1:1", workload="demo-notebook", user="bob", uid=None))

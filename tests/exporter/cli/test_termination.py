@@ -12,7 +12,7 @@ import pytest
 
 from gpumem_exporter.cli import connection
 from gpumem_exporter.main import main
-from tests.support.fleet_builders import A, ScriptedExporter, action, process, row, serve_fleet
+from tests.support.builders.fleet_builders import A, ScriptedExporter, action, process, row, serve_fleet
 
 TARGETS: list[tuple[str, dict[str, Any]]] = [
     ("--all", {}),

@@ -7,8 +7,8 @@ import pytest
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.layout import Order
-from tests.support.live_documents import GIB, NOW, event, finding, full_node
-from tests.support.top_screen import URL, TopScreen, until
+from tests.support.builders.live_documents import GIB, NOW, event, finding, full_node
+from tests.support.processes.top_screen import URL, TopScreen, until
 
 
 async def test_findings_devices_and_jobs_are_on_the_first_screen_of_any_size() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli.node_view import Node
-from tests.support.live_documents import GIB, NOW, event, full_node
-from tests.support.top_screen import URL, TopScreen, query_value, until
+from tests.support.builders.live_documents import GIB, NOW, event, full_node
+from tests.support.processes.top_screen import URL, TopScreen, query_value, until
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from gpumem_exporter.features.fleet.fleet_nodes import Fleet
 from gpumem_exporter.features.fleet.prometheus import Prometheus
 from gpumem_exporter.main import main
 from gpumem_exporter.node.pynvml_provider import PynvmlProvider
-from tests.support.golden import printed
-from tests.support.live_documents import full_node
+from tests.support.builders.live_documents import full_node
+from tests.support.truth.golden import printed
 
 
 def test_another_server_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from gpumem_exporter.core.starting_engines import (
 )
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.orphans.orphan_search import ENDING_SECONDS, QUIET_SECONDS, OrphanSearch
-from tests.support.builders import MIB, UUIDS, device, node, report, sample
+from tests.support.builders.builders import MIB, UUIDS, device, node, report, sample
 
 PID, TICKS = 7, 1000
 

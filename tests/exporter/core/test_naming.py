@@ -14,7 +14,7 @@ from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess, Snapshot
 from gpumem_exporter.page.documents import processes_document
-from tests.support.builders import MIB, device, node, reporting, sample
+from tests.support.builders.builders import MIB, device, node, reporting, sample
 
 SAMPLE = (sample(allocated=MIB),)
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpumem_exporter.core.ledger import node_ledgers, node_shares
 from gpumem_exporter.core.store import Store
-from tests.support.builders import UUIDS, device, node, report, sample
+from tests.support.builders.builders import UUIDS, device, node, report, sample
 
 CONTEXT, TOTAL = 500, 100_000
 

@@ -11,7 +11,7 @@ from gpumem_exporter.core.container import HERE, UNKNOWN, Place
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
-from tests.support.builders import UUIDS, device, node, report, sample
+from tests.support.builders.builders import UUIDS, device, node, report, sample
 
 CONTAINER = Place(known=True, container="c" * 64)
 

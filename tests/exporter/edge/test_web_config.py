@@ -13,7 +13,7 @@ import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.edge.web_access import WebAccess
-from tests.support.certificates import authority, folder
+from tests.support.builders.certificates import authority, folder
 from tests.support.paths import REPOSITORY
 
 __all__ = ["authority", "folder"]

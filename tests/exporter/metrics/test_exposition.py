@@ -28,10 +28,10 @@ from gpumem_exporter.features.policy.policy_runner import EVALUATIONS
 from gpumem_exporter.metrics.instruments import Counter as CounterMetric
 from gpumem_exporter.metrics.instruments import Instruments, Registry
 from gpumem_exporter.settings import COLLECTORS
-from tests.support.builders import UUIDS, device, node, reporting
-from tests.support.exposition_builders import exposition, read, text_of, whole_text_of
-from tests.support.metrics_list import METRICS, SCRAPED
-from tests.support.random_snapshots import SNAPSHOTS
+from tests.support.builders.builders import UUIDS, device, node, reporting
+from tests.support.builders.exposition_builders import exposition, read, text_of, whole_text_of
+from tests.support.builders.random_snapshots import SNAPSHOTS
+from tests.support.truth.metrics_list import METRICS, SCRAPED
 
 EMPTY = Snapshot(10.0, None)
 SAMPLE = DeviceSample(UUIDS[0], allocated_bytes=60, reserved_bytes=100, reclaimable_bytes=30, ooms=2)

@@ -6,10 +6,10 @@ from typing import Any
 
 from gpumem_exporter.core.samples import LastOom
 from gpumem_exporter.features.oom.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOoms
-from tests.support import recorder_bench
-from tests.support.builders import MIB, UUIDS, sample
-from tests.support.exposition_builders import exposition, text_of
-from tests.support.recorder_bench import RecorderBench
+from tests.support.builders import recorder_bench
+from tests.support.builders.builders import MIB, UUIDS, sample
+from tests.support.builders.exposition_builders import exposition, text_of
+from tests.support.builders.recorder_bench import RecorderBench
 
 NAMES = ("timestamp_seconds", *(f"{name}_bytes" for name in ("requested", "device_free", "limit", "allocated")))
 NAMES += tuple(f"{name}_bytes" for name in ("reserved", "reclaimable", "fragmented"))

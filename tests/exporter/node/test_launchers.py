@@ -11,8 +11,8 @@ import pytest
 
 from gpumem_exporter.core.samples import LostLauncher
 from gpumem_exporter.node.linux import LinuxHost
-from tests.support.builders import Clock
-from tests.support.proc_tree import Tree
+from tests.support.builders.builders import Clock
+from tests.support.builders.proc_tree import Tree
 
 CONTAINER = "0::/kubepods.slice/cri-containerd-" + "0123456789abcdef" * 4 + ".scope\n"
 SPAWNED = b"python\0-c\0from multiprocessing.spawn import spawn_main; spawn_main()\0--multiprocessing-fork\0"

@@ -19,8 +19,8 @@ from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
 from gpumem_exporter.node.linux import LinuxHost
 from gpumem_exporter.node.pid_namespaces import DriverPids
-from tests.support.builders import UUIDS, Clock, device, node
-from tests.support.proc_tree import Tree
+from tests.support.builders.builders import UUIDS, Clock, device, node
+from tests.support.builders.proc_tree import Tree
 
 ID = "0123456789abcdef" * 4
 

@@ -19,7 +19,7 @@ from gpumem_exporter.errors import (
 )
 from gpumem_exporter.node.failures import FailureLog
 from gpumem_exporter.node.reader import NodeReader
-from tests.support.builders import Clock, NobodyHost
+from tests.support.builders.builders import Clock, NobodyHost
 
 MEMORY = DeviceMemory(80, 19, 60, 1)
 

@@ -11,8 +11,8 @@ import pytest
 
 from gpumem_exporter.core.samples import NodeReading
 from gpumem_exporter.node.poller import Poller
-from tests.support.builders import NobodyHost
-from tests.support.running_exporter import ScriptedProvider
+from tests.support.builders.builders import NobodyHost
+from tests.support.servers.running_exporter import ScriptedProvider
 from tests.support.waiting import patient
 
 SOON = patient(30.0)

@@ -5,7 +5,7 @@ from typing import Any
 
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.page.documents import devices_document, processes_document
-from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
 
 FACTS = ProcessFacts(100, 1000, command="python train.py", user="ada", container_id="c", k8s_pod="p")
 

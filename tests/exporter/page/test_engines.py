@@ -13,7 +13,7 @@ from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import KvCachePeak, ReportingProcess, Snapshot
 from gpumem_exporter.features.engines.smaller_cache import ENOUGH_SECONDS, unused_kv_caches
 from gpumem_exporter.page.live import NodeView
-from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
 
 GIB = 1024 * MIB
 VLLM = EngineState("vllm", "0.33.0", "llama", "serving", 4.0)

@@ -23,7 +23,7 @@ from gpumem_exporter.main import main
 from gpumem_exporter.page.findings import INJECTION_LABEL, Finding, Since, find
 from gpumem_exporter.page.growth import GrowingPart, Growth
 from gpumem_exporter.page.jobs import jobs_of
-from tests.support.builders import MIB, UUIDS, Clock, device, node, report, reporting, sample
+from tests.support.builders.builders import MIB, UUIDS, Clock, device, node, report, reporting, sample
 
 GIB = 1024 * MIB
 

@@ -14,8 +14,8 @@ from gpumem_exporter.features.history.history import History
 from gpumem_exporter.page.growth import GrowingPart, Growth, growing_parts, growth
 from gpumem_exporter.page.jobs import jobs_of
 from gpumem_exporter.page.live import NodeView
-from tests.support.builders import UUIDS, Clock, device, node, report, reporting, sample
-from tests.support.growth_tables import ACTIVATION_GIB, LEAKS, STEADY, Leak, Minutes, Sizes
+from tests.support.builders.builders import UUIDS, Clock, device, node, report, reporting, sample
+from tests.support.builders.growth_tables import ACTIVATION_GIB, LEAKS, STEADY, Leak, Minutes, Sizes
 
 GIB = 1 << 30
 STEP = 10

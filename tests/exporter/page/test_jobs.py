@@ -20,7 +20,7 @@ from gpumem_exporter.core.samples import (
 )
 from gpumem_exporter.node.job_ids import job_id, job_of_process
 from gpumem_exporter.page.jobs import HUES, Hues, Job, jobs_of
-from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
 
 ALICE, BOB = 1001, 1002
 POD = Place(known=True, container="c" * 64)

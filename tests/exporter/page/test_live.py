@@ -14,8 +14,8 @@ from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.ledger import CATEGORIES
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.page.live import NodeView
-from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
-from tests.support.random_snapshots import SNAPSHOTS
+from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
+from tests.support.builders.random_snapshots import SNAPSHOTS
 
 GIB = 1024 * MIB
 

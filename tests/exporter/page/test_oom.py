@@ -16,7 +16,7 @@ from gpumem_exporter.page.documents import Part
 from gpumem_exporter.page.jobs import sums_of
 from gpumem_exporter.page.live import NodeView
 from gpumem_exporter.page.oom import explanation
-from tests.support.builders import MIB, UUIDS, Clock, device, node, reporting, sample
+from tests.support.builders.builders import MIB, UUIDS, Clock, device, node, reporting, sample
 
 GIB = 1024 * MIB
 

@@ -12,7 +12,7 @@ import pytest
 
 from gpumem_exporter.page.page_routes import Page
 from tests.support.paths import REPOSITORY
-from tests.support.running_exporter import RunningExporter, running_exporter
+from tests.support.servers.running_exporter import RunningExporter, running_exporter
 from tests.support.waiting import patient
 
 PAGE = Page("1.2.3", demo=False, telemetry_path="/metrics")

@@ -6,7 +6,7 @@ import pytest
 
 from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.actions.sentences import sentence, subject
-from tests.support.fleet_builders import action, row
+from tests.support.builders.fleet_builders import action, row
 
 GIB = 1 << 30
 

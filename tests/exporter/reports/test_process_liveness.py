@@ -11,8 +11,8 @@ from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.reports.process_liveness import SILENT_SECONDS, Presence
-from tests.support.builders import NobodyHost, report
-from tests.support.dispatching import build_dispatcher
+from tests.support.builders.builders import NobodyHost, report
+from tests.support.builders.dispatching import build_dispatcher
 from tests.support.waiting import wait_until_equal
 
 

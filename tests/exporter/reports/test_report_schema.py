@@ -22,7 +22,7 @@ from gpumem_client.wire.protocol import (
 )
 from gpumem_exporter.edge.problems import ProblemError
 from gpumem_exporter.reports.report_schema import MAX_DEVICES, MAX_OBJECTS, ReportReader, shortened
-from tests.support.builders import UUIDS, report, sample
+from tests.support.builders.builders import UUIDS, report, sample
 
 READER = ReportReader()
 Change = Callable[[dict[str, Any]], Any]

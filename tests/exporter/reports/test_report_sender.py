@@ -16,7 +16,7 @@ from gpumem_exporter.core.container import HERE, UNKNOWN, Place
 from gpumem_exporter.edge.peer import Peer, PeerPlace
 from gpumem_exporter.errors import ForeignProcessError
 from gpumem_exporter.reports.report_sender import ReportedProcess, ReportSenders
-from tests.support.builders import NobodyHost, identity
+from tests.support.builders.builders import NobodyHost, identity
 
 CONTAINER, OTHER = (Place(known=True, container=letter * 64) for letter in "co")
 

@@ -14,8 +14,8 @@ import pytest
 
 from gpumem_exporter import client_directory
 from gpumem_exporter.client_directory import ClientDirectoryError, put_client
-from tests.support.other_user import OTHER_UID, needs_root
 from tests.support.paths import REPOSITORY
+from tests.support.processes.other_user import OTHER_UID, needs_root
 
 CLIENT = REPOSITORY / "client"
 

@@ -14,8 +14,8 @@ from gpumem_exporter.edge.web_access import WebAccess
 from gpumem_exporter.node.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.page.health import Health, HealthDocument
 from gpumem_exporter.page.live import NodeView
-from tests.support.builders import UUIDS, Clock, device, node, reporting
-from tests.support.running_exporter import running_exporter
+from tests.support.builders.builders import UUIDS, Clock, device, node, reporting
+from tests.support.servers.running_exporter import running_exporter
 from tests.support.waiting import wait_until_equal
 
 WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, stuck=False, error="")

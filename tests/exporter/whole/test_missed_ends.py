@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_client.wire.protocol import ProcessIdentity
-from tests.support.builders import UUIDS, report, sample
-from tests.support.recorder_bench import oom
-from tests.support.running_exporter import RunningExporter, ScriptedHost, running_exporter
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.builders.recorder_bench import oom
+from tests.support.servers.running_exporter import RunningExporter, ScriptedHost, running_exporter
 from tests.support.waiting import wait_until_equal
 
 

@@ -11,8 +11,8 @@ from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.page.documents import devices_document, processes_document
 from gpumem_exporter.page.live import NodeView
 from gpumem_exporter.reports.report_schema import contradictions
-from tests.support.exposition_builders import exposition, text_of
-from tests.support.random_snapshots import SNAPSHOTS
+from tests.support.builders.exposition_builders import exposition, text_of
+from tests.support.builders.random_snapshots import SNAPSHOTS
 
 VALUES = {
     "gpumem_process_memory_used_bytes": "used_bytes",

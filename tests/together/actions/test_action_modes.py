@@ -18,7 +18,7 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import eventually, wait_for
 
 STEPPING = """

@@ -19,12 +19,12 @@ from gpumem_client.wire.protocol import MODES
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.support.alertmanagers import running_alertmanager
-from tests.support.builders import UUIDS, report, sample
-from tests.support.exporter_process import QUICK
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.builders.policies import alert_rule, written
 from tests.support.paths import REPOSITORY
-from tests.support.policies import alert_rule, written
-from tests.support.running_exporter import RunningExporter, problem, running_exporter
+from tests.support.servers.alertmanagers import running_alertmanager
+from tests.support.servers.exporter_process import QUICK
+from tests.support.servers.running_exporter import RunningExporter, problem, running_exporter
 from tests.support.waiting import patient, wait_for
 
 ALERTS = "/api/v1/alerts"

@@ -14,10 +14,10 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.programs import Program
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.local_users import LocalUser
-from tests.support.other_user import needs_root
-from tests.support.running_command import run_command
+from tests.support.processes.local_users import LocalUser
+from tests.support.processes.other_user import needs_root
+from tests.support.processes.running_command import run_command
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 ALLOW = ("--action.allow", "default,release_memory,resume_memory")

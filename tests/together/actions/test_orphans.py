@@ -13,10 +13,10 @@ import pytest
 from tests.conftest import StartExporter
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.programs import CUDA
-from tests.support.adopter import Adopter, idle_soon
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.running_command import clean_environment, run_command
-from tests.support.terminal_program import TerminalProgram
+from tests.support.processes.adopter import Adopter, idle_soon
+from tests.support.processes.running_command import clean_environment, run_command
+from tests.support.processes.terminal_program import TerminalProgram
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import wait_for
 
 TITLE = "VLLM::EngineCore"

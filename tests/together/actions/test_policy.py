@@ -18,10 +18,10 @@ from gpumem_client.wire.protocol import CommandResult, DeviceResult
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.support.builders import UUIDS, report, sample
-from tests.support.exporter_process import QUICK
-from tests.support.policies import rule, written
-from tests.support.running_exporter import RunningExporter, problem, running_exporter
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.builders.policies import rule, written
+from tests.support.servers.exporter_process import QUICK
+from tests.support.servers.running_exporter import RunningExporter, problem, running_exporter
 from tests.support.waiting import eventually, patient, wait_for
 
 RELOAD = "/-/reload"

@@ -11,8 +11,8 @@ import pytest
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.other_user import OTHER_UID, needs_root
+from tests.support.processes.other_user import OTHER_UID, needs_root
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import eventually, wait_for
 
 pytestmark = needs_root

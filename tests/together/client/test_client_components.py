@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.emulation.torch_process import TorchProcess
-from tests.support.observed_training import PARAMETERS_BYTES as PARAMETERS
-from tests.support.observed_training import process_of_the_module, shared_process
+from tests.support.processes.observed_training import PARAMETERS_BYTES as PARAMETERS
+from tests.support.processes.observed_training import process_of_the_module, shared_process
 
 __all__ = ["process_of_the_module", "shared_process"]
 

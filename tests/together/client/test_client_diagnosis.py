@@ -9,7 +9,7 @@ import pytest
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, EmulatedNode
-from tests.support.recording_exporter import RecordingExporter
+from tests.support.servers.recording_exporter import RecordingExporter
 from tests.support.torch_release import since_torch
 from tests.support.waiting import wait_for
 

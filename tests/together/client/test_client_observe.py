@@ -8,9 +8,9 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK
-from tests.support.observed_training import PARAMETERS_BYTES as PARAMETERS
-from tests.support.observed_training import TRAINING, process_of_the_module, shared_process
+from tests.support.processes.observed_training import PARAMETERS_BYTES as PARAMETERS
+from tests.support.processes.observed_training import TRAINING, process_of_the_module, shared_process
+from tests.support.servers.exporter_process import QUICK
 from tests.support.waiting import wait_until_equal
 
 __all__ = ["process_of_the_module", "shared_process"]

@@ -12,11 +12,11 @@ import pytest
 
 from tests.emulation.node import EmulatedNode
 from tests.emulation.programs import Program
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.injected_scripts import MIB, StartScript, start_script
-from tests.support.namespaces import CONTAINER, needs_namespaces
+from tests.support.builders.pod_shapes import SHAPES, answered
 from tests.support.paths import REPOSITORY
-from tests.support.pod_shapes import SHAPES, answered
+from tests.support.processes.injected_scripts import MIB, StartScript, start_script
+from tests.support.processes.namespaces import CONTAINER, needs_namespaces
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import wait_for
 
 __all__ = ["start_script"]

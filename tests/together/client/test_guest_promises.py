@@ -15,9 +15,9 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK
-from tests.support.recording_exporter import RecordingExporter
-from tests.support.scripted_peer import scripted_peer
+from tests.support.servers.exporter_process import QUICK
+from tests.support.servers.recording_exporter import RecordingExporter
+from tests.support.servers.scripted_peer import scripted_peer
 from tests.support.waiting import patient, wait_for
 
 TRAIN = """

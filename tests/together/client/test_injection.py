@@ -7,8 +7,15 @@ import sys
 import pytest
 
 from tests.emulation.fixtures import StartTorch
-from tests.support.exporter_process import ExporterProcess
-from tests.support.injected_scripts import MIB, StartScript, exporter, run_to_the_end, start_script, wait_for_allocated
+from tests.support.processes.injected_scripts import (
+    MIB,
+    StartScript,
+    exporter,
+    run_to_the_end,
+    start_script,
+    wait_for_allocated,
+)
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 __all__ = ["exporter", "start_script"]

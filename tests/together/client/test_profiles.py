@@ -11,7 +11,7 @@ import pytest
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.torch_process import TorchProcess
-from tests.support.recording_exporter import RecordingExporter
+from tests.support.servers.recording_exporter import RecordingExporter
 from tests.support.waiting import wait_for
 
 TRAIN = """

@@ -10,7 +10,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode, MigSlice
 from tests.emulation.torch_process import TorchProcess
-from tests.support.device_truth import (
+from tests.support.servers.exporter_process import QUICK, ExporterProcess, Metrics
+from tests.support.truth.device_truth import (
     ATTACH_SECONDS,
     FOREIGN_PID,
     scrape,
@@ -18,7 +19,6 @@ from tests.support.device_truth import (
     shown,
     wait_until_right,
 )
-from tests.support.exporter_process import QUICK, ExporterProcess, Metrics
 from tests.support.waiting import wait_for, wait_until_equal
 
 

@@ -18,8 +18,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_NO_PERMISSION, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.device_truth import ATTACH_SECONDS, FOREIGN_PID, scrape, truth, wait_until_right
-from tests.support.exporter_process import QUICK, ExporterProcess, Metrics
+from tests.support.servers.exporter_process import QUICK, ExporterProcess, Metrics
+from tests.support.truth.device_truth import ATTACH_SECONDS, FOREIGN_PID, scrape, truth, wait_until_right
 from tests.support.waiting import patient, wait_for, wait_until_equal
 
 ANSWER_SECONDS = patient(20.0)

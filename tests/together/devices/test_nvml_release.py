@@ -10,9 +10,9 @@ from typing import Any
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
-from tests.support.device_truth import FOREIGN_PID, scrape, series_of, wait_until_right
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.running_command import run_command
+from tests.support.processes.running_command import run_command
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
+from tests.support.truth.device_truth import FOREIGN_PID, scrape, series_of, wait_until_right
 from tests.support.waiting import wait_for
 
 RELEASE, ATTACH = "/api/v1/nvml/release", "/api/v1/nvml/attach"

@@ -13,8 +13,8 @@ import pytest
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
 from gpumem_exporter.node.pod_resources import Container, PodResources, query_device_assignments
-from tests.support.builders import UUIDS, device
-from tests.support.kubelet import Kubelet
+from tests.support.builders.builders import UUIDS, device
+from tests.support.servers.kubelet import Kubelet
 from tests.support.waiting import patient, wait_for
 
 TRAINER = ("ml", "llm-0", "trainer")

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.features.fleet.prometheus import Prometheus
-from tests.support.exporter_process import ExporterProcess, token_file
 from tests.support.ports import free_port
-from tests.support.running_command import clean_environment, run_command
-from tests.support.running_prometheus import RunningPrometheus
-from tests.support.terminal_program import TerminalProgram
+from tests.support.processes.running_command import clean_environment, run_command
+from tests.support.processes.terminal_program import TerminalProgram
+from tests.support.servers.exporter_process import ExporterProcess, token_file
+from tests.support.servers.running_prometheus import RunningPrometheus
 from tests.support.waiting import wait_for
 
 TOKEN = "a-token-for-tests"

@@ -18,8 +18,8 @@ from gpumem_toolkit.oom.values import OomValues
 from gpumem_toolkit.planning.plan import Plan
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import ExporterProcess
-from tests.support.library_programs import PROGRAMS, PYTHON, StartLibrary
+from tests.support.processes.library_programs import PROGRAMS, PYTHON, StartLibrary
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.torch_release import since_torch
 from tests.support.waiting import patient
 

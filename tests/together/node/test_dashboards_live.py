@@ -18,9 +18,11 @@ import pytest
 
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess
-from tests.support.panel_frames import merged, table_of, transformed
-from tests.support.panel_queries import (
+from tests.support.ports import free_port
+from tests.support.servers.exporter_process import ExporterProcess
+from tests.support.servers.running_prometheus import RunningPrometheus
+from tests.support.truth.panel_frames import merged, table_of, transformed
+from tests.support.truth.panel_queries import (
     Prometheus,
     Scope,
     load_dashboard,
@@ -28,8 +30,6 @@ from tests.support.panel_queries import (
     queries,
     resolve,
 )
-from tests.support.ports import free_port
-from tests.support.running_prometheus import RunningPrometheus
 from tests.support.waiting import wait_for
 
 NAMES = ("exporter", "fleet", "node", "oom", "workload")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_exporter.demo import DemoNode
-from tests.support.exporter_process import ExporterProcess, token_file
 from tests.support.ports import free_port
+from tests.support.servers.exporter_process import ExporterProcess, token_file
 from tests.support.waiting import eventually, patient
 
 REPORTING = 12

@@ -16,10 +16,10 @@ import trustme
 import yaml
 
 from tests.conftest import StartExporter
-from tests.support.exporter_process import ExporterProcess
-from tests.support.helm import CHART, running_cluster
-from tests.support.other_user import needs_root
 from tests.support.paths import REPOSITORY
+from tests.support.processes.other_user import needs_root
+from tests.support.servers.exporter_process import ExporterProcess
+from tests.support.servers.helm import CHART, running_cluster
 from tests.support.waiting import patient
 
 pytest.importorskip("helm_sdkpy", reason="Helm's engine needs Python 3.12 or later")

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import trustme
 
-from tests.support.certificates import issue, trust
-from tests.support.pod_shapes import SHAPES, review_of
-from tests.support.running_command import clean_environment
+from tests.support.builders.certificates import issue, trust
+from tests.support.builders.pod_shapes import SHAPES, review_of
+from tests.support.processes.running_command import clean_environment
 from tests.support.waiting import patient, wait_for
 
 REVIEW = review_of(SHAPES["indexed job"].pod)

@@ -16,8 +16,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.recording_exporter import RecordingExporter
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
+from tests.support.servers.recording_exporter import RecordingExporter
 from tests.support.waiting import patient, wait_for
 
 VALUES = ("requested", "device_free", "limit", "allocated", "reserved", "reclaimable", "fragmented")

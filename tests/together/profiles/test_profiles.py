@@ -14,12 +14,12 @@ import pytest
 from gpumem_client.profile.profile_types import ProfiledDevice, Row
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.main import main
-from tests.support.builders import MIB, UUIDS
-from tests.support.made_up_profiles import training
-from tests.support.pprof_reader import read_pprof
-from tests.support.profile_documents import Reporter, profile, takes
-from tests.support.running_command import run_command
-from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
+from tests.support.builders.builders import MIB, UUIDS
+from tests.support.builders.made_up_profiles import training
+from tests.support.builders.profile_documents import Reporter, profile, takes
+from tests.support.processes.running_command import run_command
+from tests.support.servers.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
+from tests.support.truth.pprof_reader import read_pprof
 from tests.support.waiting import eventually, patient
 
 PROFILES = "/api/v1/profiles"

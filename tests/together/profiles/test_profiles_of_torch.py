@@ -11,7 +11,7 @@ from benchmarks.place import Place
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import QUICK
+from tests.support.servers.exporter_process import QUICK
 from tests.support.waiting import wait_for
 
 HOLD = "import gpumem_client; gpumem_client.start(); held = [torch.empty(3 << 20, device='cuda') for _ in range(4)]"

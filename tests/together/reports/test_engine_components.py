@@ -17,11 +17,11 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import CONTEXT_BYTES, GIB, MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.builders import report
-from tests.support.device_truth import scrape
-from tests.support.engine_servers import engine_servers
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.running_command import run_command
+from tests.support.builders.builders import report
+from tests.support.processes.running_command import run_command
+from tests.support.servers.engine_servers import engine_servers
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
+from tests.support.truth.device_truth import scrape
 from tests.support.waiting import wait_until_equal
 
 SAVER = """

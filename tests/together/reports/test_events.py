@@ -23,8 +23,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.builders import UUIDS, report
-from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.builders.builders import UUIDS, report
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 EVENTS = "/api/v1/events"

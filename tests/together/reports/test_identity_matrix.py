@@ -15,10 +15,10 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK, ExporterProcess, token_file
-from tests.support.kubelet import Kubelet
-from tests.support.namespaces import CONTAINER, children, needs_namespaces
 from tests.support.paths import REPOSITORY
+from tests.support.processes.namespaces import CONTAINER, children, needs_namespaces
+from tests.support.servers.exporter_process import QUICK, ExporterProcess, token_file
+from tests.support.servers.kubelet import Kubelet
 from tests.support.waiting import wait_for
 
 pytestmark = needs_namespaces

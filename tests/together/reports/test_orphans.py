@@ -11,9 +11,9 @@ import pytest
 
 from gpumem_exporter.core.samples import LostLauncher
 from gpumem_exporter.node.linux import LinuxHost
-from tests.support.adopter import PROGRAM, Adopter
-from tests.support.builders import Clock
-from tests.support.namespaces import children
+from tests.support.builders.builders import Clock
+from tests.support.processes.adopter import PROGRAM, Adopter
+from tests.support.processes.namespaces import children
 from tests.support.waiting import wait_for
 
 JOB = """

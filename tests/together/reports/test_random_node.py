@@ -17,9 +17,9 @@ import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode
-from tests.support.exporter_process import UNLIMITED
-from tests.support.observer import Observer
-from tests.support.random_node import DEVICES, TOTAL_BYTES, Steps, World
+from tests.support.builders.random_node import DEVICES, TOTAL_BYTES, Steps, World
+from tests.support.servers.exporter_process import UNLIMITED
+from tests.support.truth.observer import Observer
 
 STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "150"))
 QUIET_EVERY = 25

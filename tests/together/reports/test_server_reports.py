@@ -15,8 +15,8 @@ from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
 from gpumem_client.reporter.reporter_settings import ReporterSettings
 from gpumem_client.wire.protocol import REPORTS_PATH, CommandResult, DeviceResult, Report, to_wire
-from tests.support.builders import MIB, UUIDS, report, sample
-from tests.support.running_exporter import RunningExporter, problem, running_exporter
+from tests.support.builders.builders import MIB, UUIDS, report, sample
+from tests.support.servers.running_exporter import RunningExporter, problem, running_exporter
 from tests.support.waiting import eventually, patient
 
 

@@ -11,10 +11,10 @@ from gpumem_client.wire.protocol import DeviceSample
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, RESERVED_BYTES, SHARED_BYTES, EmulatedNode
-from tests.support.builders import MIB, UUIDS, report
-from tests.support.exporter_process import ExporterProcess
-from tests.support.running_command import run_command
-from tests.support.running_exporter import ScriptedHost, running_exporter
+from tests.support.builders.builders import MIB, UUIDS, report
+from tests.support.processes.running_command import run_command
+from tests.support.servers.exporter_process import ExporterProcess
+from tests.support.servers.running_exporter import ScriptedHost, running_exporter
 from tests.support.waiting import eventually
 
 

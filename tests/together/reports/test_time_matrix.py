@@ -7,7 +7,7 @@ from typing import Any
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.device_truth import scrape, wait_until_right
+from tests.support.truth.device_truth import scrape, wait_until_right
 from tests.support.waiting import wait_for
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.shared_node import SharedNode
+from tests.support.processes.shared_node import SharedNode
 
 
 @pytest.fixture(params=["socket", "loopback"])

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
-from tests.support.builders import MIB, UUIDS, sample
-from tests.support.exporter_process import token_file
-from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser, Reply
-from tests.support.other_user import needs_root
-from tests.support.shared_node import ACTIONS, ADA, EVE, SharedNode, act
+from tests.support.builders.builders import MIB, UUIDS, sample
+from tests.support.processes.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser, Reply
+from tests.support.processes.other_user import needs_root
+from tests.support.processes.shared_node import ACTIONS, ADA, EVE, SharedNode, act
+from tests.support.servers.exporter_process import token_file
 
 pytestmark = needs_root
 

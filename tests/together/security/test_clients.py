@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests.support.builders import UUIDS, report, sample
-from tests.support.certificates import issue, trust
-from tests.support.exporter_process import ExporterProcess
-from tests.support.other_user import OTHER_UID, acting_as, needs_root
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.builders.certificates import issue, trust
+from tests.support.processes.other_user import OTHER_UID, acting_as, needs_root
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20

@@ -19,8 +19,8 @@ from gpumem_client.wire.http import Connection
 from gpumem_client.wire.peer import user_name
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.edge.listeners import BindError, bind
-from tests.support.exporter_process import ExporterProcess
-from tests.support.other_user import OTHER_UID, needs_root, rogue_server
+from tests.support.processes.other_user import OTHER_UID, needs_root, rogue_server
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20

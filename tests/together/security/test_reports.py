@@ -24,11 +24,11 @@ from gpumem_client.wire.protocol import (
     to_wire,
 )
 from tests.emulation.node import MIB, EmulatedNode
-from tests.support.builders import sample
-from tests.support.exporter_process import QUICK, ExporterProcess, token_file
-from tests.support.local_users import NEW_USER_NAMESPACE, LocalUser
-from tests.support.namespaces import needs_namespaces
-from tests.support.other_user import OTHER_UID, needs_root
+from tests.support.builders.builders import sample
+from tests.support.processes.local_users import NEW_USER_NAMESPACE, LocalUser
+from tests.support.processes.namespaces import needs_namespaces
+from tests.support.processes.other_user import OTHER_UID, needs_root
+from tests.support.servers.exporter_process import QUICK, ExporterProcess, token_file
 from tests.support.waiting import wait_for
 
 pytestmark = [needs_root, needs_namespaces]

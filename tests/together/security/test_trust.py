@@ -15,7 +15,7 @@ from gpumem_client.wire.errors import ConfigurationError, ExporterUntrustedError
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.trust import Trust
 from tests.emulation.fixtures import StartTorch
-from tests.support.other_user import OTHER_UID, RogueServer, needs_root, rogue_server
+from tests.support.processes.other_user import OTHER_UID, RogueServer, needs_root, rogue_server
 from tests.support.waiting import patient, wait_for
 
 TOKEN = {"Authorization": "Bearer secret"}

@@ -16,10 +16,10 @@ import pytest
 
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.api_client import ExporterApi
-from tests.support.builders import UUIDS, report, sample
-from tests.support.exporter_process import ExporterProcess, token_file
-from tests.support.running_command import clean_environment, run_command
-from tests.support.terminal_program import TerminalProgram
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.processes.running_command import clean_environment, run_command
+from tests.support.processes.terminal_program import TerminalProgram
+from tests.support.servers.exporter_process import ExporterProcess, token_file
 from tests.support.waiting import patient, wait_for
 
 _TOKEN = "a-token-for-tests"

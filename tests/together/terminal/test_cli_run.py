@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import CONSOLE_SCRIPT, environment_without
+from tests.support.processes.running_command import CONSOLE_SCRIPT, environment_without
 from tests.support.waiting import patient
 
 

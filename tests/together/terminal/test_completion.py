@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.builders import UUIDS, report, sample
-from tests.support.exporter_process import ExporterProcess
-from tests.support.running_command import CONSOLE_SCRIPT, clean_environment, run_command
-from tests.support.terminal_program import TerminalProgram
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.processes.running_command import CONSOLE_SCRIPT, clean_environment, run_command
+from tests.support.processes.terminal_program import TerminalProgram
+from tests.support.servers.exporter_process import ExporterProcess
 
 
 @pytest.fixture(scope="module")

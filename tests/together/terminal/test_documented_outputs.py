@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPOSITORY
-from tests.support.still_demo import StillDemo, still_demo
+from tests.support.servers.still_demo import StillDemo, still_demo
 from tests.support.waiting import patient
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]

@@ -15,10 +15,10 @@ import pytest
 import trustme
 
 from tests.conftest import StartExporter
-from tests.support.certificates import issue
-from tests.support.exporter_process import ExporterProcess, token_file
-from tests.support.fake_kubectl import FakeKubectl
-from tests.support.running_command import run_command
+from tests.support.builders.certificates import issue
+from tests.support.processes.running_command import run_command
+from tests.support.servers.exporter_process import ExporterProcess, token_file
+from tests.support.servers.fake_kubectl import FakeKubectl
 from tests.support.waiting import patient, wait_for
 
 TOKEN = "a-token-for-tests"

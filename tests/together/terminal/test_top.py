@@ -19,9 +19,9 @@ from gpumem_client.wire.units import short_bytes
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
-from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.terminal_program import TerminalProgram
+from tests.support.processes.terminal_program import TerminalProgram
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 _START = """

@@ -14,9 +14,9 @@ import pytest
 from tests.conftest import StartExporter
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import UNLIMITED
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import clean_environment, run_command
+from tests.support.processes.running_command import clean_environment, run_command
+from tests.support.servers.exporter_process import UNLIMITED
 from tests.support.waiting import patient, wait_for
 
 EXAMPLES = REPOSITORY / "examples"

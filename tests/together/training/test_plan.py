@@ -13,8 +13,8 @@ import pytest
 from gpumem_toolkit.planning.devices import CONTEXT_BYTES, DEFAULT_OVERHEAD_BYTES
 from tests.emulation.fixtures import MakeNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.golden import assert_golden
 from tests.support.torch_release import with_the_planners_kernels
+from tests.support.truth.golden import assert_golden
 
 MIB = 1 << 20
 PROGRAM = "planned_models"

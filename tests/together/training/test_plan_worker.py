@@ -19,8 +19,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.paths import REPOSITORY
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.torch_release import with_the_planners_kernels
 from tests.support.waiting import patient, wait_for, wait_until_equal
 

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.emulation.fixtures import MakeNode, StartTorch
-from tests.support.live_page import browser
+from tests.support.processes.live_page import browser
 from tests.support.torch_release import torch_release
 from tests.support.waiting import patient
 

@@ -18,9 +18,9 @@ from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.samples import ProcessMemory
-from tests.support.builders import MIB, UUIDS, report, sample
-from tests.support.exporter_process import QUICK, ExporterProcess, token_file
-from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
+from tests.support.builders.builders import MIB, UUIDS, report, sample
+from tests.support.servers.exporter_process import QUICK, ExporterProcess, token_file
+from tests.support.servers.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually, patient
 
 

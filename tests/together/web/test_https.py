@@ -28,11 +28,11 @@ from gpumem_exporter.features.fleet.prometheus import Prometheus
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.certificates import authority, client_context, folder, handshake, issue, trust
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.running_command import run_command
-from tests.support.running_exporter import running_exporter
-from tests.support.running_prometheus import RunningPrometheus
+from tests.support.builders.certificates import authority, client_context, folder, handshake, issue, trust
+from tests.support.processes.running_command import run_command
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
+from tests.support.servers.running_exporter import running_exporter
+from tests.support.servers.running_prometheus import RunningPrometheus
 from tests.support.waiting import eventually, patient, wait_for
 
 __all__ = ["authority", "folder"]

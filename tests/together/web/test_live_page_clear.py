@@ -10,9 +10,9 @@ from typing import Any
 from playwright.sync_api import Request
 
 from gpumem_client.wire.protocol import MODES
-from tests.support.builders import UUIDS, report, sample
-from tests.support.exporter_process import ExporterProcess, token_file
-from tests.support.live_page import LivePage, OpenPage, browser, open_page, serving
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.processes.live_page import LivePage, OpenPage, browser, open_page, serving
+from tests.support.servers.exporter_process import ExporterProcess, token_file
 
 __all__ = ["browser", "open_page"]
 

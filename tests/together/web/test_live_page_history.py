@@ -16,9 +16,9 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.features.history.history import History
 from gpumem_exporter.features.history.history_file import HistoryFile
-from tests.support.builders import Clock, device, node
-from tests.support.live_page import LivePage, OpenPage, browser, open_page
-from tests.support.still_demo import StillDemo, still_demo
+from tests.support.builders.builders import Clock, device, node
+from tests.support.processes.live_page import LivePage, OpenPage, browser, open_page
+from tests.support.servers.still_demo import StillDemo, still_demo
 
 __all__ = ["browser", "open_page"]
 

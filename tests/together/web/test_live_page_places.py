@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.builders import MIB
-from tests.support.live_page import OpenPage, browser, open_page, send, serving
-from tests.support.made_up_profiles import training
-from tests.support.profile_documents import takes
-from tests.support.running_exporter import running_exporter
+from tests.support.builders.builders import MIB
+from tests.support.builders.made_up_profiles import training
+from tests.support.builders.profile_documents import takes
+from tests.support.processes.live_page import OpenPage, browser, open_page, send, serving
+from tests.support.servers.running_exporter import running_exporter
 from tests.support.waiting import patient, wait_for
 
 __all__ = ["browser", "open_page"]

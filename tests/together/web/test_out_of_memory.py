@@ -13,10 +13,10 @@ import pytest
 
 from gpumem_client.wire.protocol import PROFILES_PATH, OutOfMemory
 from gpumem_exporter.core.samples import ProcessMemory
-from tests.support.builders import MIB, UUIDS, report, sample
-from tests.support.live_page import OpenPage, browser, open_page
-from tests.support.profile_documents import body, profile
-from tests.support.running_exporter import RunningExporter, ScriptedProvider, running_exporter
+from tests.support.builders.builders import MIB, UUIDS, report, sample
+from tests.support.builders.profile_documents import body, profile
+from tests.support.processes.live_page import OpenPage, browser, open_page
+from tests.support.servers.running_exporter import RunningExporter, ScriptedProvider, running_exporter
 from tests.support.waiting import eventually
 
 __all__ = ["browser", "open_page"]

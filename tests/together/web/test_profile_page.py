@@ -14,9 +14,9 @@ from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_formats import render
 from gpumem_exporter.features.profiles.profile_lines import ShownProfile
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile
-from tests.support.builders import MIB
-from tests.support.live_page import browser
-from tests.support.made_up_profiles import MAIN, made_up, stored, training
+from tests.support.builders.builders import MIB
+from tests.support.builders.made_up_profiles import MAIN, made_up, stored, training
+from tests.support.processes.live_page import browser
 from tests.support.waiting import patient
 
 __all__ = ["browser"]

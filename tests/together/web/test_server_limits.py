@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from gpumem_exporter.edge.connections import Limits
-from tests.support.builders import UUIDS, report, sample
-from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.servers.running_exporter import RunningExporter, read_answer, running_exporter
 from tests.support.waiting import eventually, patient
 
 LIMITS = Limits(max_connections=16, request_seconds=0.4, unread_seconds=0.4)

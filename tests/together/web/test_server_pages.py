@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 
 from gpumem_exporter import __version__
-from tests.support.builders import UUIDS, report, sample
-from tests.support.profile_documents import Reporter
-from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
+from tests.support.builders.builders import UUIDS, report, sample
+from tests.support.builders.profile_documents import Reporter
+from tests.support.servers.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually, patient
 
 LIVE = "/api/v1/live"

@@ -19,9 +19,9 @@ import pytest
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.edge.listeners import BindError, bind
-from tests.support.builders import report
-from tests.support.exporter_process import ExporterProcess
-from tests.support.running_command import environment_without, run_command
+from tests.support.builders.builders import report
+from tests.support.processes.running_command import environment_without, run_command
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import eventually, patient
 
 

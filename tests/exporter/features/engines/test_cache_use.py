@@ -17,7 +17,7 @@ from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.engines import cache_use
 from gpumem_exporter.features.engines.cache_use import CacheUse
 from gpumem_exporter.features.engines.vllm import EngineRefusedError
-from tests.support.builders import report
+from tests.support.builders.builders import report
 from tests.support.waiting import patient, wait_for
 
 CACHE = {"kv_cache": 1000, "weights": 500}

@@ -22,8 +22,8 @@ from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ProcessMem
 from gpumem_exporter.errors import ActionForbiddenError
 from gpumem_exporter.features.engines import engine_memory
 from gpumem_exporter.features.engines.vllm import Activity, EngineRefusedError
-from tests.support.builders import MIB, UUIDS, device, node, sample
-from tests.support.dispatching import Bench
+from tests.support.builders.builders import MIB, UUIDS, device, node, sample
+from tests.support.builders.dispatching import Bench
 
 ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0)
 ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1001)

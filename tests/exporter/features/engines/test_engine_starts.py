@@ -15,8 +15,8 @@ from gpumem_exporter.actions.action_options import ACTIONS, Target
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
 from gpumem_exporter.errors import ActionForbiddenError
-from tests.support.builders import MIB, UUIDS, device, node, sample
-from tests.support.dispatching import Bench, Ranks
+from tests.support.builders.builders import MIB, UUIDS, device, node, sample
+from tests.support.builders.dispatching import Bench, Ranks
 
 ENGINE, OWNER = 50, 1001
 TITLE = "VLLM::EngineCore"

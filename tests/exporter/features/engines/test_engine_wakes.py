@@ -21,8 +21,8 @@ from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ProcessFacts, ProcessMemory, ReportingProcess
 from gpumem_exporter.features.engines.vllm import Activity
-from tests.support.builders import MIB, UUIDS, device, node, sample
-from tests.support.dispatching import Bench
+from tests.support.builders.builders import MIB, UUIDS, device, node, sample
+from tests.support.builders.dispatching import Bench
 
 GIB = 1024 * MIB
 TOTAL, RESIDENT, NEEDED = 80 * GIB, 1 * GIB, 40 * GIB

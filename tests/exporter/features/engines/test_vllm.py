@@ -22,8 +22,8 @@ from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProc
 from gpumem_exporter.features.engines import vllm
 from gpumem_exporter.features.engines.engine_control import EngineControl
 from gpumem_exporter.features.engines.vllm import Activity, EngineRefusedError, Vllm
-from tests.support.builders import report
-from tests.support.engine_servers import Served, engine_servers
+from tests.support.builders.builders import report
+from tests.support.servers.engine_servers import Served, engine_servers
 from tests.support.waiting import wait_for
 
 VLLM_METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.

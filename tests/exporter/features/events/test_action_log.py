@@ -10,7 +10,7 @@ import pytest
 from gpumem_exporter.cli import connection
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.main import main
-from tests.support.fleet_builders import row
+from tests.support.builders.fleet_builders import row
 
 GIB = 1 << 30
 IDS = ("aa11" + "0" * 28, "aa22" + "0" * 28, "bb33" + "0" * 28)

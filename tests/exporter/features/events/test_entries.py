@@ -11,9 +11,9 @@ import pytest
 from gpumem_exporter.cli.render.columns import event_line
 from gpumem_exporter.core.event import EVENT_TYPES, Event
 from gpumem_exporter.features.events.event_entries import FOLD_SECONDS, EventDocument, event_document, fold
-from tests.support.golden import assert_golden
-from tests.support.live_documents import GIB
-from tests.support.live_documents import event as listed_event
+from tests.support.builders.live_documents import GIB
+from tests.support.builders.live_documents import event as listed_event
+from tests.support.truth.golden import assert_golden
 
 _NOON = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
 OOM = {

@@ -17,9 +17,9 @@ from gpumem_exporter.features.events.event_entries import event_document
 from gpumem_exporter.features.events.event_recorder import MAX_STARTS_PER_MINUTE
 from gpumem_exporter.features.events.process_usage import DeviceUsage
 from gpumem_exporter.features.oom.oom_events import MAX_OF_OWNER_PER_MINUTE
-from tests.support.builders import MIB, UUIDS, device, node, sample
-from tests.support.recorder_bench import RecorderBench as Bench
-from tests.support.recorder_bench import oom
+from tests.support.builders.builders import MIB, UUIDS, device, node, sample
+from tests.support.builders.recorder_bench import RecorderBench as Bench
+from tests.support.builders.recorder_bench import oom
 
 
 def test_an_error_becomes_an_event_with_allocator_values_and_a_log_line(caplog: pytest.LogCaptureFixture) -> None:

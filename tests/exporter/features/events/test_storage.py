@@ -14,7 +14,7 @@ import pytest
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.event import EVENT_TYPES, Event, Page, Query
 from gpumem_exporter.features.events.event_storage import FILE_NAME, MEMORY_BYTES, Storage
-from tests.support.builders import UUIDS
+from tests.support.builders.builders import UUIDS
 from tests.support.paths import REPOSITORY
 
 DAY = 86400.0

@@ -14,7 +14,7 @@ import pytest
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.features.fleet.prometheus import Prometheus, PrometheusError
 from gpumem_exporter.main import main
-from tests.support.http_servers import serving
+from tests.support.servers.http_servers import serving
 
 SERIES = [
     {"metric": {"instance": "a", "pid": "1"}, "value": [0, "1"]},

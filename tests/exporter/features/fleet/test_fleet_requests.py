@@ -12,7 +12,7 @@ from gpumem_exporter.cli import action_dialog
 from gpumem_exporter.features.fleet.fleet_action import requests_for
 from gpumem_exporter.features.fleet.fleet_nodes import Selector
 from gpumem_exporter.main import main
-from tests.support.fleet_builders import A, B, ScriptedExporter, action, process, row, serve_fleet, unreported
+from tests.support.builders.fleet_builders import A, B, ScriptedExporter, action, process, row, serve_fleet, unreported
 
 SILENCE = ExporterUnreachableError("silent-x")
 LISTED = {"processes": [process(1), process(2, workload="spared"), unreported(3)]}

@@ -4,8 +4,8 @@ from typing import Any
 
 from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.features.fleet.fleet_action import fleet_document
-from tests.support.fleet_builders import row
-from tests.support.golden import assert_golden, printed
+from tests.support.builders.fleet_builders import row
+from tests.support.truth.golden import assert_golden, printed
 
 
 def on(instance: str, pid: int | None = 1, outcome: str = "done", **changes: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 from gpumem_exporter.core.samples import ProcessFacts, Snapshot
 from gpumem_exporter.page.growth import growth
 from gpumem_exporter.page.jobs import jobs_of
-from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
-from tests.support.history_bench import DAY, START, HistoryBench, used
+from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
+from tests.support.builders.history_bench import DAY, START, HistoryBench, used
 
 
 def allocating(mib: int, *, pid: int = 7, peak_mib: int | None = None, **changes: Any) -> Any:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.features.history.history_file import FILE_NAME, HistoryFile
-from tests.support.builders import UUIDS, node, reporting, sample
-from tests.support.history_bench import HistoryBench, used
+from tests.support.builders.builders import UUIDS, node, reporting, sample
+from tests.support.builders.history_bench import HistoryBench, used
 
 READING = node(used(100, p7=50))
 JOB = reporting(7, owner_uid=1000, devices=(sample(),))

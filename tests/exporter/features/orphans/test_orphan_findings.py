@@ -14,7 +14,7 @@ from gpumem_exporter.features.orphans.orphan_findings import orphans_left_behind
 from gpumem_exporter.main import main
 from gpumem_exporter.page.findings import Finding
 from gpumem_exporter.page.jobs import jobs_of
-from tests.support.builders import MIB, device, node, reporting
+from tests.support.builders.builders import MIB, device, node, reporting
 
 GIB = 1024 * MIB
 

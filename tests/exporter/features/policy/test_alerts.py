@@ -18,9 +18,9 @@ from gpumem_exporter.edge.request_guard import OwnNames
 from gpumem_exporter.features.policy.policy_routes import AlertBody, AlertOutcome, take_alert
 from gpumem_exporter.features.policy.policy_runner import EVALUATIONS, PolicyRunner
 from gpumem_exporter.metrics.instruments import Counter, Registry
-from tests.support.builders import MIB, UNLIMITED, UUIDS, sample
-from tests.support.dispatching import Bench
-from tests.support.policies import alert_rule, written
+from tests.support.builders.builders import MIB, UNLIMITED, UUIDS, sample
+from tests.support.builders.dispatching import Bench
+from tests.support.builders.policies import alert_rule, written
 
 ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0)
 PID_1 = {"pid": "1", "uuid": UUIDS[0], "workload": "train"}

@@ -20,7 +20,7 @@ from gpumem_exporter.errors import TargetNotFoundError
 from gpumem_exporter.features.policy.policy_rules import FIELDS, Rule
 from gpumem_exporter.features.policy.policy_runner import EVALUATIONS, MAX_DECISIONS, NamingAlert, PolicyRunner
 from gpumem_exporter.metrics.instruments import Counter, Registry
-from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
 
 SLACK = {"slack_bytes": {"over": "100MiB"}}
 STEPS: dict[str, Any] = {"step": 5, "step_seconds": 1.0}

@@ -28,8 +28,8 @@ from gpumem_client.profile.profile_types import (
 from gpumem_client.wire.protocol import to_wire
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.features.profiles.profile_document import read_profile
-from tests.support.builders import identity
-from tests.support.profile_documents import body, document, profile
+from tests.support.builders.builders import identity
+from tests.support.builders.profile_documents import body, document, profile
 
 SENT = identity(7, rank="3")
 

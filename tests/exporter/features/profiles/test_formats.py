@@ -11,8 +11,8 @@ from gpumem_exporter.features.profiles import pprof, profile_formats
 from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_lines import Format, Moment
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile
-from tests.support.builders import MIB, UUIDS
-from tests.support.made_up_profiles import (
+from tests.support.builders.builders import MIB, UUIDS
+from tests.support.builders.made_up_profiles import (
     CALL,
     FORWARD,
     LINEAR,
@@ -24,7 +24,7 @@ from tests.support.made_up_profiles import (
     stored,
     training,
 )
-from tests.support.pprof_reader import read_pprof
+from tests.support.truth.pprof_reader import read_pprof
 
 WEIGHT = Owner("parameters", "model.layers.0.weight", "4x4", "float32")
 STATE = Owner("optimizer_state", "Adam.exp_avg model.layers.0.weight")

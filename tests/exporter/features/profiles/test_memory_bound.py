@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hostile_profiles import HOSTILE
+from tests.support.builders.hostile_profiles import HOSTILE
 from tests.support.waiting import patient
 
 MOST_MIB = 160

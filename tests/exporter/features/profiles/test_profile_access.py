@@ -8,8 +8,8 @@ from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.container import HERE, UNKNOWN, Place
 from gpumem_exporter.features.profiles.profile_routes import ProfileAccess
 from gpumem_exporter.features.profiles.profile_store import Profiles
-from tests.support.dispatching import Bench
-from tests.support.profile_documents import facts
+from tests.support.builders.dispatching import Bench
+from tests.support.builders.profile_documents import facts
 
 ADA, EVE = 1001, 1002
 CONTAINER, ANOTHER = (Place(known=True, container=digit * 64) for digit in "ab")

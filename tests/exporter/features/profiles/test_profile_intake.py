@@ -11,8 +11,8 @@ from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.features.profiles.profile_document import OUT_OF_MEMORY
 from gpumem_exporter.features.profiles.profile_intake import ProfileIntake
 from gpumem_exporter.features.profiles.profile_store import Profiles
-from tests.support.builders import reporting
-from tests.support.profile_documents import body, profile
+from tests.support.builders.builders import reporting
+from tests.support.builders.profile_documents import body, profile
 
 USERS = range(1000, 1008)
 SENT = 100

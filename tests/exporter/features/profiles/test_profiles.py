@@ -6,7 +6,7 @@ import pytest
 
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action_options import Target
-from tests.support.dispatching import Bench
+from tests.support.builders.dispatching import Bench
 
 
 @pytest.mark.parametrize("search_seconds", [0.0, 10.0])

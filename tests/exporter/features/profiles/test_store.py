@@ -12,8 +12,8 @@ from gpumem_exporter.features.profiles.profile_document import OUT_OF_MEMORY
 from gpumem_exporter.features.profiles.profile_store import FOLDER_NAME, MAX_IN_MEMORY, Profiles
 from gpumem_exporter.features.profiles.stored_profile import ProfileFacts
 from gpumem_exporter.settings import PROFILES_SHARE
-from tests.support.builders import identity
-from tests.support.profile_documents import body, facts, profile
+from tests.support.builders.builders import identity
+from tests.support.builders.profile_documents import body, facts, profile
 
 ADA, EVE = 1001, 1002
 BODY = body(identity(7), profile())

@@ -15,7 +15,7 @@ from gpumem_exporter.features.webhook import webhook_server
 from gpumem_exporter.features.webhook.review import FORBIDDEN, NotAReviewError, answer
 from gpumem_exporter.features.webhook.webhook_server import PODS, create_app
 from gpumem_exporter.logs import LogFormatter
-from tests.support.pod_shapes import SHAPES, Pod, Shape, answered, container, pod, review_of
+from tests.support.builders.pod_shapes import SHAPES, Pod, Shape, answered, container, pod, review_of
 
 RESULT = "gpumem.io/injection"
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

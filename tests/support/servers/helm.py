@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from tests.support.http_servers import serving
 from tests.support.paths import REPOSITORY
+from tests.support.servers.http_servers import serving
 
 CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"
 Objects = dict[tuple[str, str], dict[str, Any]]

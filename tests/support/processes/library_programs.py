@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import eventually, patient, wait_for
 
 PROGRAMS = REPOSITORY / "tests" / "programs" / "libraries"

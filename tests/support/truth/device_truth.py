@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.emulation.node import DeviceBook, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess, Metrics
+from tests.support.servers.exporter_process import ExporterProcess, Metrics
 from tests.support.waiting import wait_for
 
 ATTACH_SECONDS = 60.0

@@ -12,9 +12,9 @@ import pytest
 from tests.conftest import StartExporter
 from tests.emulation.node import EmulatedNode
 from tests.emulation.programs import Program
-from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import CONSOLE_SCRIPT, environment_without
+from tests.support.processes.running_command import CONSOLE_SCRIPT, environment_without
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import wait_until_equal
 
 ISOLATED_RUN = (sys.executable, "-I", "-c", CONSOLE_SCRIPT, "run", "--")

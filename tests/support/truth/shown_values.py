@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tests.claims.place import COMPARED
-from tests.support.device_truth import shown
-from tests.support.exporter_process import ExporterProcess, Metrics
 from tests.support.paths import REPOSITORY
-from tests.support.true_values import MEMORY, OF_JOB, OF_PROCESS, IdleCaches, Values, flat_values, sum_of
+from tests.support.servers.exporter_process import ExporterProcess, Metrics
+from tests.support.truth.device_truth import shown
+from tests.support.truth.true_values import MEMORY, OF_JOB, OF_PROCESS, IdleCaches, Values, flat_values, sum_of
 from tests.support.waiting import patient
 
 LIVE, HISTORY = "/api/v1/live", "/api/v1/history"

@@ -15,7 +15,7 @@ from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.top.app import Top
 from gpumem_exporter.cli.top.tables import RowTable
-from tests.support.live_documents import GIB, full_node, history
+from tests.support.builders.live_documents import GIB, full_node, history
 from tests.support.waiting import patient
 
 URL = "unix:///run/gpumem/exporter.sock"

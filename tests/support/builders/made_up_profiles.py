@@ -7,8 +7,8 @@ from typing import Any
 
 from gpumem_client.profile.profile_types import Frame, Owner, Profile, ProfiledDevice, Row
 from gpumem_exporter.features.profiles.stored_profile import KeptDevice, StoredProfile
-from tests.support.builders import MIB, UUIDS
-from tests.support.profile_documents import facts
+from tests.support.builders.builders import MIB, UUIDS
+from tests.support.builders.profile_documents import facts
 
 TORCH = "/venv/lib/python3.12/site-packages/torch/nn/modules"
 SCRIPT = "/src/train.py"

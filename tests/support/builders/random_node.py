@@ -14,7 +14,7 @@ from typing import Any
 from tests.emulation.node import GIB, MIB, Books, EmulatedNode
 from tests.emulation.programs import Program
 from tests.emulation.torch_process import RemoteError, TorchProcess
-from tests.support.exporter_process import ExporterProcess
+from tests.support.servers.exporter_process import ExporterProcess
 
 DEVICES = (0, 1)
 TOTAL_BYTES = 16 * GIB

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tests.emulation.torch_process import TorchProcess
-from tests.support.device_truth import scrape, shown
-from tests.support.random_node import DEVICES, World
-from tests.support.shown_values import (
+from tests.support.builders.random_node import DEVICES, World
+from tests.support.truth.device_truth import scrape, shown
+from tests.support.truth.shown_values import (
     HISTORY,
     LIVE,
     labels_of,
@@ -26,7 +26,7 @@ from tests.support.shown_values import (
     of_metrics,
     of_rules,
 )
-from tests.support.true_values import TrueValues, Values, flat_values
+from tests.support.truth.true_values import TrueValues, Values, flat_values
 from tests.support.waiting import patient
 
 SETTLE_SECONDS, REST_SECONDS = 90.0, 150.0

@@ -23,7 +23,7 @@ from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
 from gpumem_client.wire.protocol import REPORTS_PATH, Report, to_wire
-from tests.support.builders import report
+from tests.support.builders.builders import report
 from tests.support.waiting import patient, wait_for
 
 NEW_PID_NAMESPACE = 0x20000000

@@ -13,8 +13,8 @@ from gpumem_client.wire.http import Answer
 from gpumem_client.wire.protocol import PROFILES_PATH, CommandResult, OutOfMemory, ProcessIdentity, Report, to_wire
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.features.profiles.stored_profile import KeptDevice, ProfileFacts
-from tests.support.builders import UUIDS, report
-from tests.support.running_exporter import RunningExporter
+from tests.support.builders.builders import UUIDS, report
+from tests.support.servers.running_exporter import RunningExporter
 from tests.support.waiting import eventually
 
 

@@ -20,8 +20,8 @@ from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, Report, to_wire
 from tests.support.paths import REPOSITORY
+from tests.support.processes.zygote import EXPORTER, ForkedProcess, fork_program
 from tests.support.waiting import patient, wait_for
-from tests.support.zygote import EXPORTER, ForkedProcess, fork_program
 
 UNLIMITED = ("--action.caller-limit", "1000000", "--action.process-limit", "1000000")
 """Tests request more actions than the default limits allow."""

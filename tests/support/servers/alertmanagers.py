@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from tests.support.http_servers import serving
 from tests.support.paths import REPOSITORY
-from tests.support.running_prometheus import running
+from tests.support.servers.http_servers import serving
+from tests.support.servers.running_prometheus import running
 from tests.support.waiting import wait_for
 
 DEPLOY = REPOSITORY / "deploy"

@@ -27,8 +27,8 @@ from gpumem_exporter.runtime import Runtime
 from gpumem_exporter.serve_command import load_settings
 from gpumem_exporter.serving import build_server
 from gpumem_exporter.settings import setting_key
-from tests.support.builders import MIB, UUIDS, NobodyHost
-from tests.support.exporter_process import Metrics
+from tests.support.builders.builders import MIB, UUIDS, NobodyHost
+from tests.support.servers.exporter_process import Metrics
 from tests.support.waiting import eventually, patient
 
 ACTIONS = "/api/v1/actions"

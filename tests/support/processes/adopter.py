@@ -12,10 +12,10 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-from tests.support.namespaces import children
+from tests.support.processes.namespaces import children
 from tests.support.waiting import wait_for
 
-PROGRAM = Path(__file__).parent.parent / "programs" / "adopter.py"
+PROGRAM = Path(__file__).parents[2] / "programs" / "adopter.py"
 
 
 _IDLE_SOON = """

@@ -14,9 +14,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.support.builders import MIB, UUIDS, report, sample
-from tests.support.exporter_process import ExporterProcess
+from tests.support.builders.builders import MIB, UUIDS, report, sample
 from tests.support.ports import free_port
+from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import patient
 
 NBSP = "\u00a0"

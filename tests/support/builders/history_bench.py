@@ -8,7 +8,7 @@ from typing import Any
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.features.history.history import History
 from gpumem_exporter.features.history.history_route import history_document
-from tests.support.builders import MIB, UUIDS, device, node
+from tests.support.builders.builders import MIB, UUIDS, device, node
 
 DAY = 86400
 START = 1_700_006_400

@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.claims.place import COMPARED
 from tests.emulation.node import DeviceBook
-from tests.support.device_truth import truth
-from tests.support.random_node import DEVICES, Now, Stats, World, reclaimable
+from tests.support.builders.random_node import DEVICES, Now, Stats, World, reclaimable
+from tests.support.truth.device_truth import truth
 
 Values = Mapping[tuple[object, ...], object]
 IdleCaches = Callable[[int, str, "int | None"], bool]

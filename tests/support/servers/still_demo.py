@@ -10,7 +10,7 @@ from typing import Any
 
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.node import TICK_SECONDS
-from tests.support.running_exporter import running_exporter
+from tests.support.servers.running_exporter import running_exporter
 from tests.support.waiting import eventually
 
 _LOOKS, _LOOK_SECONDS = 5, 3.0

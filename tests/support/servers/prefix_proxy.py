@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
-from tests.support.http_servers import serving
+from tests.support.servers.http_servers import serving
 from tests.support.waiting import patient
 
 _OWN = frozenset(("connection", "content-length", "date", "server", "transfer-encoding"))

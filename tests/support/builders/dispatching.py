@@ -16,7 +16,7 @@ from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.engines.engine_memory import EngineMemory
-from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
+from tests.support.builders.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
 
 EVERYBODY = Target(all=True)
 

@@ -11,9 +11,9 @@ from typing import Any
 from uuid import uuid4
 
 from gpumem_client.wire.protocol import MODES
-from tests.support.builders import MIB, UUIDS, sample
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.local_users import NEW_MOUNT_NAMESPACE, NEW_PID_NAMESPACE, Cgroup, LocalUser, Reply
+from tests.support.builders.builders import MIB, UUIDS, sample
+from tests.support.processes.local_users import NEW_MOUNT_NAMESPACE, NEW_PID_NAMESPACE, Cgroup, LocalUser, Reply
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 
 ACTIONS = "/api/v1/actions"
 ADA, EVE = 1001, 1002

@@ -13,7 +13,7 @@ from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapsh
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.features.oom.oom_recorder import OomRecorder
-from tests.support.builders import UUIDS, node, report
+from tests.support.builders.builders import UUIDS, node, report
 
 
 def oom(number: int = 1, uuid: str = UUIDS[0], **changes: Any) -> OutOfMemory:

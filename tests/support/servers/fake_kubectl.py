@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.running_command import clean_environment
+from tests.support.processes.running_command import clean_environment
 from tests.support.waiting import wait_for
 
 
@@ -47,7 +47,7 @@ class FakeKubectl:
         """Return the variables by which `gpumem-exporter` runs the program."""
         plan = {"pods": self._pods, "forwards": self._forwards, "refusal": self.refusal, "pids": str(self._folder)}
         (self._folder / "plan.json").write_text(json.dumps(plan))
-        words = (sys.executable, "-m", "tests.support.fake_kubectl", str(self._folder / "plan.json"))
+        words = (sys.executable, "-m", "tests.support.servers.fake_kubectl", str(self._folder / "plan.json"))
         return {"GPUMEM_KUBECTL": shlex.join(words), **changes}
 
     def process_environment(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpumem_client.profile.profile_types import FORMAT, MAX_LISTS, MAX_ROWS, MAX_VALUES
 from gpumem_exporter.features.profiles.profile_document import MAX_TEXT
-from tests.support.builders import UUIDS, report
+from tests.support.builders.builders import UUIDS, report
 
 Document = dict[str, Any]
 

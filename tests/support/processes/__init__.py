@@ -1,0 +1,1 @@
+"""Processes of tests: programs, other users and namespaces, terminals, a browser."""

@@ -1,0 +1,1 @@
+"""Servers in place of real ones, and the real exporter, Prometheus and Alertmanager, for tests."""
