@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from gpumem_exporter.core.container import HERE
+from gpumem_exporter.core.history_series import StoredRow, Subject
 from gpumem_exporter.core.samples import JobKey, PartKey, ProcessKey
-from gpumem_exporter.core.series import StoredRow, Subject
 from gpumem_exporter.demo.memory import SlotUse
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.node.job_ids import job_id

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from gpumem_exporter.cli.program import Listed
     from gpumem_exporter.core.caller import Caller
     from gpumem_exporter.core.event import Event
+    from gpumem_exporter.core.history_series import Past
     from gpumem_exporter.core.samples import CachePeaks, LastOom, ProcessKey, Snapshot
-    from gpumem_exporter.core.series import Past
     from gpumem_exporter.core.store import Store
     from gpumem_exporter.edge.fair_queue import HeldRequests
     from gpumem_exporter.edge.replies import Renderer

@@ -7,8 +7,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
+from gpumem_exporter.core.history_series import StoredRow, Subject
 from gpumem_exporter.core.samples import KV_PEAK_WINDOWS, KvCachePeak, PartKey, Snapshot, giving_way
-from gpumem_exporter.core.series import StoredRow, Subject
 from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.features.history.points import VALUES, Points, units
 

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from gpumem_exporter.core.series import StoredRow, Subject
+from gpumem_exporter.core.history_series import StoredRow, Subject
 from gpumem_exporter.features.history.history import VERSION, History
 from gpumem_exporter.node.failures import FailureLog
 

@@ -12,8 +12,8 @@ from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.action_routes import KnownFields
 from gpumem_exporter.core.caller import Rights
+from gpumem_exporter.core.history_series import Subject
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.core.series import Subject
 from gpumem_exporter.edge.problems import FieldError, ProblemError, problems
 from gpumem_exporter.edge.replies import Renderer, encoded, json_reply, json_response
 from gpumem_exporter.edge.request_guard import HISTORY_PATH, Callers

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from gpumem_client.wire.protocol import DeviceSample
+from gpumem_exporter.core.history_series import Subject
 from gpumem_exporter.core.ledger import idle_cache_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.samples import PartKey, ReportingProcess, Snapshot, giving_way, kv_cache_size_bytes
-from gpumem_exporter.core.series import Subject
 from gpumem_exporter.node.job_ids import job_of_process
 from gpumem_exporter.page.jobs import Job, jobs_of
 

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.planning.cuda_operators import cuda_rules
+from gpumem_toolkit.planning.cuda_operator_rules import cuda_rules
 from gpumem_toolkit.planning.fake_model import eager, explain, find_blocks, make_fake_mode, make_model, without_values
 from gpumem_toolkit.planning.job import Job
-from gpumem_toolkit.planning.kernel_memory import prepare, temporaries
+from gpumem_toolkit.planning.kernel_memory_rules import prepare, temporaries
 from gpumem_toolkit.planning.stepping import make_optimizer, train
 from gpumem_toolkit.planning.trace import Mark, Trace
 

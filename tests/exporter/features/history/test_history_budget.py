@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.core.history_series import StoredRow, Subject
 from gpumem_exporter.core.samples import PartKey
-from gpumem_exporter.core.series import StoredRow, Subject
 from gpumem_exporter.features.history.history import MAX_BYTES
 from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
 from tests.support.builders.history_bench import DAY, START, HistoryBench

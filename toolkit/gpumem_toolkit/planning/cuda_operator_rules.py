@@ -37,7 +37,7 @@ _LARGEST_FLASH_HEAD = 256
 def cuda_rules(attention_kernel: str, convolution: str) -> Iterator[None]:
     """Make CPU tensors follow CUDA's rules within the context. `convolution` is `cudnn`, or `native` without cuDNN."""
     # Above the dispatch mode the two devices differ in two ways: the operators that autocast runs in float32, and the
-    # fused operators. Below it, `kernel_memory` has the temporary memory of CUDA's kernels.
+    # fused operators. Below it, `kernel_memory_rules` has the temporary memory of CUDA's kernels.
     library = torch.library.Library("aten", "IMPL")
     try:
         for name in _rules_of("AutocastCPU") - _rules_of("AutocastCUDA"):
