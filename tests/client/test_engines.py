@@ -189,13 +189,8 @@ class Module:
     """A module with parameters and submodules."""
 
     def __init__(self, *children: Any, **parameters: Any) -> None:
-        self._own, self._children = parameters, [child for child in children if child is not None]
-
-    def parameters(self) -> list[Any]:
-        return [*self._own.values(), *(each for child in self._children for each in child.parameters())]
-
-    def buffers(self) -> list[Any]:
-        return []
+        self._parameters, self._buffers = parameters, {"none": None}
+        self._modules = {str(number): child for number, child in enumerate(children)}
 
 
 @pytest.fixture(autouse=True)
