@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,8 +66,9 @@ class PidTranslator:
         self._entries = entries
         self._own_namespace = own_namespace
         self._clock = clock
-        # Threads use the caches without a lock: a lost entry costs another look-up.
+        # Threads use it without a lock: a lost entry costs another look-up.
         self._found: dict[_Identity, int] = {}
+        self._searching = threading.Lock()
         self._scanned: dict[_Identity, int] = {}
         self._scanned_seconds = -float("inf")
 
@@ -112,11 +114,12 @@ class PidTranslator:
 
     def _search(self, wanted: _Identity) -> int | None:
         # One scan of /proc finds the processes of all other namespaces: reports with invented pids cost no scan each.
-        now = self._clock()
-        if now - self._scanned_seconds >= _SCAN_AGAIN_SECONDS:
-            self._scanned = self._scan()
-            self._scanned_seconds = now
-        return self._scanned.get(wanted)
+        with self._searching:
+            now = self._clock()
+            if now - self._scanned_seconds >= _SCAN_AGAIN_SECONDS:
+                self._scanned = self._scan()
+                self._scanned_seconds = now
+            return self._scanned.get(wanted)
 
     def _scan(self) -> dict[_Identity, int]:
         """Return the host pids of the readable processes of other PID namespaces, by their own identity."""

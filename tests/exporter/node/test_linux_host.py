@@ -7,7 +7,9 @@ import os
 import pwd
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
 from gpumem_exporter.node.linux import LinuxHost
 from gpumem_exporter.node.pid_namespaces import DriverPids
+from gpumem_exporter.node.proc_entries import ProcEntries
 from tests.support.builders.builders import UUIDS, Clock, device, node
 from tests.support.builders.proc_tree import Tree
 
@@ -286,6 +289,22 @@ def test_proc_is_scanned_once_a_second_at_most(tree: Tree, clock: Clock) -> None
     assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
     clock.now += 1000
     assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
+
+
+def test_reports_that_arrive_together_cost_one_scan(tree: Tree, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    scans = []
+
+    def slow(_: ProcEntries) -> list[str]:
+        scans.append(clock.now)
+        time.sleep(0.1)
+        return []
+
+    monkeypatch.setattr(ProcEntries, "pids", slow)
+    host = LinuxHost(tree.root, clock=clock)
+    identities = [reporter(tree, pid=pid, namespace="a") for pid in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(host.host_pid, identities, [None] * 4)) == [None] * 4
+    assert scans == [clock.now]
 
 
 def reading(*listed: int, visible: tuple[int, ...] = ()) -> NodeReading:
