@@ -189,7 +189,9 @@ def _totals(devices: Sequence[Document], jobs: Sequence[Job], *, listed: bool) -
     shares = [(part.process.reporter is not None, part.share) for job in jobs for part in job.parts]
     used = [(reports, share.used_bytes) for reports, share in shares if share is not None]
     by_processes = sum_of_known([size for _, size in used] or [None])
-    reported = sum_of_known([size for reports, size in used if reports]) if by_processes is not None else None
+    # On a lost device the use of a process is unknown: that is not 0.
+    reporting = [None if share is None else share.used_bytes for reports, share in shares if reports]
+    reported = sum_of_known(reporting) if by_processes is not None else None
     # The use of a process that the driver does not show may be the larger part.
     known = listed and all(size is not None for _, size in used)
     coverage = round(reported / by_processes, 4) if known and by_processes and reported is not None else None

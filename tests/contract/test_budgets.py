@@ -23,7 +23,7 @@ BUDGETS = {
     "gpumem_exporter/edge": 2_230,
     "gpumem_exporter/metrics": 1_499,
     "gpumem_exporter/node": 2_362,
-    "gpumem_exporter/page": 2_314,
+    "gpumem_exporter/page": 2_316,
     "gpumem_exporter/reports": 771,
     "gpumem_exporter/features": 143,
     "gpumem_exporter/features/engines": 1_275,
