@@ -33,8 +33,6 @@ class DeviceMemory:
     """Reserved by driver and firmware; None where only the v1 call exists, whose `used` includes these bytes."""
     of_host: bool = False
     """The values are the host's (/proc/meminfo), because the device has no memory of its own."""
-    driver_used_bytes: int | None = field(default=None, compare=False)
-    """NVML's own `used`, which `doctor` compares; it may differ from `used_bytes` by some MiB. None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ class Connections:
         largest = max(self._owners.values(), key=lambda owned: (len(owned) + (owned is own), owned is not own))
         loser = own if has_half else largest
         # Searched only when there is no room, 50 ns for each connection; an order costs each request.
-        # Not the one that is due first: a new connection has less time than the idle ones of a flood.
+        # Not the connection that is due first: a new connection has less time than the idle connections of a flood.
         longest = min(loser, key=attrgetter("waiting_since_seconds"))
         if loser is own and longest.waiting_since_seconds == math.inf:
             return False

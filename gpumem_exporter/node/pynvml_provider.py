@@ -156,8 +156,7 @@ class PynvmlProvider:
             # A driver with only the first version of the call counts reserved memory as used.
             memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle)
             return _device_memory(memory.total, memory.free, None)
-        own = _device_memory(memory.total, memory.free, known_bytes(memory.reserved))
-        return replace(own, driver_used_bytes=known_bytes(memory.used))
+        return _device_memory(memory.total, memory.free, known_bytes(memory.reserved))
 
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
         """Return the compute, graphics and MPS processes on a device, each once."""

@@ -94,7 +94,7 @@ def _matches(words: str, *rows: Row) -> bool:
 
 
 def _job(node: Node, job: Row) -> Row:
-    """Return the row of a job with those of its processes on each device."""
+    """Return the row of a job, and the rows of its processes on each device."""
     common = {**_common(node), "job": job}
     ranks: list[Row] = []
     for process in sorted(job["processes"], key=lambda one: (natural(one["rank"] or ""), natural(one["pid"]))):

@@ -141,7 +141,7 @@ class Observation(NamedTuple):
 def observations(snapshot: Snapshot, stale_seconds: float) -> Iterator[Observation]:
     """Yield every process on each of its devices, except processes whose last sample is older than `stale_seconds`.
 
-    A process that has exited may have the pid of another process: only the one that the pid names now is there.
+    An exited process may have had the pid of a running process: only the running process is yielded.
     """
     node = snapshot.node
     devices = {device.uuid: device for device in node.devices if device.up} if node is not None and node.up else {}
