@@ -93,7 +93,7 @@ def test_the_pod_runs_the_command_with_valid_options_and_meets_the_restricted_st
     # A copy: a command keeps the help option that it has in its first context, and this one has no application.
     with copy.copy(webhook).make_context(name, options) as context:
         port = context.params["address"]
-        files = {context.params[key] for key in ("certificate", "key")}
+        files = {str(context.params[key]) for key in ("certificate_file", "key_file")}
     assert (name, port) == ("webhook", f":{container['ports'][0]['containerPort']}")
     (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
     assert files == {f"{mount['mountPath']}/{item['path']}" for item in volume["secret"]["items"]}

@@ -87,8 +87,7 @@ def inject(pod: Object, *, host_path: str = MOUNT, forbidden: str = "") -> Injec
 def _chosen(pod: Object, result: Injection) -> Iterator[tuple[str, Object]]:
     """Yield the containers to change, with their JSON pointers: init containers and sidecars, too."""
     wanted = (pod["metadata"].get("annotations") or {}).get(CONTAINERS)
-    listed = wanted.split(",", _NAMES)[:_NAMES] if wanted is not None else []
-    names = {name.strip() for name in listed if name.strip()} if wanted is not None else None
+    names = None if wanted is None else {name.strip() for name in wanted.split(",", _NAMES)[:_NAMES]} - {""}
     found = set()
     for key in ("initContainers", "containers"):
         for index, container in enumerate(pod["spec"].get(key) or ()):
@@ -127,7 +126,7 @@ def _inject_into(containers: Sequence[tuple[str, Object]], pod: Object, host_pat
     variables = default_names(pod["metadata"])
     changes: list[dict[str, Any]] = []
     for pointer, container in containers:
-        if reason := _mount_conflict(container, volumes, own) or _python_path_conflict(container):
+        if reason := _conflict(container, volumes, own):
             result.reasons.append(f"not injected: {container['name']}: {reason}")
             continue
         result.injected.append(container["name"])
@@ -153,8 +152,8 @@ def _free_name(taken: Mapping[str, Object]) -> str:
     return next(name for name in names if name not in taken)
 
 
-def _mount_conflict(container: Object, volumes: Mapping[str, Object], own: str | None) -> str:
-    """Return why the folder cannot be mounted; empty if it can, or is."""
+def _conflict(container: Object, volumes: Mapping[str, Object], own: str | None) -> str:
+    """Return why a container cannot get the client; empty if it can, or has it."""
     for mount in container.get("volumeMounts") or ():
         path = _absolute(mount["mountPath"])
         if path == MOUNT:
@@ -165,6 +164,9 @@ def _mount_conflict(container: Object, volumes: Mapping[str, Object], own: str |
             return f"it mounts a volume below {MOUNT}"
         elif f"{MOUNT}/".startswith(f"{path.rstrip('/')}/") and not _is_writable(mount, volumes):
             return f"it mounts a volume at {path}, in which {MOUNT} cannot be created"
+    given = _last(container, "PYTHONPATH")
+    if given and given[1].get("valueFrom"):
+        return "its PYTHONPATH has a valueFrom, to which nothing can be added"
     return ""
 
 
@@ -184,13 +186,6 @@ def _last(container: Object, name: str) -> tuple[int, Object] | None:
     """Return the definition of a variable that is in force, with its index: the last one."""
     named = [(index, each) for index, each in enumerate(container.get("env") or ()) if each["name"] == name]
     return named[-1] if named else None
-
-
-def _python_path_conflict(container: Object) -> str:
-    given = _last(container, "PYTHONPATH")
-    return (
-        "its PYTHONPATH has a valueFrom, to which nothing can be added" if given and given[1].get("valueFrom") else ""
-    )
 
 
 def _python_path(container: Object) -> str:

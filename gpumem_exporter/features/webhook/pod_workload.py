@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-WORKLOAD = "GPUMEM_DEFAULT_WORKLOAD"
-RANK = "GPUMEM_DEFAULT_RANK"
-
 Source: TypeAlias = dict[str, Any]
 """The fields of a variable of a container besides its name: `value`, or `valueFrom`."""
 
@@ -25,8 +22,8 @@ _COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 
 def default_names(metadata: Mapping[str, Any]) -> dict[str, Source]:
     """Return the variables with the default names of the processes of a pod."""
-    rank = _rank(metadata)
-    return {WORKLOAD: _workload(metadata), **({RANK: rank} if rank else {})}
+    found = {"GPUMEM_DEFAULT_WORKLOAD": _workload(metadata), "GPUMEM_DEFAULT_RANK": _rank(metadata)}
+    return {name: source for name, source in found.items() if source is not None}
 
 
 def _workload(metadata: Mapping[str, Any]) -> Source:

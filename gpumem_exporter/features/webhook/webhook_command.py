@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,12 +18,19 @@ Examples:
     "--web.listen-address", "address", metavar="ADDRESS", default=":9443", help="HOST:PORT, [IPV6]:PORT or :PORT."
 )
 @click.option(
-    *("--web.tls-cert-file", "certificate"),
+    *("--web.tls-cert-file", "certificate_file"),
+    type=Path,
     metavar="PATH",
     required=True,
     help="Certificate and its chain in PEM. It is read again when it changes.",
 )
-@click.option("--web.tls-key-file", "key", metavar="PATH", required=True, help="Its key in PEM, without a passphrase.")
+@click.option(
+    *("--web.tls-key-file", "key_file"),
+    type=Path,
+    metavar="PATH",
+    required=True,
+    help="Its key in PEM, without a passphrase.",
+)
 @click.option(
     *("--socket.host-path", "host_path"),
     metavar="PATH",
@@ -43,7 +51,7 @@ Examples:
     default="logfmt",
     help="logfmt or json",
 )
-def webhook(address: str, certificate: str, key: str, host_path: str, log_level: str, log_format: str) -> int:
+def webhook(**settings: Any) -> int:
     """Run the admission webhook of Kubernetes.
 
     It lets pods with the label gpumem.io/inject, or of namespaces with it, use the client that the exporter of their
@@ -51,11 +59,4 @@ def webhook(address: str, certificate: str, key: str, host_path: str, log_level:
     """
     from gpumem_exporter.features.webhook.webhook_server import run
 
-    return run(
-        address,
-        Path(certificate),
-        Path(key),
-        host_path=host_path.rstrip("/"),
-        log_level=log_level,
-        log_format=log_format,
-    )
+    return run(**settings)

@@ -1,11 +1,13 @@
-"""Runs the webhook: an HTTPS server for Kubernetes' API server."""
+"""Runs the webhook: an HTTPS server that answers the reviews of Kubernetes' API server. No answer ever denies a pod."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import posixpath
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,15 @@ from gpumem_exporter.edge.request_guard import read_body
 from gpumem_exporter.edge.uvicorn_server import LimitedServer
 from gpumem_exporter.edge.watched_files import WatchedFiles, refreshing
 from gpumem_exporter.edge.web_config import Tls
-from gpumem_exporter.features.webhook.review import FORBIDDEN, NotAReviewError, answer
+from gpumem_exporter.features.webhook.admitted_pods import MOUNT, Injection, inject
 from gpumem_exporter.logs import configure_logging
 
 PODS = "/pods"
 """The route of reviews."""
 PODS_WITHOUT_HOST_PATH = "/pods/without-host-path"
 """The route of reviews of pods that may not mount a folder of the host: their answer only has the reason."""
+FORBIDDEN = "the namespace enforces a Pod Security Standard that forbids hostPath"
+"""The reason for pods of a namespace that enforces `baseline` or `restricted`. The API server would refuse the pod."""
 
 MAX_BODY_BYTES = 4 << 20
 """The API server accepts objects of at most 3 MiB; a review adds little to its pod."""
@@ -41,6 +45,11 @@ _LONG_BYTES = 256 << 10
 _LIMITS = Limits(max_connections=512, request_seconds=5.0, idle_seconds=120.0)
 # The time for running requests when the webhook stops.
 _STOP_SECONDS = 5
+_VERSION = "admission.k8s.io/v1"
+# The longest name of a pod.
+_NAME_CHARACTERS = 253
+# The API server cuts a warning after 256 bytes.
+_WARNING_CHARACTERS = 250
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +70,7 @@ def run(
         parse_listen_address(address)
     except ValueError as error:
         raise ConfigurationError(f"invalid --web.listen-address {address!r}: {error}") from None
+    host_path = host_path.rstrip("/")
     if not host_path.startswith("/") or posixpath.normpath(host_path) != host_path:
         raise ConfigurationError(f"invalid --socket.host-path {host_path!r}: expected an absolute path")
     configure_logging(log_level, log_format)
@@ -81,16 +91,25 @@ def run(
 def create_app(host_path: str) -> FastAPI:
     """Return the application; `host_path` is the exporter's folder on the nodes."""
     app = FastAPI(openapi_url=None)
-    reviews = _Reviews(host_path)
+    # One thread is for long bodies: a short one never waits for many long ones.
+    short, long = (ThreadPoolExecutor(1, "gpumem-reviews") for _ in range(2))
     install_problem_handlers(app, (PODS, PODS_WITHOUT_HOST_PATH, "/health"))
+
+    async def reply(request: Request, forbidden: str = "") -> Response:
+        body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
+        if body is None:
+            return Response(status_code=400)  # for no reader
+        thread = long if len(body) > _LONG_BYTES else short
+        answered = await asyncio.get_running_loop().run_in_executor(thread, _reply, body, host_path, forbidden)
+        return Response(answered, media_type="application/json")
 
     @app.post(PODS)
     async def pods(request: Request) -> Response:
-        return await reviews.answer(request)
+        return await reply(request)
 
     @app.post(PODS_WITHOUT_HOST_PATH)
     async def pods_without_host_path(request: Request) -> Response:
-        return await reviews.answer(request, FORBIDDEN)
+        return await reply(request, FORBIDDEN)
 
     @app.get("/health")
     def health() -> dict[str, Any]:
@@ -99,29 +118,61 @@ def create_app(host_path: str) -> FastAPI:
     return app
 
 
-class _Reviews:
-    """Answers reviews in two threads, one of them for long bodies: a short one never waits for many long ones."""
+def _reply(body: bytes, host_path: str, forbidden: str) -> bytes:
+    if body.count(b"{") + body.count(b"[") > MAX_OBJECTS:
+        raise ProblemError(ProblemCode.TOO_LARGE, f"the body has more than {MAX_OBJECTS} objects and lists")
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        raise _not_a_review("the body is not JSON; expected an AdmissionReview") from None
+    return json.dumps(answer(document, host_path=host_path, forbidden=forbidden)).encode()
 
-    def __init__(self, host_path: str) -> None:
-        self._host_path = host_path
-        self._short, self._long = (ThreadPoolExecutor(1, "gpumem-reviews") for _ in range(2))
 
-    async def answer(self, request: Request, forbidden: str = "") -> Response:
-        """Return the reply to a request with an AdmissionReview."""
-        try:
-            body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
-            if body is None:
-                return Response(status_code=400)  # for no reader
-            thread = self._long if len(body) > _LONG_BYTES else self._short
-            reply = await asyncio.get_running_loop().run_in_executor(thread, self._review, body, forbidden)
-            return Response(reply, media_type="application/json")
-        except NotAReviewError as error:
-            raise ProblemError(ProblemCode.NOT_A_REVIEW, str(error)) from None
-        except (ValueError, RecursionError):
-            detail = "the body is not JSON; expected an AdmissionReview"
-            raise ProblemError(ProblemCode.NOT_A_REVIEW, detail) from None
+def answer(document: object, *, host_path: str = MOUNT, forbidden: str = "") -> dict[str, Any]:
+    """Return the AdmissionReview with the answer; for the arguments see `inject`.
 
-    def _review(self, body: bytes, forbidden: str) -> bytes:
-        if body.count(b"{") + body.count(b"[") > MAX_OBJECTS:
-            raise ProblemError(ProblemCode.TOO_LARGE, f"the body has more than {MAX_OBJECTS} objects and lists")
-        return json.dumps(answer(json.loads(body), host_path=self._host_path, forbidden=forbidden)).encode()
+    An error leaves the pod as it is, with a warning and a line in the log. Raises ProblemError if the document is not
+    an AdmissionReview with a request.
+    """
+    request = _request(document)
+    response: dict[str, Any] = {"uid": request["uid"], "allowed": True}
+    try:
+        injection = _inject(request, host_path, forbidden)
+    except Exception as error:  # noqa: BLE001 - the pod must be created whatever is wrong here
+        # Without a traceback: its last lines could show a value of the pod.
+        where = {"namespace": request.get("namespace"), "error": type(error).__name__}
+        _log.error("review failed, the pod stays as it is", extra={"fields": where})
+        injection = Injection(reasons=[f"not injected: the webhook failed with {type(error).__name__}"])
+    if injection.operations:
+        patch = json.dumps(injection.operations).encode()
+        response |= {"patchType": "JSONPatch", "patch": base64.b64encode(patch).decode()}
+    if injection.reasons:
+        response["warnings"] = [f"gpumem: {reason}"[:_WARNING_CHARACTERS] for reason in injection.shown_reasons]
+    return {"apiVersion": _VERSION, "kind": "AdmissionReview", "response": response}
+
+
+def _request(document: object) -> Mapping[str, Any]:
+    known = {"kind": "AdmissionReview", "apiVersion": _VERSION}
+    if not isinstance(document, dict) or not known.items() <= document.items():
+        raise _not_a_review(f"expected an AdmissionReview of {_VERSION}")
+    request = document.get("request")
+    if not isinstance(request, dict) or not isinstance(request.get("uid"), str):
+        raise _not_a_review("the AdmissionReview has no request with a uid")
+    return request
+
+
+def _not_a_review(detail: str) -> ProblemError:
+    return ProblemError(ProblemCode.NOT_A_REVIEW, detail)
+
+
+def _inject(request: Mapping[str, Any], host_path: str, forbidden: str) -> Injection:
+    kind, operation = request["kind"]["kind"], request["operation"]
+    if (kind, operation) != ("Pod", "CREATE"):
+        return Injection(reasons=[f"not injected: expected the creation of a Pod, not {operation} of {kind}"])
+    injection = inject(request["object"], host_path=host_path, forbidden=forbidden)
+    if text := injection.describe():
+        metadata = request["object"]["metadata"]
+        name = (metadata.get("name") or metadata.get("generateName") or "")[:_NAME_CHARACTERS]
+        fields = {"namespace": request.get("namespace"), "pod": name, "result": text}
+        _log.info("pod reviewed", extra={"fields": fields})
+    return injection

@@ -12,7 +12,7 @@ from typing import Any
 import jsonpatch
 import yaml
 
-from gpumem_exporter.features.webhook.review import answer
+from gpumem_exporter.features.webhook.webhook_server import answer
 from tests.support.paths import REPOSITORY
 
 Pod = dict[str, Any]

@@ -11,9 +11,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from gpumem_exporter.edge.problems import ProblemCode, ProblemError
 from gpumem_exporter.features.webhook import webhook_server
-from gpumem_exporter.features.webhook.review import FORBIDDEN, NotAReviewError, answer
-from gpumem_exporter.features.webhook.webhook_server import PODS, create_app
+from gpumem_exporter.features.webhook.webhook_server import FORBIDDEN, PODS, answer, create_app
 from gpumem_exporter.logs import LogFormatter
 from tests.support.builders.pod_shapes import SHAPES, Pod, Shape, answered, container, pod, review_of
 
@@ -150,8 +150,9 @@ def test_no_value_of_a_pod_is_logged_or_sent_again(caplog: pytest.LogCaptureFixt
     ],
 )
 def test_another_document_is_an_error(document: object) -> None:
-    with pytest.raises(NotAReviewError):
+    with pytest.raises(ProblemError) as raised:
         answer(document)
+    assert raised.value.code == ProblemCode.NOT_A_REVIEW
 
 
 def test_a_pod_with_600_000_names_gets_a_short_answer() -> None:
