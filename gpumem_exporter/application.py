@@ -40,8 +40,8 @@ _CORE = {
     "serve": Listed(OPERATE, "Run the exporter.", "gpumem_exporter.serve_command"),
     "run": Listed(OPERATE, "Start a command with the reporter injected into it.", f"{_CLI}.passed_on"),
     "doctor": Listed(OPERATE, "Show what is wrong and how to fix it.", f"{_CLI}.doctor"),
-    "release-nvml": Listed(OPERATE, "Release NVML for maintenance of the driver.", f"{_CLI}.nvml"),
-    "attach-nvml": Listed(OPERATE, "Attach NVML again after release-nvml.", f"{_CLI}.nvml"),
+    "release-nvml": Listed(OPERATE, "Release NVML for maintenance of the driver.", f"{_CLI}.actions"),
+    "attach-nvml": Listed(OPERATE, "Attach NVML again after release-nvml.", f"{_CLI}.actions"),
     "help": Listed(OPERATE, "Show the help of a command.", f"{_CLI}.passed_on"),
 }
 _ALL = {

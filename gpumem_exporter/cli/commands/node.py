@@ -23,8 +23,7 @@ from gpumem_exporter.cli.options import (
     view_options,
     wide_option,
 )
-from gpumem_exporter.cli.render.node_tables import device_lines, node_tables
-from gpumem_exporter.cli.render.rows import process_documents
+from gpumem_exporter.cli.render.node_tables import device_lines, node_tables, process_documents
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 
 _INFO_EXAMPLES = """\b
