@@ -19,7 +19,7 @@ from rich.terminal_theme import TerminalTheme
 from gpumem_client.wire.errors import ExporterError
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node_view import Node, read_live
-from gpumem_exporter.cli.render.rows import View
+from gpumem_exporter.cli.render.node_tables import View
 from gpumem_exporter.cli.top.app import Top
 
 COLUMNS, LINES = 120, 34

@@ -28,7 +28,7 @@ from gpumem_exporter.cli.completion import SELECTORS as COMPLETIONS
 from gpumem_exporter.cli.connection import open_api, use_exporter
 from gpumem_exporter.cli.render.columns import SORTS
 from gpumem_exporter.cli.render.layout import Order
-from gpumem_exporter.cli.render.rows import View
+from gpumem_exporter.cli.render.node_tables import View
 from gpumem_exporter.cli.usage import note, quiet_option
 from gpumem_exporter.core.spelling import did_you_mean
 

@@ -32,8 +32,7 @@ from gpumem_exporter.cli.program import INTERRUPTED, in_daemon_thread, one_line,
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
 from gpumem_exporter.cli.render.layout import Row
-from gpumem_exporter.cli.render.node_tables import heading
-from gpumem_exporter.cli.render.rows import BY_GPU, View, called, rows_of
+from gpumem_exporter.cli.render.node_tables import BY_GPU, View, called, heading, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.detail import Detail, DetailScreen
 from gpumem_exporter.cli.top.tables import RowTable

@@ -26,8 +26,7 @@ from gpumem_exporter.cli.node_view import Node, read_live, selected
 from gpumem_exporter.cli.program import in_daemon_thread
 from gpumem_exporter.cli.render.columns import clock, event_line
 from gpumem_exporter.cli.render.layout import Row
-from gpumem_exporter.cli.render.node_tables import node_tables
-from gpumem_exporter.cli.render.rows import View, as_of, called
+from gpumem_exporter.cli.render.node_tables import View, as_of, called, node_tables
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.page.words import WORDS
 

@@ -12,7 +12,7 @@ from textual.coordinate import Coordinate
 from textual.widgets import DataTable
 
 from gpumem_exporter.cli.render.layout import Column, Layout, Order, Row
-from gpumem_exporter.cli.render.rows import unfolded
+from gpumem_exporter.cli.render.node_tables import unfolded
 
 
 class RowTable(DataTable[Text]):

@@ -5,8 +5,7 @@ from typing import Any
 
 from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.program import replace_missing_characters
-from gpumem_exporter.cli.render.node_tables import device_lines, node_tables
-from gpumem_exporter.cli.render.rows import View
+from gpumem_exporter.cli.render.node_tables import View, device_lines, node_tables
 from gpumem_exporter.cli.render.terminal import open_console, show
 from tests.support.builders.live_documents import GIB, device, full_node, job, live, process
 from tests.support.truth.golden import assert_golden, printed

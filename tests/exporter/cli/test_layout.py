@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from gpumem_exporter.cli.node_view import Node
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, SORTS, device_ranges
 from gpumem_exporter.cli.render.layout import Layout, Order, Row
-from gpumem_exporter.cli.render.rows import rows_of, unfolded
+from gpumem_exporter.cli.render.node_tables import rows_of, unfolded
 from tests.support.builders.live_documents import device, finding, full_node, job, live, process
 from tests.support.truth.golden import printed
 

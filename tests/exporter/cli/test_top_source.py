@@ -10,8 +10,7 @@ import pytest
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node_view import read_live
-from gpumem_exporter.cli.render.node_tables import heading, node_tables
-from gpumem_exporter.cli.render.rows import View
+from gpumem_exporter.cli.render.node_tables import View, heading, node_tables
 from gpumem_exporter.cli.top.driver import DriverReader
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.features.fleet.fleet_command import FleetSource

@@ -12,7 +12,7 @@ from typing import Any
 from textual.pilot import Pilot
 
 from gpumem_exporter.cli.node_view import Node
-from gpumem_exporter.cli.render.rows import View
+from gpumem_exporter.cli.render.node_tables import View
 from gpumem_exporter.cli.top.app import Top
 from gpumem_exporter.cli.top.tables import RowTable
 from tests.support.builders.live_documents import GIB, full_node, history
