@@ -1,37 +1,42 @@
-"""`doctor`: what is wrong on this machine and how to fix it."""
+"""`doctor`: what is wrong on this machine and with the exporter that answers, and how to fix it.
+
+A check yields its findings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
-from gpumem_exporter.cli.checks import (
-    FAIL,
-    PASS,
-    WARN,
-    Finding,
-    check_driver,
-    check_driver_elsewhere,
-    check_exporter,
-    check_socket,
-    check_trust,
-    is_on_this_machine,
-    reach,
-    run_check,
-)
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_client.wire.http import shown_url
+from gpumem_client.wire.peer import unix_peer, user_name
+from gpumem_client.wire.units import counted
+from gpumem_exporter import __version__
+from gpumem_exporter.actions.action_options import ACTIONS, OUTSIDE_ACTIONS
+from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.connection import action_token, exporter_urls, kube_forward, open_api
+from gpumem_exporter.cli.node_view import processes_of
 from gpumem_exporter.cli.options import connection_options
-from gpumem_exporter.cli.program import FAILED
+from gpumem_exporter.cli.program import FAILED, in_daemon_thread
 from gpumem_exporter.cli.render.terminal import plain, print_result, table
+from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gpumem_exporter.node.provider import Provider
+    from gpumem_exporter.core.samples import DeviceReading
 
 _EXAMPLES = """\b
 Examples:
@@ -43,9 +48,27 @@ Examples:
 \b
 Exit code: 1 if a line has FAIL, else 0.
 """
-
-_DRIVER_TIMEOUT_SECONDS = 10.0
+PASS = "PASS"  # noqa: S105 - a verdict
+WARN = "WARN"
+FAIL = "FAIL"
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
+
+_DRIVER_SECONDS = 10.0
+_SOCKET_SECONDS = 2.0
+_PROCESSES_SHOWN = 5
+_OF_HEALTH = ("driver", "device_lost", "check", "silent")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of `doctor`."""
+
+    check: str
+    verdict: str
+    """`PASS`, `WARN` (works in part) or `FAIL`."""
+    detail: str
+    fix: str = ""
+    """How to fix it; empty if there is nothing to fix."""
 
 
 @click.command(epilog=_EXAMPLES)
@@ -53,8 +76,8 @@ _STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 def doctor(token_file: str | None, as_json: bool) -> int:
     """Show what is wrong and how to fix it.
 
-    Checks driver, devices, exporter, socket, version, health, permissions, actions, clock, reporters, PID namespace and
-    jobs. Run it on the exporter's machine to check the driver, and where training runs to check the connection to the
+    Checks driver, devices, exporter, socket, version, health, permissions, actions, reporters, PID namespace and jobs.
+    Run it on the exporter's machine to check the driver, and where training runs to check the connection to the
     exporter. If the driver is on another machine, doctor shows what the exporter reports about it. Nothing is changed.
     """
     findings = tuple(diagnose(token_file))
@@ -64,33 +87,6 @@ def doctor(token_file: str | None, as_json: bool) -> int:
     return FAILED if verdict == FAIL else 0
 
 
-def diagnose(token_file: str | None) -> Iterator[Finding]:
-    """Run every check. A check that fails does not stop the others."""
-    urls = tuple(exporter_urls())
-    with open_api(token_file, token_for_reads=False) as api:
-        reached, health = reach(api, urls)
-        nearby = is_on_this_machine(api.url) and kube_forward() is None
-        if nearby:
-            timeout_seconds = _DRIVER_TIMEOUT_SECONDS
-            yield from run_check("driver", lambda: check_driver(_driver, health or {}, timeout_seconds=timeout_seconds))
-        elif health is not None:
-            yield check_driver_elsewhere(health)
-        yield reached
-        for url in urls:
-            if url.startswith("unix://"):
-                path = Path(url.removeprefix("unix://"))
-                yield from run_check("socket", lambda: check_socket(path, required=len(urls) == 1))  # noqa: B023
-        if health is not None:
-            yield check_trust(api.objection, nearby=nearby)
-            yield from check_exporter(api, health, has_token=bool(action_token(token_file)))
-
-
-def _driver() -> Provider:
-    from gpumem_exporter.node.pynvml_provider import PynvmlProvider
-
-    return PynvmlProvider()
-
-
 def _lines(findings: Iterable[Finding]) -> Iterator[RenderableType]:
     rows = []
     for finding in findings:
@@ -98,3 +94,283 @@ def _lines(findings: Iterable[Finding]) -> Iterator[RenderableType]:
         text = plain("").append("\n").join(parts)
         rows.append((plain(finding.verdict, _STYLES[finding.verdict]), plain(finding.check), text))
     yield table("", (("", "left"), ("", "left"), ("", "wrap")), rows)
+
+
+def diagnose(token_file: str | None) -> Iterator[Finding]:
+    """Run every check. A check that fails does not stop the others."""
+    urls = tuple(exporter_urls())
+    with open_api(token_file, token_for_reads=False) as api:
+        reached, health = reach(api, urls)
+        nearby = is_on_this_machine(api.url) and kube_forward() is None
+        if nearby:
+            yield from run_check("driver", partial(check_driver, health or {}))
+        elif health is not None:
+            yield check_driver_elsewhere(health)
+        yield reached
+        for url in urls:
+            if url.startswith("unix://"):
+                path = Path(url.removeprefix("unix://"))
+                yield from run_check("socket", partial(check_socket, path, required=len(urls) == 1))
+        if health is not None:
+            yield check_trust(api.objection, nearby=nearby)
+            yield from check_exporter(api, health, has_token=bool(action_token(token_file)))
+
+
+def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> tuple[Finding, ...]:
+    """Run one check. An exception becomes a finding."""
+    try:
+        return tuple(check())
+    except Exception as error:  # noqa: BLE001 - each check fails alone, also on a broken node
+        return (Finding(name, WARN, f"the check failed: {str(error) or type(error).__name__}"),)
+
+
+def is_on_this_machine(url: str) -> bool:
+    """Return whether an address is on this machine: a unix socket, a loopback address, or the machine's name."""
+    scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
+    own = ("localhost", "::1", socket.gethostname().lower())
+    return scheme == "unix" or host in own or host.startswith("127.")
+
+
+def check_driver(health: Mapping[str, Any]) -> Iterator[Finding]:
+    """Initialize NVML in this process, list the devices, and shut NVML down.
+
+    `health` is the document of the exporter's `/health`, or empty. A driver that takes longer than the timeout counts
+    as hanging; the thread that waits for it is abandoned.
+    """
+
+    def query() -> tuple[str, Sequence[DeviceReading]]:
+        from gpumem_exporter.node.pynvml_provider import PynvmlProvider
+
+        provider = PynvmlProvider()
+        provider.open()
+        with closing(provider):
+            return provider.driver_version(), provider.devices()
+
+    try:
+        version, devices = asyncio.run(asyncio.wait_for(in_daemon_thread(query), _DRIVER_SECONDS))
+    except asyncio.TimeoutError:
+        fix = "look for Xid errors in the kernel log; reset or drain the GPU, or restart the node"
+        yield Finding("driver", FAIL, f"NVML does not answer within {_DRIVER_SECONDS:g} s", fix)
+    except Exception as error:  # noqa: BLE001 - the error is the finding
+        nvml = health.get("nvml") or {}
+        fix = "install gpumem-exporter again, with its dependencies"
+        if isinstance(error, NvmlError):
+            fix = "install the NVIDIA driver, in a container the NVIDIA runtime (docker: --gpus all); try nvidia-smi"
+        failed = Finding("driver", WARN if nvml.get("released") else FAIL, str(error), fix)
+        yield check_driver_elsewhere(health) if nvml.get("up") else failed
+    else:
+        yield Finding("driver", PASS, f"NVML answers, driver {version}")
+        yield from _check_devices(devices)
+
+
+def check_driver_elsewhere(health: Mapping[str, Any]) -> Finding:
+    """Judge the driver of the exporter by its `/health`."""
+    nvml = health.get("nvml") or {}
+    if not nvml.get("up"):
+        detail = f"the exporter has no driver: {nvml.get('error') or 'no reason given'}"
+        fix = "run doctor and nvidia-smi on the exporter's machine"
+        return Finding("driver", WARN if nvml.get("released") else FAIL, detail, fix)
+    if health.get("source") == "demo":
+        fix = "run serve without --demo on a node with GPUs"
+        return Finding("driver", WARN, "the exporter shows simulated devices", fix)
+    return Finding("driver", PASS, "not read by this process: the exporter has a driver")
+
+
+def _check_devices(devices: Sequence[DeviceReading]) -> Iterator[Finding]:
+    if not devices:
+        fix = "make the GPUs visible here: docker --gpus all, or NVIDIA_VISIBLE_DEVICES=all; see nvidia-smi -L"
+        yield Finding("devices", FAIL, "the driver lists no device", fix)
+    for device in devices:
+        if device.error:
+            fix = "look for its Xid in the kernel log; reset the GPU or restart the node. The other devices work"
+            yield Finding("devices", FAIL, f"gpu {device.gpu} {device.uuid}: {device.error}", fix)
+    working = [f"{device.gpu} {device.name}".strip() for device in devices if not device.error]
+    if working:
+        yield Finding("devices", PASS, f"{len(working)} of {len(devices)} answer: {', '.join(working)}")
+
+
+def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
+    """Check the socket's file, its permissions and its listener. It is required if it is the only address."""
+    verdict, user = FAIL if required else WARN, user_name(os.geteuid())
+    try:
+        status = path.stat()
+    except (FileNotFoundError, PermissionError) as error:
+        detail, fix = f"none at {path}", f"run serve with --web.listen-socket {path}, and mount its directory in jobs"
+        if isinstance(error, PermissionError):
+            detail, fix = f"this process ({user}) may not access {path}", "run as root, or use TCP: --url"
+        if not required:
+            detail += ", and not needed: there is a TCP address"
+        yield Finding("socket", FAIL if required else PASS, detail, fix if required else "")
+        return
+    described = f"{path} mode {stat.S_IMODE(status.st_mode):04o} of {user_name(status.st_uid)}"
+    if not stat.S_ISSOCK(status.st_mode):
+        fix = "remove it, and mount the socket's directory, not the socket"
+        yield Finding("socket", verdict, f"{described} is not a socket", fix)
+        return
+    try:
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
+            connection.settimeout(_SOCKET_SECONDS)
+            connection.connect(str(path))
+            peer = unix_peer(connection)
+    except PermissionError:
+        fix = "run as its owner or in its group, or set the exporter's umask so that others may write to it"
+        yield Finding("socket", verdict, f"{described}: this process ({user}) may not connect", fix)
+    except OSError as error:
+        fix = "start the exporter again: it replaces the socket of a killed exporter"
+        yield Finding("socket", verdict, f"{described}: no process listens ({str(error.strerror).lower()})", fix)
+    else:
+        where = f"pid {peer.pid}" if peer.pid else "in another PID namespace"
+        yield Finding("socket", PASS, f"{described}; listening: {where}, {user_name(peer.uid)}")
+
+
+def reach(api: ExporterApi, tried: Sequence[str]) -> tuple[Finding, dict[str, Any] | None]:
+    """Find the address that answers. Return the finding, and the document of `/health` or None."""
+    try:
+        health = api.get("/health", also=(503,))
+    except ExporterUnreachableError as error:
+        return Finding("exporter", FAIL, str(error)), None
+    except ExporterAnswerError as error:
+        fix = "use the exporter's own address: another server or a proxy answers there"
+        if error.status == 401:
+            fix = "put user:password@ before the host of the address, or give the token for actions"
+        return Finding("exporter", FAIL, f"{shown_url(api.url)} refuses: {error}", fix), None
+    silent = [shown_url(url) for url in tried[: tried.index(api.url)]]
+    also_tried = f" (no answer at {', '.join(silent)})" if silent else ""
+    return Finding("exporter", PASS, f"answers at {shown_url(api.url)}{also_tried}"), health
+
+
+def check_trust(objection: str, *, nearby: bool) -> Finding:
+    """Judge whether the server that answers receives tokens and reports. On this machine another user may run it."""
+    if objection:
+        fix = "commands send it no token and reporters no report: find out whose process it is"
+        return Finding("trust", FAIL if nearby else WARN, f"the server is not trusted: {objection}", fix)
+    return Finding("trust", PASS, "the server receives tokens and reports")
+
+
+def check_exporter(api: ExporterApi, health: Document, *, has_token: bool) -> Iterator[Finding]:
+    """Run every check of an exporter that answers."""
+    live: Callable[[], dict[str, Any]] = cache(lambda: api.get("/api/v1/live?details=all"))
+    driver_up = bool((health.get("nvml") or {}).get("up"))
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "version": lambda: check_version(health),
+        "health": lambda: check_health(health),
+        "auth": lambda: check_auth(api, has_token=has_token),
+        "actions": lambda: check_actions(api.get("/api/v1/caller")["allowed_actions"]),
+        "reporters": lambda: check_reporters(processes_of(live()), live()["findings"]),
+        "pid namespace": lambda: check_pid_namespace(processes_of(live()), mode=health["mode"], driver_up=driver_up),
+        "jobs": lambda: check_jobs(live()["findings"]),
+    }
+    for name, check in checks.items():
+        yield from run_check(name, check)
+
+
+def check_version(health: Document) -> Iterator[Finding]:
+    """Compare the versions of the exporter and of this command."""
+    version = health.get("version")
+    if version == __version__:
+        yield Finding("version", PASS, f"{version}, the same as here")
+    else:
+        fix = "install the same version in both places; different versions still work together"
+        detail = f"the exporter has {version or 'an unknown version'}, this command {__version__}"
+        yield Finding("version", WARN, detail, fix)
+
+
+def check_health(health: Document) -> Iterator[Finding]:
+    """Judge the document of `/health`."""
+    status, nvml = health.get("status"), health.get("nvml") or {}
+    demo = "; demo with simulated devices" if health.get("source") == "demo" else ""
+    devices = counted(health.get("devices", "?"), "device", "devices")
+    counts = f"{devices}, {counted(health.get('processes', '?'), 'process', 'processes')}{demo}"
+    if status == "ok":
+        yield Finding("health", PASS, f"ok, {counts}")
+        return
+    failing = [
+        f"{name}: {check.get('detail') or check.get('status')}"
+        for name, check in (health.get("checks") or {}).items()
+        if check.get("status") != "ok"
+    ]
+    detail = f"{status}: {'; '.join(failing) or nvml.get('error') or 'no reason given'} ({counts})"
+    fix = "run nvidia-smi there: if it hangs, save dmesg and restart the node; if not, restart the exporter"
+    if status == "degraded":
+        fix = "" if nvml.get("up") else "the exporter attaches when the driver answers; see the line of the driver"
+        fix = "run `gpumem-exporter attach-nvml` after the maintenance" if nvml.get("released") else fix
+    yield Finding("health", WARN if status == "degraded" else FAIL, detail, fix)
+
+
+def check_auth(api: ExporterApi, *, has_token: bool) -> Iterator[Finding]:
+    """Check that the exporter accepts actions from here. The audit log has the same access rule, so this reads it."""
+    if api.objection:
+        # The answer of a server that is not trusted proves nothing.
+        fix = "find out whose process it is: see the line of trust"
+        yield Finding("auth", WARN, "not checked, because the server is not trusted", fix)
+        return
+    try:
+        api.get("/api/v1/actions")
+    except ExporterAnswerError as error:
+        if error.status not in (401, 403):
+            raise
+        fix = "give the token of the exporter's --action.token-file, or run this as the owner of its socket"
+        detail = f"the exporter refuses actions from here: {error.detail}"
+        yield Finding("auth", FAIL if has_token else WARN, detail, fix)
+    else:
+        how = "with the token" if has_token else "without a token"
+        yield Finding("auth", PASS, f"the exporter accepts actions from here, {how}")
+
+
+def check_actions(allowed: Sequence[str]) -> Iterator[Finding]:
+    """Report which actions `--action.allow` turns off."""
+    off = [action for action in ACTIONS if action not in allowed]
+    detail = f"off: {', '.join(off)}" if off else "all are on"
+    if "empty_cache" in off:
+        wanted = ",".join(["default", *(action for action in OUTSIDE_ACTIONS if action in allowed)])
+        fix = f"start it with --action.allow {wanted}"
+        yield Finding("actions", WARN, f"{detail}; no cache can be cleared", fix)
+    else:
+        yield Finding("actions", PASS, detail)
+
+
+def check_reporters(processes: Sequence[Document], findings: Sequence[Document]) -> Iterator[Finding]:
+    """Count the processes that report, name silent ones, and tell how the others can report."""
+    reporting = [process.get("state") for process in processes].count("reporting")
+    unreported = next((each["sentence"] for each in findings if each["kind"] == "unreported"), "")
+    silent = [process for process in processes if process.get("state") == "silent"]
+    if silent:
+        fix = "check with `py-spy dump --pid PID` whether it is stopped, or hangs in a call that keeps the GIL"
+        yield Finding("reporters", WARN, f"{len(silent)} silent: {_listed(silent)}", fix)
+    if reporting:
+        text = counted(reporting, "process reports", "processes report")
+        yield Finding("reporters", PASS, f"{text}. {unreported}" if unreported else text)
+    elif not silent:
+        fix = "start a PyTorch job below `gpumem-run`; it reports as soon as it uses a GPU"
+        yield Finding("reporters", WARN, unreported or "no process reports", fix)
+
+
+def check_pid_namespace(processes: Sequence[Document], *, mode: str, driver_up: bool) -> Iterator[Finding]:
+    """Check that the exporter runs in the host's PID namespace: the driver lists processes by the host's pids."""
+    fix = "run the exporter in the host's PID namespace: hostPID: true in the pod, --pid=host for docker and podman"
+    reporting = [process for process in processes if process.get("state") == "reporting"]
+    lost = [process for process in reporting if process.get("host_pid") is None]
+    if mode == "sidecar":
+        detail = "the exporter does not run in the host's: other processes and non-torch memory are unknown"
+        yield Finding("pid namespace", WARN, detail, f"nothing in a sidecar; elsewhere, {fix}")
+    elif lost:
+        detail = f"reporters without a process of the driver: {_listed(lost)}; their memory counts as other processes"
+        yield Finding("pid namespace", FAIL if driver_up else WARN, detail, fix)
+    else:
+        yield Finding("pid namespace", PASS, "the exporter and the driver use the same pids")
+
+
+def check_jobs(findings: Sequence[Document]) -> Iterator[Finding]:
+    """Report what the exporter finds wrong with the jobs of the node."""
+    # The line of the exporter's health has the driver, its devices and the parts of the exporter.
+    of_jobs = [each for each in findings if each["severity"] != "info" and each["kind"] not in _OF_HEALTH]
+    for each in of_jobs:
+        yield Finding("jobs", WARN, f"{each['title']}: {each['sentence']}", each.get("next", ""))
+    if not of_jobs:
+        yield Finding("jobs", PASS, "nothing needs attention")
+
+
+def _listed(processes: Sequence[Document]) -> str:
+    named = [f"pid {each['pid']} {each.get('workload') or ''}".rstrip() for each in processes[:_PROCESSES_SHOWN]]
+    more = len(processes) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more > 0 else "")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.cli.checks import FAIL, PASS, WARN, check_socket
 from gpumem_exporter.cli.commands import doctor
+from gpumem_exporter.cli.commands.doctor import FAIL, PASS, WARN, check_socket
 from gpumem_exporter.main import main
 from gpumem_exporter.node.pynvml_provider import PynvmlProvider
 from tests.support.servers.running_exporter import ScriptedProvider, running_exporter
