@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import click
 from click.shell_completion import CompletionItem, shell_complete
 
+from gpumem_exporter.cli.api_client import Document
 from gpumem_exporter.cli.connection import kube_forward, open_api
 from gpumem_exporter.cli.program import COMPLETION_VARIABLE, PROGRAM
 
@@ -22,7 +22,6 @@ _LIVE = "/api/v1/live"
 # A shell inserts a completion as it is. Another user may have named a job `$(...)`.
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.,:@/+%-]+")
 
-Document = Mapping[str, Any]
 Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
@@ -44,21 +43,15 @@ def _names(path: str, found: Callable[[Document], Iterable[object]]) -> Completi
     """Return the completion of names that a document of the exporter has."""
 
     def complete_name(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        try:
-            names = dict.fromkeys(str(name) for name in found(_read(context, path)))
-        except Exception:  # noqa: BLE001 - a tab has no place for an error
-            return []
-        return of_list(filter(_SAFE_NAME.fullmatch, names), incomplete)
+        # A tab has no place for an error. Names behind kubectl, which takes seconds, are not completed.
+        with contextlib.suppress(Exception), context.scope(cleanup=False):
+            if kube_forward() is None:
+                with open_api(context.params.get("token_file"), timeout_seconds=_ANSWER_SECONDS) as api:
+                    names = dict.fromkeys(str(name) for name in found(api.get(path)))
+                return of_list(filter(_SAFE_NAME.fullmatch, names), incomplete)
+        return []
 
     return complete_name
-
-
-def _read(context: click.Context, path: str) -> Document:
-    with context.scope(cleanup=False):
-        if kube_forward() is not None:
-            return {}  # kubectl takes seconds
-        with open_api(context.params.get("token_file"), timeout_seconds=_ANSWER_SECONDS) as api:
-            return api.get(path)
 
 
 def _of_processes(name: str) -> Completion:
