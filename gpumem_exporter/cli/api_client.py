@@ -139,6 +139,10 @@ class ExporterApi:
             raise TargetNotFoundError(f"no {kind} {given!r}: it is unknown, or too old to be kept; see `{lists}`")
         return str(matching[0])
 
+    def rights(self) -> Document:
+        """Read what the caller may do; without `rights` if the exporter is busy. Raises the errors of `get`."""
+        return self.get("/api/v1/caller", also=(503,))
+
     def page_job(self, given: str) -> str:
         """Return the id on the page of the job that an id of Slurm or Ray stands for; another name stays as it is."""
         found = self.get(f"/api/v1/jobs/{quote(given, safe='')}", also=(404,)).get("processes", ())
@@ -194,17 +198,6 @@ class ExporterApi:
             phrase = http.client.responses.get(answer.status, "no reason given")
             detail = f"the server at {shown_url(self.url)} answers: {phrase}"
         raise ExporterAnswerError(answer.status, detail)
-
-
-def read_rights(api: ExporterApi) -> Document:
-    """Read what the caller may do, from `GET /api/v1/caller`; empty if the exporter is too old to know it.
-
-    Raises ExporterUnreachableError if no address answers.
-    """
-    try:
-        return api.get("/api/v1/caller")
-    except ExporterAnswerError:
-        return {}
 
 
 def rights_line(rights: Document, verb: str = "act on") -> str:

@@ -67,12 +67,11 @@ def open_api(token_file: str | None, **options: Any) -> ExporterApi:
 
 def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the token for actions, or an empty string if there is none: from --token-file, else the environment."""
-    if not token_file:
-        token = environ.get("GPUMEM_ACTION_TOKEN", "").strip()
-        if token:
-            return _checked_token(token, "GPUMEM_ACTION_TOKEN")
-        token_file = environ.get("GPUMEM_ACTION_TOKEN_FILE", "").strip()
-    return read_token(token_file) if token_file else ""
+    token = environ.get("GPUMEM_ACTION_TOKEN", "").strip()
+    if token and not token_file:
+        return _checked_token(token, "GPUMEM_ACTION_TOKEN")
+    path = token_file or environ.get("GPUMEM_ACTION_TOKEN_FILE", "").strip()
+    return read_token(path) if path else ""
 
 
 def read_token(path: str) -> str:

@@ -13,7 +13,7 @@ import click
 
 from gpumem_exporter.actions.kinds import KINDS, ActionKind, is_done
 from gpumem_exporter.cli.action_dialog import act, confirmed, needs_yes
-from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
+from gpumem_exporter.cli.api_client import ExporterApi, rights_line
 from gpumem_exporter.cli.options import (
     Seconds,
     action_options,
@@ -93,7 +93,7 @@ def _click_command(action: str, kind: ActionKind) -> click.Command:
         document = act(api, requested, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else note)
         print_result(document, action_tables(document), as_json=as_json)
         # The table of a user with rights to its own processes lacks the processes of others.
-        if not as_json and not is_quiet() and (rights := read_rights(api)).get("rights") == "own":
+        if not as_json and not is_quiet() and (rights := api.rights()).get("rights") == "own":
             print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
         return exit_code(document, waited=wait_seconds != 0)
 

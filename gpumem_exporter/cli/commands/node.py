@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import textwrap
 from typing import Any
 
 import click
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.cli.api_client import Document, ExporterApi, read_rights, rights_line
+from gpumem_exporter.cli.api_client import Document, ExporterApi, rights_line
 from gpumem_exporter.cli.connection import action_token, exporter_trust, exporter_urls, named_exporter
 from gpumem_exporter.cli.node_view import Node, node_document, read_live, require_known, selected
 from gpumem_exporter.cli.options import (
@@ -23,7 +23,7 @@ from gpumem_exporter.cli.options import (
     view_options,
     wide_option,
 )
-from gpumem_exporter.cli.render.node_tables import device_lines, node_tables, process_documents
+from gpumem_exporter.cli.render.node_tables import PROCESS_FIELDS, device_lines, node_tables, process_documents
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 
 _INFO_EXAMPLES = """\b
@@ -38,7 +38,8 @@ Examples:
 \b
 A dash is a value that is not known, and ≥ a lower bound. K, M and G are KiB, MiB and GiB.
 """
-_TOP_EXAMPLES = """\b
+_ROWS = f"  rows       one for each process on each device, filtered and in order: {', '.join(PROCESS_FIELDS)}"
+_TOP_EXAMPLES = f"""\b
 Examples:
   gpumem-exporter top
   gpumem-exporter top --url http://gpu-node-7:9844 --sort idle-cache
@@ -55,10 +56,7 @@ c clears after a question, ? helps, q quits. The mouse works, too.
   exporter   the address that answered; null if only the driver was read
   source, taken_unix_seconds, nvml, devices, jobs, findings
              as `info --json` has them; a device's ledger is null without an exporter
-  rows       one for each process on each device, filtered and in order: pid, gpu, uuid, workload,
-             rank, command, user, k8s_namespace, k8s_pod, state, used_bytes, allocated_bytes,
-             reserved_bytes, idle_cache_bytes, reclaimable_bytes, fragmented_bytes, non_torch_bytes,
-             nccl_bytes, unmapped_bytes, step, sample_age_seconds, actions; null if unknown
+{textwrap.fill(f"{_ROWS}; null if unknown", 100, subsequent_indent=" " * 13)}
 
 \b
 Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.
@@ -89,10 +87,9 @@ def info(api: ExporterApi, as_json: bool, wide: bool, brief: bool, **values: Any
     if brief:
         print(*device_lines(shown), sep="\n")
         return 0
-    rights = read_rights(api)
     console = open_console(wide=wide)
     show(console, node_tables([Node(shown)], view, console.width, wide=wide, ledger=True))
-    if line := rights_line(rights, "clear"):
+    if line := rights_line(api.rights(), "clear"):
         print(f"\n{line}")
     return 0
 
@@ -142,14 +139,13 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
         live, url = read_document()
     require_known(live, target)  # later, a process may exit
 
-    def read() -> tuple[list[Node], Sequence[str]]:
-        live, url = read_document()
+    def shown(live: Document, url: str) -> tuple[list[Node], tuple[str, ...]]:
         return [Node(selected(live, target), url)], ()
 
-    shown = selected(live, target)
-    nodes = [Node(shown, url)]
+    first = shown(live, url)
+    nodes, _ = first
     if as_json:
-        described = node_document(shown)
+        described = node_document(selected(live, target))
         del described["processes"]
         exporter = shown_url(url) if url else None
         print_json({"exporter": exporter, **described, "rows": process_documents(nodes, view)})
@@ -160,4 +156,6 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
         return 0
     from gpumem_exporter.cli.top.app import Top
 
-    return Top(read, (nodes, ()), view, interval_seconds=interval_seconds, open_api=open_api).run_to_end()
+    return Top(
+        lambda: shown(*read_document()), first, view, interval_seconds=interval_seconds, open_api=open_api
+    ).run_to_end()

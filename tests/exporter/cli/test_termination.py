@@ -55,7 +55,6 @@ class Api(ScriptedExporter):
 def api(monkeypatch: pytest.MonkeyPatch) -> Api:
     api = Api()
     monkeypatch.setattr(connection, "ExporterApi", lambda *_, **__: api)
-    monkeypatch.setattr("gpumem_exporter.cli.commands.actions.read_rights", lambda _: {})
     return api
 
 

@@ -72,6 +72,9 @@ class ScriptedExporter:
         self.requests.append(("get", path))
         return _given(self.document)
 
+    def rights(self) -> Any:
+        return {}
+
     def submit(self, request: Mapping[str, Any]) -> Any:
         self.requests.append(("submit", request))
         self.on_submit()
