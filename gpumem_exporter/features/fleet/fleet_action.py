@@ -32,6 +32,7 @@ from gpumem_exporter.features.fleet.fleet_nodes import Exporter, Fleet, Selector
 class NodeRequest(NamedTuple):
     """An action on processes of one exporter."""
 
+    exporter: Exporter
     processes: Sequence[Document]
     """As `/api/v1/processes` lists them."""
     uuids: Sequence[str] = ()
@@ -43,9 +44,6 @@ class NodeRequest(NamedTuple):
         names = ("pid", "workload", "rank") if self.processes[0]["reporting"] else ("pid",)
         listed = {name: list(dict.fromkeys(process[name] for process in self.processes)) for name in names}
         return {**listed, "uuid": list(self.uuids)} if self.uuids else listed
-
-
-Requests = list[tuple[Exporter, NodeRequest]]
 
 
 def act(action: str, query: str, max_processes: int, values: dict[str, Any]) -> int:
@@ -62,12 +60,12 @@ def act(action: str, query: str, max_processes: int, values: dict[str, Any]) -> 
     if any(Selector() in selectors for selectors in found.values()):
         raise ConfigurationError("--query: keep a label that selects processes, as in `sum by (instance, pid) (...)`")
     with contextlib.nullcontext() if asks or not on_terminal else open_console().status("Waiting for the processes"):
-        requests, failed = Requests(), list[Document]()
+        requests, failed = list[NodeRequest](), list[Document]()
         listed = fleet.ask([*found.items()], _processes)
         for (exporter, selectors), processes in zip(found.items(), listed, strict=True):
             able, unable = requests_for(action, exporter, selectors, processes)
             requests, failed = [*requests, *able], [*failed, *unable]
-        count = len({(exporter, process["pid"]) for exporter, each in requests for process in each.processes})
+        count = len({(each.exporter, process["pid"]) for each in requests for process in each.processes})
         if count > max_processes:
             raise ActionRefusedError(
                 f"nothing was requested: {count} processes, more than --max-processes {max_processes}"
@@ -78,7 +76,12 @@ def act(action: str, query: str, max_processes: int, values: dict[str, Any]) -> 
             if not said_yes(fleet_document(dry_run, [*tried, *failed])):
                 raise ActionRefusedError("the answer was not yes")
             refused = [row for row in tried if not is_done(row["outcome"])]
-            requests, failed = _without(requests, refused), [*failed, *refused]
+            failed, spared = [*failed, *refused], {(row["instance"], row["pid"]) for row in refused}
+            requests = [
+                each._replace(processes=kept)
+                for each in requests
+                if (kept := [one for one in each.processes if (each.exporter.instance, one["pid"]) not in spared])
+            ]
         document = fleet_document(body, [*_submit(requests, body, fleet), *failed], warnings)
     for warning in () if fleet.as_json else warnings:
         print(f"warning: Prometheus: {one_line(warning)}", file=sys.stderr)
@@ -105,7 +108,7 @@ def fleet_document(body: Document, rows: Sequence[Document], warnings: Sequence[
 
 def requests_for(
     action: str, exporter: Exporter, selectors: Sequence[Selector], processes: Sequence[Document] | ExporterError
-) -> tuple[Requests, list[Document]]:
+) -> tuple[list[NodeRequest], list[Document]]:
     """Return the requests for one exporter, and a row for each selector without a process that can act.
 
     There is one request, or one for each group of devices if the action acts on devices. Processes that do not report
@@ -122,7 +125,7 @@ def requests_for(
             groups.setdefault((process["reporting"], tuple(uuids)), []).append(process)
     gone = ("gone", "no process that reports matches; it may have exited")
     failed = [_failed(exporter, gone, asdict(each)) for each in selectors if not any(map(each.admits, able))]
-    return [(exporter, NodeRequest(group, uuids)) for (_, uuids), group in groups.items()], failed
+    return [NodeRequest(exporter, group, uuids) for (_, uuids), group in groups.items()], failed
 
 
 def _processes(api: ExporterApi, _: object) -> list[Document]:
@@ -132,17 +135,7 @@ def _processes(api: ExporterApi, _: object) -> list[Document]:
     return processes
 
 
-def _without(requests: Requests, refused: Sequence[Document]) -> Requests:
-    """Return the requests for the processes that a dry run did not refuse."""
-    spared = {(row["instance"], row["pid"]) for row in refused}
-    kept = [
-        (exporter, each._replace(processes=[p for p in each.processes if (exporter.instance, p["pid"]) not in spared]))
-        for exporter, each in requests
-    ]
-    return [(exporter, each) for exporter, each in kept if each.processes]
-
-
-def _submit(requests: Requests, body: Document, fleet: Fleet) -> list[Document]:
+def _submit(requests: Sequence[NodeRequest], body: Document, fleet: Fleet) -> list[Document]:
     """Send the requests, wait for their ends, and return a row for each process and device. Ctrl-C cancels them."""
     with interrupts() as interrupted:
 
@@ -152,21 +145,21 @@ def _submit(requests: Requests, body: Document, fleet: Fleet) -> list[Document]:
             return action_dialog.act(api, {**body, "target": request.target}, stopped=interrupted.is_set)
 
         # All at a time: the processes of an exporter may wait for the end of a step.
-        actions = fleet.ask(requests, submit, at_a_time=len(requests))
-    return [row for asked, action in zip(requests, actions, strict=True) for row in _rows(*asked, action)]
+        actions = fleet.ask([(each.exporter, each) for each in requests], submit, at_a_time=len(requests))
+    return [row for request, action in zip(requests, actions, strict=True) for row in _rows(request, action)]
 
 
-def _rows(exporter: Exporter, request: NodeRequest, action: Document | ExporterError) -> Iterator[Document]:
+def _rows(request: NodeRequest, action: Document | ExporterError) -> Iterator[Document]:
     if isinstance(action, ExporterError):
         failure, action = _failure(action), {"id": None, "results": []}
     else:
         failure = ("expired", f"no result of the process; see action {action['id']}")
     for result in action["results"]:
-        yield {"instance": exporter.instance, "action_id": action["id"], **result}
+        yield {"instance": request.exporter.instance, "action_id": action["id"], **result}
     answered = {result["pid"] for result in action["results"]}
     for process in request.processes:
         if process["pid"] not in answered:
-            yield _failed(exporter, failure, {name: process[name] for name in ("pid", "workload", "rank")})
+            yield _failed(request.exporter, failure, {name: process[name] for name in ("pid", "workload", "rank")})
 
 
 def _failure(error: ExporterError) -> tuple[str, str]:

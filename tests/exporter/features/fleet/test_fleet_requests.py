@@ -41,7 +41,7 @@ def run(
 
 def targets(*selectors: Selector, name: str = "empty_cache") -> list[dict[str, Any]]:
     requests, _ = requests_for(name, A, selectors, PROCESSES)
-    return [each.target for _, each in requests]
+    return [each.target for each in requests]
 
 
 def pids(*selectors: Selector, name: str = "empty_cache") -> list[list[Any]]:
