@@ -18,9 +18,8 @@ from click.shell_completion import CompletionItem
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.kinds import KINDS
-from gpumem_exporter.cli.connection import kube_forward, use_exporter
 from gpumem_exporter.cli.program import COMPLETION_VARIABLE, EXPLAIN, GROUPS, LOOK, OPERATE, PROGRAM, RELEASE, Listed
-from gpumem_exporter.cli.usage import CommandGroup, quiet_option, usage_text
+from gpumem_exporter.cli.usage import CommandGroup, kube_forward, quiet_option, usage_text, use_exporter
 from gpumem_exporter.features import features
 
 if TYPE_CHECKING:

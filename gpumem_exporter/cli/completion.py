@@ -13,8 +13,8 @@ import click
 from click.shell_completion import CompletionItem, shell_complete
 
 from gpumem_exporter.cli.api_client import Document
-from gpumem_exporter.cli.connection import kube_forward, open_api
 from gpumem_exporter.cli.program import COMPLETION_VARIABLE, PROGRAM
+from gpumem_exporter.cli.usage import kube_forward, open_api
 
 # The timeout of the exporter at a tab.
 _ANSWER_SECONDS = 1.0

@@ -44,7 +44,8 @@ def read_live(api: ExporterApi, details: str = "none") -> dict[str, Any]:
 
 def processes_of(live: Document) -> list[Document]:
     """Return the processes of all jobs."""
-    return [process for job in live["jobs"] for process in _processes(job)]
+    # Without details, only the job has the uid.
+    return [{"uid": job["uid"], **process} for job in live["jobs"] for process in job["processes"]]
 
 
 def node_document(live: Document) -> dict[str, Any]:
@@ -90,8 +91,9 @@ def selected(live: Document, target: Target) -> Document:
     for job in live["jobs"]:
         kept = [
             {**process, "devices": devices}
-            for process in _processes(job)
-            if target.admits(**_identity(process)) and (not target.orphans or process.get("orphan") is not None)
+            for process in job["processes"]
+            if target.admits(**_identity({"uid": job["uid"], **process}))
+            and (not target.orphans or process.get("orphan") is not None)
             for devices in [[device for device in process["devices"] if _admits_device(target, device)]]
             if devices or not (target.gpu or target.uuid)
         ]
@@ -111,10 +113,6 @@ def selected(live: Document, target: Target) -> Document:
         if (finding["job"] in ids if finding["job"] else finding["uuid"] is None or finding["uuid"] in uuids)
     ]
     return {**live, "devices": devices, "jobs": jobs, "findings": findings}
-
-
-def _processes(job: Document) -> list[Document]:
-    return [{"uid": job["uid"], **process} for process in job["processes"]]  # without details, only the job has it
 
 
 def _identity(process: Document) -> dict[str, tuple[str, ...]]:

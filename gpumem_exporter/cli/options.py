@@ -25,11 +25,10 @@ from gpumem_exporter.actions.action_options import (
 )
 from gpumem_exporter.cli.completion import JOBS, of_list
 from gpumem_exporter.cli.completion import SELECTORS as COMPLETIONS
-from gpumem_exporter.cli.connection import open_api, use_exporter
 from gpumem_exporter.cli.render.columns import SORTS
 from gpumem_exporter.cli.render.layout import Order
 from gpumem_exporter.cli.render.node_tables import View
-from gpumem_exporter.cli.usage import note, quiet_option
+from gpumem_exporter.cli.usage import note, open_api, quiet_option, use_exporter
 from gpumem_exporter.core.spelling import did_you_mean
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -26,11 +26,11 @@ from gpumem_client.wire.units import counted
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.action_options import ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.connection import action_token, exporter_urls, kube_forward, open_api
 from gpumem_exporter.cli.node_view import processes_of
 from gpumem_exporter.cli.options import connection_options
 from gpumem_exporter.cli.program import FAILED, in_daemon_thread
 from gpumem_exporter.cli.render.terminal import plain, print_result, table
+from gpumem_exporter.cli.usage import action_token, exporter_urls, kube_forward, open_api
 from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:

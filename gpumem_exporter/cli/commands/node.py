@@ -11,7 +11,6 @@ import click
 from gpumem_client.wire.errors import ConfigurationError, ExporterError
 from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import Document, ExporterApi, rights_line
-from gpumem_exporter.cli.connection import action_token, exporter_trust, exporter_urls, named_exporter
 from gpumem_exporter.cli.node_view import Node, node_document, read_live, require_known, selected
 from gpumem_exporter.cli.options import (
     api_options,
@@ -25,6 +24,7 @@ from gpumem_exporter.cli.options import (
 )
 from gpumem_exporter.cli.render.node_tables import PROCESS_FIELDS, device_lines, node_tables, process_documents
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
+from gpumem_exporter.cli.usage import api_opener, exporter_urls, named_exporter
 
 _INFO_EXAMPLES = """\b
 Examples:
@@ -112,13 +112,8 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
     view, target = pop_view(values), pop_target(values)
     if not once:
         require_terminal("top --once")
-    # Threads without the context of click open the API, too.
-    token, urls, trust = action_token(token_file), tuple(exporter_urls()), exporter_trust()
-
-    def open_api(*addresses: str, **more: Any) -> ExporterApi:
-        return ExporterApi(addresses, token=token, trust=trust, **more)
-
-    api = open_api(*urls, timeout_seconds=_ANSWER_SECONDS)
+    connect = api_opener(token_file)
+    api = connect(tuple(exporter_urls()), timeout_seconds=_ANSWER_SECONDS)
 
     def read_exporter() -> tuple[Document, str]:
         try:
@@ -139,11 +134,10 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
         live, url = read_document()
     require_known(live, target)  # later, a process may exit
 
-    def shown(live: Document, url: str) -> tuple[list[Node], tuple[str, ...]]:
-        return [Node(selected(live, target), url)], ()
+    def shown(live: Document, url: str) -> list[Node]:
+        return [Node(selected(live, target), url)]
 
-    first = shown(live, url)
-    nodes, _ = first
+    nodes = shown(live, url)
     if as_json:
         described = node_document(selected(live, target))
         del described["processes"]
@@ -157,5 +151,9 @@ def top(*, interval_seconds: float, once: bool, token_file: str | None, as_json:
     from gpumem_exporter.cli.top.app import Top
 
     return Top(
-        lambda: shown(*read_document()), first, view, interval_seconds=interval_seconds, open_api=open_api
+        lambda: (shown(*read_document()), ()),
+        (nodes, ()),
+        view,
+        interval_seconds=interval_seconds,
+        open_api=lambda url: connect((url,)),
     ).run_to_end()

@@ -12,8 +12,8 @@ from gpumem_client.wire.errors import ConfigurationError, ExporterError
 from gpumem_client.wire.http import shown_url
 from gpumem_client.wire.trust import Trust
 from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.connection import action_token, read_token
 from gpumem_exporter.cli.render.layout import natural
+from gpumem_exporter.cli.usage import action_token, read_token
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.features.fleet.prometheus import Prometheus
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.kinds import KINDS
-from gpumem_exporter.cli import connection
+from gpumem_exporter.cli import usage
 from gpumem_exporter.cli.commands.actions import exit_code
 from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.main import main
@@ -27,7 +27,7 @@ def _printed(action: dict[str, Any]) -> list[str]:
 def exporter(monkeypatch: pytest.MonkeyPatch) -> ScriptedExporter:
     """Replace the exporter."""
     scripted = ScriptedExporter(submits=[{**action(_result()), "settle_seconds": 0.0}])
-    monkeypatch.setattr(connection, "ExporterApi", lambda *_, **__: scripted)
+    monkeypatch.setattr(usage, "ExporterApi", lambda *_, **__: scripted)
     return scripted
 
 

@@ -11,7 +11,7 @@ from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, E
 from gpumem_client.wire.http import Answer
 from gpumem_exporter.cli import api_client
 from gpumem_exporter.cli.api_client import ExporterApi, rights_line
-from gpumem_exporter.cli.connection import action_token
+from gpumem_exporter.cli.usage import action_token
 
 _PROBLEM = {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "nothing matches pid=1"}
 

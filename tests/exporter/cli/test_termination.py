@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli import connection
+from gpumem_exporter.cli import usage
 from gpumem_exporter.main import main
 from tests.support.builders.fleet_builders import A, ScriptedExporter, action, process, row, serve_fleet
 
@@ -54,7 +54,7 @@ class Api(ScriptedExporter):
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Api:
     api = Api()
-    monkeypatch.setattr(connection, "ExporterApi", lambda *_, **__: api)
+    monkeypatch.setattr(usage, "ExporterApi", lambda *_, **__: api)
     return api
 
 

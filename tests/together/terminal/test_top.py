@@ -241,9 +241,9 @@ def top_without_default_exporter(socket: Path, *arguments: str) -> list[str]:
     """Return the command line of `top` with `socket` as the default socket."""
     code = (
         "import os, sys; from gpumem_exporter.main import main\n"
-        "from gpumem_exporter.cli import connection; urls = connection.default_urls\n"
+        "from gpumem_exporter.cli import usage; urls = usage.default_urls\n"
         "named = 'GPUMEM_EXPORTER_URL' in os.environ\n"
-        f"connection.default_urls = lambda environ: urls(environ) if named else ('unix://{socket}',)\n"
+        f"usage.default_urls = lambda environ: urls(environ) if named else ('unix://{socket}',)\n"
         "sys.exit(main())"
     )
     return [sys.executable, "-c", code, "top", *arguments]

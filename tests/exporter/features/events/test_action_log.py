@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli import connection
+from gpumem_exporter.cli import usage
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.main import main
 from tests.support.builders.fleet_builders import row
@@ -67,7 +67,7 @@ class _Api(ExporterApi):
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> _Api:
     scripted = _Api()
-    monkeypatch.setattr(connection, "ExporterApi", lambda *_, **__: scripted)
+    monkeypatch.setattr(usage, "ExporterApi", lambda *_, **__: scripted)
     return scripted
 
 
