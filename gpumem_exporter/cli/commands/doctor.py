@@ -56,7 +56,7 @@ _STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 _DRIVER_SECONDS = 10.0
 _SOCKET_SECONDS = 2.0
 _PROCESSES_SHOWN = 5
-_OF_HEALTH = ("driver", "device_lost", "check", "silent")
+_OF_HEALTH = ("driver", "device_lost", "check")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,16 @@ def check_driver(health: Mapping[str, Any]) -> Iterator[Finding]:
         yield check_driver_elsewhere(health) if nvml.get("up") else failed
     else:
         yield Finding("driver", PASS, f"NVML answers, driver {version}")
-        yield from _check_devices(devices)
+        if not devices:
+            fix = "make the GPUs visible here: docker --gpus all, or NVIDIA_VISIBLE_DEVICES=all; see nvidia-smi -L"
+            yield Finding("devices", FAIL, "the driver lists no device", fix)
+        for device in devices:
+            if device.error:
+                fix = "look for its Xid in the kernel log; reset the GPU or restart the node. The other devices work"
+                yield Finding("devices", FAIL, f"gpu {device.gpu} {device.uuid}: {device.error}", fix)
+        working = [f"{device.gpu} {device.name}".strip() for device in devices if not device.error]
+        if working:
+            yield Finding("devices", PASS, f"{len(working)} of {len(devices)} answer: {', '.join(working)}")
 
 
 def check_driver_elsewhere(health: Mapping[str, Any]) -> Finding:
@@ -174,19 +183,6 @@ def check_driver_elsewhere(health: Mapping[str, Any]) -> Finding:
         fix = "run serve without --demo on a node with GPUs"
         return Finding("driver", WARN, "the exporter shows simulated devices", fix)
     return Finding("driver", PASS, "not read by this process: the exporter has a driver")
-
-
-def _check_devices(devices: Sequence[DeviceReading]) -> Iterator[Finding]:
-    if not devices:
-        fix = "make the GPUs visible here: docker --gpus all, or NVIDIA_VISIBLE_DEVICES=all; see nvidia-smi -L"
-        yield Finding("devices", FAIL, "the driver lists no device", fix)
-    for device in devices:
-        if device.error:
-            fix = "look for its Xid in the kernel log; reset the GPU or restart the node. The other devices work"
-            yield Finding("devices", FAIL, f"gpu {device.gpu} {device.uuid}: {device.error}", fix)
-    working = [f"{device.gpu} {device.name}".strip() for device in devices if not device.error]
-    if working:
-        yield Finding("devices", PASS, f"{len(working)} of {len(devices)} answer: {', '.join(working)}")
 
 
 def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
@@ -330,17 +326,13 @@ def check_actions(allowed: Sequence[str]) -> Iterator[Finding]:
 
 
 def check_reporters(processes: Sequence[Document], findings: Sequence[Document]) -> Iterator[Finding]:
-    """Count the processes that report, name silent ones, and tell how the others can report."""
-    reporting = [process.get("state") for process in processes].count("reporting")
+    """Count the processes that report, and tell how the others can report. Silent ones are findings about jobs."""
+    states = [process.get("state") for process in processes]
     unreported = next((each["sentence"] for each in findings if each["kind"] == "unreported"), "")
-    silent = [process for process in processes if process.get("state") == "silent"]
-    if silent:
-        fix = "check with `py-spy dump --pid PID` whether it is stopped, or hangs in a call that keeps the GIL"
-        yield Finding("reporters", WARN, f"{len(silent)} silent: {_listed(silent)}", fix)
-    if reporting:
+    if reporting := states.count("reporting"):
         text = counted(reporting, "process reports", "processes report")
         yield Finding("reporters", PASS, f"{text}. {unreported}" if unreported else text)
-    elif not silent:
+    elif "silent" not in states:
         fix = "start a PyTorch job below `gpumem-run`; it reports as soon as it uses a GPU"
         yield Finding("reporters", WARN, unreported or "no process reports", fix)
 
@@ -354,7 +346,10 @@ def check_pid_namespace(processes: Sequence[Document], *, mode: str, driver_up: 
         detail = "the exporter does not run in the host's: other processes and non-torch memory are unknown"
         yield Finding("pid namespace", WARN, detail, f"nothing in a sidecar; elsewhere, {fix}")
     elif lost:
-        detail = f"reporters without a process of the driver: {_listed(lost)}; their memory counts as other processes"
+        named = [f"pid {each['pid']} {each.get('workload') or ''}".rstrip() for each in lost[:_PROCESSES_SHOWN]]
+        more = f" and {len(lost) - _PROCESSES_SHOWN} more" if len(lost) > _PROCESSES_SHOWN else ""
+        listed = f"reporters without a process of the driver: {', '.join(named)}{more}"
+        detail = f"{listed}; their memory counts as other processes"
         yield Finding("pid namespace", FAIL if driver_up else WARN, detail, fix)
     else:
         yield Finding("pid namespace", PASS, "the exporter and the driver use the same pids")
@@ -368,9 +363,3 @@ def check_jobs(findings: Sequence[Document]) -> Iterator[Finding]:
         yield Finding("jobs", WARN, f"{each['title']}: {each['sentence']}", each.get("next", ""))
     if not of_jobs:
         yield Finding("jobs", PASS, "nothing needs attention")
-
-
-def _listed(processes: Sequence[Document]) -> str:
-    named = [f"pid {each['pid']} {each.get('workload') or ''}".rstrip() for each in processes[:_PROCESSES_SHOWN]]
-    more = len(processes) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more > 0 else "")

@@ -19,6 +19,7 @@ from gpumem_exporter.cli.commands.doctor import (
     check_driver,
     check_driver_elsewhere,
     check_health,
+    check_jobs,
     check_pid_namespace,
     check_reporters,
     check_trust,
@@ -97,6 +98,10 @@ def _process(pid: int, state: str = "reporting", **changes: Any) -> dict[str, An
     return {**process(pid, host_pid=pid, state=state, workload="llm", command="python"), "devices": devices, **changes}
 
 
+def _finding(kind: str, severity: str = "warning") -> dict[str, Any]:
+    return {"kind": kind, "severity": severity, "title": "Title", "sentence": f"It is {kind}.", "next": "See: dump"}
+
+
 def _namespace(*processes: dict[str, Any], **changes: Any) -> list[Finding]:
     known: dict[str, Any] = {"mode": "node", "driver_up": True}
     return list(check_pid_namespace(processes, **{**known, **changes}))
@@ -167,6 +172,9 @@ def test_the_text_of_each_finding() -> None:
         *check_reporters([_process(1), _process(3, "silent"), _process(4, "unreported")], [UNREPORTED]),
         *check_reporters([_process(1), _process(2)], []),
         *check_reporters([_process(4, "unreported")], [UNREPORTED]),
+        *check_reporters([_process(3, "silent")], []),
+        *check_jobs([_finding("silent"), _finding("check"), _finding("unreported", "info")]),
+        *check_jobs([]),
         *_namespace(_process(1), _process(5, host_pid=None)),
         *_namespace(_process(1), _process(5, host_pid=None), driver_up=False),
         *_namespace(_process(1)),
