@@ -35,13 +35,13 @@ _CORE = {
         if kind.command
     },
     "report": Listed(EXPLAIN, "Show the memory of a job, even after it has ended.", f"{_CLI}.report"),
-    "plan": Listed(EXPLAIN, "Predict the GPU memory of a training job before it runs.", f"{_CLI}.passed_on"),
+    "plan": Listed(EXPLAIN, "Predict the GPU memory of a training job before it runs.", f"{_CLI}.plan"),
     "serve": Listed(OPERATE, "Run the exporter.", "gpumem_exporter.serve_command"),
-    "run": Listed(OPERATE, "Start a command with the reporter injected into it.", f"{_CLI}.passed_on"),
+    "run": Listed(OPERATE, "Start a command with the reporter injected into it.", ""),
     "doctor": Listed(OPERATE, "Show what is wrong and how to fix it.", f"{_CLI}.doctor"),
     "release-nvml": Listed(OPERATE, "Release NVML for maintenance of the driver.", f"{_CLI}.actions"),
     "attach-nvml": Listed(OPERATE, "Attach NVML again after release-nvml.", f"{_CLI}.actions"),
-    "help": Listed(OPERATE, "Show the help of a command.", f"{_CLI}.passed_on"),
+    "help": Listed(OPERATE, "Show the help of a command.", ""),
 }
 _ALL = {
     **_CORE,
@@ -118,9 +118,10 @@ class _Commands(CommandGroup):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - as above
         """Return a command; None if there is no such command."""
-        listed = COMMANDS.get(cmd_name)
-        if listed is None:
+        if (listed := COMMANDS.get(cmd_name)) is None:
             return None
+        if not listed.module:
+            return click.Command(cmd_name, help=listed.summary)
         command: click.Command = getattr(importlib.import_module(listed.module), cmd_name.replace("-", "_"))
         return command
 

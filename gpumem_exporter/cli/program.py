@@ -34,7 +34,7 @@ class Listed(NamedTuple):
     summary: str
     """The first sentence of the command's own help."""
     module: str
-    """The module of the command's function. A feature gives it relative to its folder."""
+    """The module of the command's function, for a feature relative to its folder. Empty if `main` takes the words."""
 
 
 LOOK, RELEASE, EXPLAIN, OPERATE, NODES = GROUPS = ("Look", "Release", "Explain", "Operate", "Many nodes")

@@ -26,8 +26,7 @@ ALLOWED = {
     ("gpumem_exporter.demo", "gpumem_client"),
     ("gpumem_exporter.features.profiles", "gpumem_client.profile.profile_types"),
     ("gpumem_exporter.main", "gpumem_client.run"),
-    ("gpumem_exporter.cli.commands.passed_on", "gpumem_client.run"),
-    ("gpumem_exporter.cli.commands.passed_on", "gpumem_toolkit.planning.command"),
+    ("gpumem_exporter.cli.commands.plan", "gpumem_toolkit.planning.command"),
 }
 """What a folder or module imports beyond the rule: the demo's reporters, the types of profiles, the commands `run` and
 `plan`."""

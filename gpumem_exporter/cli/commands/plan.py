@@ -1,16 +1,11 @@
-"""The commands whose words click does not parse: `run`, `plan` and `help`."""
+"""`plan`: the command of gpumem-toolkit, which parses its words itself."""
 
 from __future__ import annotations
 
 import click
 
-from gpumem_client.run import SUMMARY
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.cli.program import PROGRAM
-
-# These two are for the help: `main` calls the client without click, and reads `help COMMAND` as `COMMAND --help`.
-run = click.Command("run", help=SUMMARY)
-help = click.Command("help", help="Show the help of a command.")  # noqa: A001 - the name of the command
 
 
 @click.command(
