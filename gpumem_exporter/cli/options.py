@@ -192,8 +192,7 @@ wide_option = click.option(
 
 def pop_view(values: dict[str, Any]) -> View:
     """Remove the values of `view_options` from `values`, and return them."""
-    order = Order(SORTS[values.pop("sort")], values.pop("reverse"))
-    return View(values.pop("filter_text"), order)
+    return View(values.pop("filter_text"), Order(SORTS[values.pop("sort")], values.pop("reverse")))
 
 
 def list_option(flag: str, name: str, values: Mapping[str, str], text: str) -> Callable[[_Command], _Command]:

@@ -111,9 +111,21 @@ def diagnose(token_file: str | None) -> Iterator[Finding]:
             if url.startswith("unix://"):
                 path = Path(url.removeprefix("unix://"))
                 yield from run_check("socket", partial(check_socket, path, required=len(urls) == 1))
-        if health is not None:
-            yield check_trust(api.objection, nearby=nearby)
-            yield from check_exporter(api, health, has_token=bool(action_token(token_file)))
+        if health is None:
+            return
+        yield check_trust(api.objection, nearby=nearby)
+        live: Callable[[], dict[str, Any]] = cache(lambda: api.get("/api/v1/live?details=all"))
+        checks: dict[str, Callable[[], Iterable[Finding]]] = {
+            "version": lambda: check_version(health["version"]),
+            "health": lambda: check_health(health),
+            "auth": lambda: check_auth(api, has_token=bool(action_token(token_file))),
+            "actions": lambda: check_actions(api.get("/api/v1/caller")["allowed_actions"]),
+            "reporters": lambda: check_reporters(processes_of(live()), live()["findings"]),
+            "pid namespace": lambda: check_pid_namespace(processes_of(live()), health),
+            "jobs": lambda: check_jobs(live()["findings"]),
+        }
+        for name, check in checks.items():
+            yield from run_check(name, check)
 
 
 def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> tuple[Finding, ...]:
@@ -152,7 +164,7 @@ def check_driver(health: Mapping[str, Any]) -> Iterator[Finding]:
         fix = "look for Xid errors in the kernel log; reset or drain the GPU, or restart the node"
         yield Finding("driver", FAIL, f"NVML does not answer within {_DRIVER_SECONDS:g} s", fix)
     except Exception as error:  # noqa: BLE001 - the error is the finding
-        nvml = health.get("nvml") or {}
+        nvml = health.get("nvml", {})
         fix = "install gpumem-exporter again, with its dependencies"
         if isinstance(error, NvmlError):
             fix = "install the NVIDIA driver, in a container the NVIDIA runtime (docker: --gpus all); try nvidia-smi"
@@ -174,12 +186,11 @@ def check_driver(health: Mapping[str, Any]) -> Iterator[Finding]:
 
 def check_driver_elsewhere(health: Mapping[str, Any]) -> Finding:
     """Judge the driver of the exporter by its `/health`."""
-    nvml = health.get("nvml") or {}
-    if not nvml.get("up"):
-        detail = f"the exporter has no driver: {nvml.get('error') or 'no reason given'}"
+    if not health["nvml"]["up"]:
+        detail = f"the exporter has no driver: {health['nvml']['error']}"
         fix = "run doctor and nvidia-smi on the exporter's machine"
-        return Finding("driver", WARN if nvml.get("released") else FAIL, detail, fix)
-    if health.get("source") == "demo":
+        return Finding("driver", WARN if health["nvml"]["released"] else FAIL, detail, fix)
+    if health["source"] == "demo":
         fix = "run serve without --demo on a node with GPUs"
         return Finding("driver", WARN, "the exporter shows simulated devices", fix)
     return Finding("driver", PASS, "not read by this process: the exporter has a driver")
@@ -221,15 +232,17 @@ def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
 
 def reach(api: ExporterApi, tried: Sequence[str]) -> tuple[Finding, dict[str, Any] | None]:
     """Find the address that answers. Return the finding, and the document of `/health` or None."""
+    fix = "use the exporter's own address: another server or a proxy answers there"
     try:
         health = api.get("/health", also=(503,))
     except ExporterUnreachableError as error:
         return Finding("exporter", FAIL, str(error)), None
     except ExporterAnswerError as error:
-        fix = "use the exporter's own address: another server or a proxy answers there"
         if error.status == 401:
             fix = "put user:password@ before the host of the address, or give the token for actions"
         return Finding("exporter", FAIL, f"{shown_url(api.url)} refuses: {error}", fix), None
+    if not {"version", "nvml", "checks"} <= health.keys():
+        return Finding("exporter", FAIL, f"the server at {shown_url(api.url)} is not a gpumem-exporter", fix), None
     silent = [shown_url(url) for url in tried[: tried.index(api.url)]]
     also_tried = f" (no answer at {', '.join(silent)})" if silent else ""
     return Finding("exporter", PASS, f"answers at {shown_url(api.url)}{also_tried}"), health
@@ -243,53 +256,30 @@ def check_trust(objection: str, *, nearby: bool) -> Finding:
     return Finding("trust", PASS, "the server receives tokens and reports")
 
 
-def check_exporter(api: ExporterApi, health: Document, *, has_token: bool) -> Iterator[Finding]:
-    """Run every check of an exporter that answers."""
-    live: Callable[[], dict[str, Any]] = cache(lambda: api.get("/api/v1/live?details=all"))
-    driver_up = bool((health.get("nvml") or {}).get("up"))
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "version": lambda: check_version(health),
-        "health": lambda: check_health(health),
-        "auth": lambda: check_auth(api, has_token=has_token),
-        "actions": lambda: check_actions(api.get("/api/v1/caller")["allowed_actions"]),
-        "reporters": lambda: check_reporters(processes_of(live()), live()["findings"]),
-        "pid namespace": lambda: check_pid_namespace(processes_of(live()), mode=health["mode"], driver_up=driver_up),
-        "jobs": lambda: check_jobs(live()["findings"]),
-    }
-    for name, check in checks.items():
-        yield from run_check(name, check)
-
-
-def check_version(health: Document) -> Iterator[Finding]:
+def check_version(version: str) -> Iterator[Finding]:
     """Compare the versions of the exporter and of this command."""
-    version = health.get("version")
     if version == __version__:
         yield Finding("version", PASS, f"{version}, the same as here")
     else:
         fix = "install the same version in both places; different versions still work together"
-        detail = f"the exporter has {version or 'an unknown version'}, this command {__version__}"
-        yield Finding("version", WARN, detail, fix)
+        yield Finding("version", WARN, f"the exporter has {version}, this command {__version__}", fix)
 
 
 def check_health(health: Document) -> Iterator[Finding]:
     """Judge the document of `/health`."""
-    status, nvml = health.get("status"), health.get("nvml") or {}
-    demo = "; demo with simulated devices" if health.get("source") == "demo" else ""
-    devices = counted(health.get("devices", "?"), "device", "devices")
-    counts = f"{devices}, {counted(health.get('processes', '?'), 'process', 'processes')}{demo}"
+    status, nvml = health["status"], health["nvml"]
+    demo = "; demo with simulated devices" if health["source"] == "demo" else ""
+    devices = counted(health["devices"], "device", "devices")
+    counts = f"{devices}, {counted(health['processes'], 'process', 'processes')}{demo}"
     if status == "ok":
         yield Finding("health", PASS, f"ok, {counts}")
         return
-    failing = [
-        f"{name}: {check.get('detail') or check.get('status')}"
-        for name, check in (health.get("checks") or {}).items()
-        if check.get("status") != "ok"
-    ]
-    detail = f"{status}: {'; '.join(failing) or nvml.get('error') or 'no reason given'} ({counts})"
+    failing = [f"{name}: {each['detail']}" for name, each in health["checks"].items() if each["status"] != "ok"]
+    detail = f"{status}: {'; '.join(failing)} ({counts})"
     fix = "run nvidia-smi there: if it hangs, save dmesg and restart the node; if not, restart the exporter"
     if status == "degraded":
-        fix = "" if nvml.get("up") else "the exporter attaches when the driver answers; see the line of the driver"
-        fix = "run `gpumem-exporter attach-nvml` after the maintenance" if nvml.get("released") else fix
+        fix = "" if nvml["up"] else "the exporter attaches when the driver answers; see the line of the driver"
+        fix = "run `gpumem-exporter attach-nvml` after the maintenance" if nvml["released"] else fix
     yield Finding("health", WARN if status == "degraded" else FAIL, detail, fix)
 
 
@@ -337,12 +327,12 @@ def check_reporters(processes: Sequence[Document], findings: Sequence[Document])
         yield Finding("reporters", WARN, unreported or "no process reports", fix)
 
 
-def check_pid_namespace(processes: Sequence[Document], *, mode: str, driver_up: bool) -> Iterator[Finding]:
+def check_pid_namespace(processes: Sequence[Document], health: Document) -> Iterator[Finding]:
     """Check that the exporter runs in the host's PID namespace: the driver lists processes by the host's pids."""
     fix = "run the exporter in the host's PID namespace: hostPID: true in the pod, --pid=host for docker and podman"
     reporting = [process for process in processes if process.get("state") == "reporting"]
     lost = [process for process in reporting if process.get("host_pid") is None]
-    if mode == "sidecar":
+    if health["mode"] == "sidecar":
         detail = "the exporter does not run in the host's: other processes and non-torch memory are unknown"
         yield Finding("pid namespace", WARN, detail, f"nothing in a sidecar; elsewhere, {fix}")
     elif lost:
@@ -350,7 +340,7 @@ def check_pid_namespace(processes: Sequence[Document], *, mode: str, driver_up: 
         more = f" and {len(lost) - _PROCESSES_SHOWN} more" if len(lost) > _PROCESSES_SHOWN else ""
         listed = f"reporters without a process of the driver: {', '.join(named)}{more}"
         detail = f"{listed}; their memory counts as other processes"
-        yield Finding("pid namespace", FAIL if driver_up else WARN, detail, fix)
+        yield Finding("pid namespace", FAIL if health["nvml"]["up"] else WARN, detail, fix)
     else:
         yield Finding("pid namespace", PASS, "the exporter and the driver use the same pids")
 

@@ -191,8 +191,7 @@ def node_tables(
 def _advised(findings: Sequence[Row]) -> list[Row]:
     """Return findings, each with a row that says what to do next."""
     blank = {"mark": "", "node": "", "since": "", "title": "", "style": "dim"}
-    advised = [(row, {**row, **blank, "sentence": row["next"]} if row.get("next") else None) for row in findings]
-    return [row for pair in advised for row in pair if row]
+    return [one for row in findings for one in (row, {**row, **blank, "sentence": row.get("next")}) if one["sentence"]]
 
 
 def heading(nodes: Sequence[Node]) -> Text:

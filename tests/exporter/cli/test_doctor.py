@@ -82,7 +82,10 @@ class _Api:
 
 def _health(source: str = "", error: str = "", *, released: bool = False) -> dict[str, Any]:
     """Return the health of an exporter whose driver is `nvml`, `demo`, or absent."""
-    return {"source": source or "nvml", "nvml": {"up": bool(source), "error": error, "released": released}}
+    nvml = {"up": bool(source), "error": error, "released": released}
+    checks = {"poller": {"status": "ok"}, "nvml": {"status": "failing", "detail": "the driver is away"}}
+    known = {"status": "degraded", "version": __version__, "mode": "node", "devices": 8, "processes": 2}
+    return {**known, "source": source or "nvml", "nvml": nvml, "checks": checks}
 
 
 def _driver(provider: Any, health: Any = (), timeout_seconds: float = 30.0) -> list[Finding]:
@@ -102,9 +105,8 @@ def _finding(kind: str, severity: str = "warning") -> dict[str, Any]:
     return {"kind": kind, "severity": severity, "title": "Title", "sentence": f"It is {kind}.", "next": "See: dump"}
 
 
-def _namespace(*processes: dict[str, Any], **changes: Any) -> list[Finding]:
-    known: dict[str, Any] = {"mode": "node", "driver_up": True}
-    return list(check_pid_namespace(processes, **{**known, **changes}))
+def _namespace(*processes: dict[str, Any], source: str = "nvml", **changes: Any) -> list[Finding]:
+    return list(check_pid_namespace(processes, {**_health(source), **changes}))
 
 
 def test_a_driver_that_hangs_fails_after_the_timeout() -> None:
@@ -131,9 +133,7 @@ def test_the_text_of_each_finding() -> None:
     absent = NvmlUnavailableError("libnvidia-ml.so.1 is not found")
     api = "https://ada:secret@node:9844"
     tried = ["unix:///s", api]
-    checks = {"nvml": {"status": "failing", "detail": "the driver is away"}}
-    degraded = {"status": "degraded", "devices": 8, "processes": 2, "checks": checks}
-    released = {**degraded, "nvml": {"up": False, "error": "released by ada", "released": True}}
+    degraded, released = _health(), _health(error="released by ada", released=True)
     answers: list[dict[str, Any] | Exception] = [
         {"actions": []},
         ExporterAnswerError(401, "a token is needed"),
@@ -152,16 +152,20 @@ def test_the_text_of_each_finding() -> None:
         *_driver(_Provider(error=ImportError("No module named 'pynvml'"))),
         *(check_driver_elsewhere(_health(source, "it is gone")) for source in ("", "nvml", "demo")),
         check_driver_elsewhere(_health(error="released by ada", released=True)),
-        reach(_Api({"status": "ok"}, api), tried)[0],  # type: ignore[arg-type]
+        *(reach(_Api(answer, api), tried)[0] for answer in (_health(), {"status": "ok"})),  # type: ignore[arg-type]
         reach(_Api(ExporterUnreachableError("no exporter answers at x"), api), tried)[0],  # type: ignore[arg-type]
         *(reach(_Api(ExporterAnswerError(code, "why"), api), tried)[0] for code in (401, 404)),  # type: ignore[arg-type]
         check_trust("", nearby=True),
         check_trust("it runs as uid 1001", nearby=True),
         check_trust("it has no certificate", nearby=False),
-        *check_version({"version": __version__}),
-        *check_version({"version": "9.9"}),
-        *check_health({"status": "ok", "devices": 1, "processes": 1, "source": "demo"}),
-        *(finding for health in (degraded, released, {**degraded, "status": None}) for finding in check_health(health)),
+        *check_version(__version__),
+        *check_version("9.9"),
+        *check_health({**_health("demo"), "status": "ok", "devices": 1, "processes": 1}),
+        *(
+            found
+            for health in (degraded, released, {**degraded, "status": "failing"})
+            for found in check_health(health)
+        ),
         *(
             finding
             for answer in answers
@@ -176,7 +180,7 @@ def test_the_text_of_each_finding() -> None:
         *check_jobs([_finding("silent"), _finding("check"), _finding("unreported", "info")]),
         *check_jobs([]),
         *_namespace(_process(1), _process(5, host_pid=None)),
-        *_namespace(_process(1), _process(5, host_pid=None), driver_up=False),
+        *_namespace(_process(1), _process(5, host_pid=None), source=""),
         *_namespace(_process(1)),
         *_namespace(),
         *_namespace(_process(5, host_pid=None), mode="sidecar"),
