@@ -14,8 +14,6 @@ from gpumem_exporter.node.pynvml_provider import PynvmlProvider
 from gpumem_exporter.node.reader import NodeReader
 from gpumem_exporter.page.live import ALL_DETAILS, NodeView
 
-_UNKNOWN = ("ledger", "idle_cache_bytes", "allocatable_bytes", "pressure_ratio")
-
 
 class DriverReader:
     """Reads the node without an exporter; a finding has the `reason`. Blocks while the driver blocks."""
@@ -43,9 +41,9 @@ class DriverReader:
         live = self._view.document(snapshot, facts, time.time(), details=ALL_DETAILS)
         live["time"] = {"unix_seconds": time.time(), "clock_seconds": node.taken_seconds}
         for device in live["devices"]:
-            device.update(dict.fromkeys(_UNKNOWN))
-        for name in ("idle_cache_bytes", "allocatable_bytes", "reported_bytes", "coverage_ratio"):
-            live["node"]["totals"][name] = None
+            device.update(dict.fromkeys(("ledger", "idle_cache_bytes", "allocatable_bytes", "pressure_ratio")))
+        unknown = ("idle_cache_bytes", "allocatable_bytes", "reported_bytes", "coverage_ratio")
+        live["node"]["totals"].update(dict.fromkeys(unknown))
         for job in live["jobs"]:  # unknown without reports
             job["state"] = None
             for process in job["processes"]:
