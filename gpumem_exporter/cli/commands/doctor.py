@@ -102,7 +102,8 @@ def diagnose(token_file: str | None) -> Iterator[Finding]:
     with open_api(token_file, token_for_reads=False) as api:
         reached, health = reach(api, urls)
         nearby = is_on_this_machine(api.url) and kube_forward() is None
-        if nearby:
+        # Not during maintenance, which an open driver would disturb.
+        if nearby and not (health and health["nvml"]["released"]):
             yield from run_check("driver", partial(check_driver, health or {}))
         elif health is not None:
             yield check_driver_elsewhere(health)
@@ -164,12 +165,11 @@ def check_driver(health: Mapping[str, Any]) -> Iterator[Finding]:
         fix = "look for Xid errors in the kernel log; reset or drain the GPU, or restart the node"
         yield Finding("driver", FAIL, f"NVML does not answer within {_DRIVER_SECONDS:g} s", fix)
     except Exception as error:  # noqa: BLE001 - the error is the finding
-        nvml = health.get("nvml", {})
         fix = "install gpumem-exporter again, with its dependencies"
         if isinstance(error, NvmlError):
             fix = "install the NVIDIA driver, in a container the NVIDIA runtime (docker: --gpus all); try nvidia-smi"
-        failed = Finding("driver", WARN if nvml.get("released") else FAIL, str(error), fix)
-        yield check_driver_elsewhere(health) if nvml.get("up") else failed
+        up = health.get("nvml", {}).get("up")
+        yield check_driver_elsewhere(health) if up else Finding("driver", FAIL, str(error), fix)
     else:
         yield Finding("driver", PASS, f"NVML answers, driver {version}")
         if not devices:
@@ -187,9 +187,9 @@ def check_driver(health: Mapping[str, Any]) -> Iterator[Finding]:
 def check_driver_elsewhere(health: Mapping[str, Any]) -> Finding:
     """Judge the driver of the exporter by its `/health`."""
     if not health["nvml"]["up"]:
-        detail = f"the exporter has no driver: {health['nvml']['error']}"
-        fix = "run doctor and nvidia-smi on the exporter's machine"
-        return Finding("driver", WARN if health["nvml"]["released"] else FAIL, detail, fix)
+        detail, released = f"the exporter has no driver: {health['nvml']['error']}", health["nvml"]["released"]
+        fix = "" if released else "run doctor and nvidia-smi on the exporter's machine"
+        return Finding("driver", WARN if released else FAIL, detail, fix)
     if health["source"] == "demo":
         fix = "run serve without --demo on a node with GPUs"
         return Finding("driver", WARN, "the exporter shows simulated devices", fix)

@@ -121,7 +121,9 @@ def test_the_commands_and_their_exit_codes(node: EmulatedNode, start_exporter: S
     command("release-nvml", "--reason", "driver upgrade")
     assert held(exporter, node) == set()
     assert json.loads(command("release-nvml", "--json"))["reason"] == "driver upgrade"
-    assert "gpumem-exporter attach-nvml" in command("doctor", code=None)
+    doctor = command("doctor", code=None)
+    assert "gpumem-exporter attach-nvml" in doctor
+    assert "the exporter has no driver: released" in doctor, "no driver is opened during maintenance"
     node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
     command("attach-nvml", code=1)
     node.set_init_error(0)
