@@ -34,6 +34,7 @@ from gpumem_exporter.metrics.instruments import Counter, Registry
 MAX_BODY_BYTES = 1 << 20
 """The largest body from Alertmanager, which sends all alerts of a group in one body, about 1 KiB each."""
 RULE = "gpumem_rule"
+_ACTION_OF_0_3 = "gpumem_action"
 ALERT_OUTCOMES = ("acted", "waiting", "refused", "resolved", "ignored", "invalid")
 ALERTS = Metric(
     "gpumem_alerts_total",
@@ -193,11 +194,11 @@ def _evaluate(
     given = (*alert.annotations.items(), *alert.labels.items())
     texts = {name: text.strip() for name, text in given if text.strip()}
     rule = texts.pop(RULE, "")
+    if not rule and _ACTION_OF_0_3 not in texts:
+        return "ignored", f"the alert has no label or annotation {RULE}", None
     if option := min((name for name in texts if name.startswith("gpumem_")), default=""):
         advice = f"write a rule of the policy file, and name it with {RULE}"
         raise ActionRefusedError(f"{option[:64]} has no effect: {advice}")
-    if not rule:
-        return "ignored", f"the alert has no label or annotation {RULE}", None
     if rule not in policies.states:
         known = ", ".join(policies.states) or "none: see --policy.file"
         raise ActionRefusedError(f"{RULE}: no rule {rule[:64]!r}; the rules are {known}")

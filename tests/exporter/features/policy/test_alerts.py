@@ -149,6 +149,13 @@ def test_an_alert_with_an_unknown_rule_or_with_options_is_refused(
     assert [part for part in named if part not in refused["reason"]] == [], refused
 
 
+def test_an_alert_that_names_neither_a_rule_nor_an_action_is_ignored_whatever_its_labels(node: Node) -> None:
+    ignored = node.send({**PID_1, "gpumem_team": "ml"}, rule="", annotations={"gpumem_rule": " ", "gpumem_action": ""})
+    assert (ignored["outcome"], ignored["action_id"]) == ("ignored", None)
+    assert "gpumem_rule" in ignored["reason"]
+    assert not node.targets()
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_repeated_alert_acts_again_as_the_rule_does(tmp_path: Path, dry_run: bool) -> None:
     node = Node(tmp_path, rule={"cooldown": "30s", "dry_run": dry_run, "stop_after": "never"})
