@@ -6,23 +6,25 @@ import asyncio
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
 
-from gpumem_client.wire.protocol import ProcessIdentity
+from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity
 from gpumem_exporter.core.event import Event, Query, process_subject
+from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.naming import command_of, json_pid
 from gpumem_exporter.core.recorders import Journal, ProcessRecorder
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.features.events.process_usage import GAP_SECONDS, DeviceUsage
 from gpumem_exporter.node.host import Host
 from gpumem_exporter.node.job_ids import job_of_process
 
 MAX_STARTS_PER_MINUTE = 1024
 """The maximum number of processes of a user whose start in a minute, and whose end, is an event."""
+# What a process used is not known between two values that are further apart, and further than readings or reports may
+# be; that time does not count.
+_GAP_SECONDS = 60.0
 _STARTS_WITHOUT_END = Query(after=0, types=("process_started",), last_of_subject=True, limit=1000)
 # A report of a process that has exited is read a moment after its end, or after a pause of the exporter.
 _MAX_ENDED = 256
@@ -31,6 +33,61 @@ _FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "st
 _same_process = attrgetter("session", "pid_namespace", "pid", "start_time_ticks")
 _JOBS = ("slurm_job_id", "ray_job_id")
 _STARTED = ("pid_namespace", "start_time_ticks", "command", "torch_version", "allocator_settings", "client_version")
+_SAMPLED = (
+    *("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "allocated_peak_bytes", "reserved_peak_bytes"),
+    *("alloc_retries", "ooms"),
+)
+
+
+@dataclass(slots=True)
+class Size:
+    """The last value of a size, the highest one, and the mean, as if it changed steadily from one to the next."""
+
+    last: int | None = None
+    seconds: float = 0.0
+    """When the last value was taken."""
+    highest: int | None = None
+    mean: int | None = None
+    _byte_seconds: float = 0.0
+    _mean_seconds: float = 0.0
+
+    def add(self, value: int | None, now_seconds: float, gap_seconds: float) -> None:
+        """Add a value, unless it is unknown; later values have later times."""
+        if value is None:
+            return
+        passed = now_seconds - self.seconds
+        if self.last is not None and passed <= gap_seconds:
+            self._byte_seconds += (self.last + value) / 2 * passed
+            self._mean_seconds += passed
+        self.mean = round(self._byte_seconds / self._mean_seconds) if self._mean_seconds else value
+        self.highest = max(value, self.highest or 0)
+        self.last, self.seconds = value, now_seconds
+
+
+@dataclass(slots=True)
+class _DeviceUsage:
+    """The memory of a process on one device. None is unknown."""
+
+    used: Size = field(default_factory=Size)
+    """The driver's values; a peak between two polls is not seen."""
+    reserved_peak: Size = field(default_factory=Size)
+    """The allocator's own peaks, which are exact, over all resets of the peaks."""
+    idle_cache: Size = field(default_factory=Size)
+
+    def row(self, sample: DeviceSample | None = None, since_seconds: float = 0.0) -> dict[str, int | None]:
+        """Return the values for an event: the last ones, if the driver's is not older than a time, peaks and means."""
+        used = self.used.last if self.used.seconds >= since_seconds else None
+        reserved = sample.reserved_bytes if sample is not None else None
+        return {
+            "used_bytes": used,
+            **{name: getattr(sample, name, None) for name in _SAMPLED},
+            "fragmented_bytes": fragmented_bytes(sample) if sample is not None else None,
+            "non_torch_bytes": None if used is None or reserved is None else used - reserved,
+            "used_peak_bytes": self.used.highest,
+            "used_mean_bytes": self.used.mean,
+            "reserved_highest_bytes": self.reserved_peak.highest,
+            "idle_cache_mean_bytes": self.idle_cache.mean,
+        }
 
 
 @dataclass(slots=True)
@@ -39,25 +96,27 @@ class _TrackedProcess:
 
     process: ReportingProcess
     """The process with its last report, and the samples of the last report that had samples."""
-    usage: defaultdict[str, DeviceUsage]
-    """By uuid."""
     left_out: bool
     """It has no events, because its user started too many processes."""
     first_report_unix_seconds: float
     facts: ProcessFacts | None = None
+    usage: defaultdict[str, _DeviceUsage] = field(default_factory=lambda: defaultdict(_DeviceUsage))
+    """By uuid."""
 
     def job_ids(self) -> dict[str, str | None]:
         """Return the ids of the process' jobs, as it reports them, otherwise as the host does."""
         identity = self.process.report.process
         return {name: getattr(identity, name) or getattr(self.facts, name, None) for name in _JOBS}
 
-    def take_report(self, process: ReportingProcess) -> None:
+    def take_report(self, process: ReportingProcess, gap_seconds: float) -> None:
         """Take the process with a new report."""
         if not process.report.devices:  # as in the final report
             process = replace(process, report=replace(process.report, devices=self.process.report.devices))
         self.process = process
         for sample in process.report.devices:
-            self.usage[sample.uuid].take_sample(sample, process.received_seconds)
+            usage = self.usage[sample.uuid]
+            usage.reserved_peak.add(sample.reserved_peak_bytes, process.received_seconds, gap_seconds)
+            usage.idle_cache.add(sample.idle_cache_bytes, process.received_seconds, gap_seconds)
 
 
 class Recorder(ProcessRecorder):
@@ -70,8 +129,7 @@ class Recorder(ProcessRecorder):
         self._log = log
         self._store = store
         self._wall_clock = wall_clock
-        gap_seconds = max(GAP_SECONDS, store.report_expiry_seconds, store.reading_expiry_seconds)
-        self._new_usage = partial(DeviceUsage, gap_seconds)
+        self._gap_seconds = max(_GAP_SECONDS, store.report_expiry_seconds, store.reading_expiry_seconds)
         # The number of readings in a row in which a device failed, by uuid, of the devices in the last reading.
         self._failures: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -98,7 +156,7 @@ class Recorder(ProcessRecorder):
                 self._end(process.key, reason, process.received_unix_seconds)
                 self._start(process)
             elif report.sequence >= before.sequence:
-                tracked.take_report(process)
+                tracked.take_report(process, self._gap_seconds)
 
     def take_reading(self, reading: NodeReading) -> None:
         """Record a reading of the driver."""
@@ -217,9 +275,8 @@ class Recorder(ProcessRecorder):
             self._minute, self._starts = minute, Counter()
         self._starts[share] += 1
         left_out = self._starts[share] > MAX_STARTS_PER_MINUTE
-        tracked = _TrackedProcess(process, defaultdict(self._new_usage), left_out, process.received_unix_seconds)
-        self._tracked[process.key] = tracked
-        tracked.take_report(process)
+        self._tracked[process.key] = tracked = _TrackedProcess(process, left_out, process.received_unix_seconds)
+        tracked.take_report(process, self._gap_seconds)
         self._apply_reading(tracked)  # the process may exit before the next poll
         if left_out:
             self._log.count_left_out(2)
@@ -240,7 +297,7 @@ class Recorder(ProcessRecorder):
             return
         if reading.pid_belongs_to(tracked.process):
             for uuid, used_bytes in self._used[host_pid].items():
-                tracked.usage[uuid].take_used(used_bytes, reading.taken_seconds)
+                tracked.usage[uuid].used.add(used_bytes, reading.taken_seconds, self._gap_seconds)
             tracked.facts = reading.facts.get(host_pid, tracked.facts)
 
     def _is_of_job(self, tracked: _TrackedProcess, job_id: str) -> bool:
@@ -313,6 +370,6 @@ def _ended_unseen(started: Event, now_unix_seconds: float) -> Event:
         "command": started.detail["command"],
         **dict.fromkeys((*_FACTS, *_JOBS, "step", "last_report_unix_seconds", "pinned_host_bytes")),
         "first_report_unix_seconds": started.detail["first_report_unix_seconds"],
-        "devices": [{**device, **DeviceUsage().row()} for device in started.detail["devices"]],
+        "devices": [{**device, **_DeviceUsage().row()} for device in started.detail["devices"]],
     }
     return replace(started, type="process_ended", time_unix_seconds=now_unix_seconds, detail=detail)

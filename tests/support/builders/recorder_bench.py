@@ -43,11 +43,11 @@ class RecordedLog(Journal):
 class RecorderBench:
     """Accepts reports and readings, as the exporter does."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading_expiry_seconds: float = 5.0) -> None:
         self.now = 100.0
         self.unix = 1.7e9
         self.log = RecordedLog()
-        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=2000)
+        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=reading_expiry_seconds, max_processes=2000)
         self.recorder = Recorder(self.log, self.store, wall_clock=lambda: self.unix)
         self.ooms = OomRecorder(
             self.log,

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.audit import Audit, action_event
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.features.events.event_entries import event_document
-from gpumem_exporter.features.events.event_recorder import MAX_STARTS_PER_MINUTE
-from gpumem_exporter.features.events.process_usage import DeviceUsage
+from gpumem_exporter.features.events.event_recorder import MAX_STARTS_PER_MINUTE, Size
 from gpumem_exporter.features.oom.oom_events import MAX_OF_OWNER_PER_MINUTE
 from tests.support.builders.builders import MIB, UUIDS, device, node, sample
 from tests.support.builders.recorder_bench import RecorderBench as Bench
@@ -266,24 +264,37 @@ def test_a_finished_action_has_an_event_with_its_results_but_a_dry_run_has_none(
 
 
 def test_a_mean_counts_time_without_long_gaps_and_a_peak_outlives_a_reset() -> None:
-    usage = DeviceUsage()
-    assert usage.row() == dict.fromkeys(usage.row()), "nothing is known"
-    usage.take_used(400, 10.0)
-    assert usage.row()["used_mean_bytes"] == 400
-    usage.take_used(400, 10.0)  # the same reading again
-    usage.take_used(200, 20.0)
-    usage.take_used(200, 50.0)
-    assert usage.row()["used_mean_bytes"] == (300 * 10 + 200 * 30) // 40
-    usage.take_used(1000, 5000.0)
-    assert usage.row()["used_mean_bytes"] == (300 * 10 + 200 * 30) // 40
-    assert usage.row()["used_peak_bytes"] == 1000
-    rarely = DeviceUsage(gap_seconds=360.0)  # the driver is polled every two minutes
-    for minute in range(100):
-        rarely.take_used(100 if minute < 99 else 1100, 120.0 * minute)
-    assert rarely.row()["used_mean_bytes"] == 100 + round(500 / 99)
-    for peak, idle in ((500, None), (100, 40), (None, 20)):
-        usage.take_sample(DeviceSample(UUIDS[0], reserved_peak_bytes=peak, idle_cache_bytes=idle), 1.0)
-    assert (usage.row()["reserved_highest_bytes"], usage.row()["idle_cache_mean_bytes"]) == (500, 20)
+    size = Size()
+    assert (size.last, size.highest, size.mean) == (None, None, None)
+    for value, seconds, mean in (
+        (400, 10.0, 400),
+        (400, 10.0, 400),  # the same reading again
+        (200, 20.0, 300),
+        (None, 30.0, 300),
+        (200, 50.0, (300 * 10 + 200 * 30) // 40),
+        (1000, 5000.0, (300 * 10 + 200 * 30) // 40),
+        (100, 5010.0, (300 * 10 + 200 * 30 + 550 * 10) // 50),
+    ):
+        size.add(value, seconds, 60.0)
+        assert size.mean == mean
+    assert (size.last, size.highest) == (100, 1000)
+
+
+def test_the_end_of_a_process_has_means_over_rare_polls_and_the_highest_of_all_peaks() -> None:
+    bench = Bench(reading_expiry_seconds=360.0)  # the driver is polled every two minutes
+    first, last = (
+        dataclasses.replace(sample(UUIDS[0], MIB), reserved_peak_bytes=peak, idle_cache_bytes=idle)
+        for peak, idle in ((500, None), (100, 40))
+    )
+    bench.report(7, host_pid=7, devices=(first,))
+    for minute in range(0, 100, 2):
+        bench.reading(device(UUIDS[0], processes={7: MIB if minute < 98 else 11 * MIB}))
+        bench.wait(120.0)
+    bench.report(7, host_pid=7, devices=(last,), sequence=2)
+    bench.forget(bench.process(), "exited")
+    (row,) = bench.log.events[-1].detail["devices"]
+    assert (row["used_peak_bytes"], row["used_mean_bytes"]) == (11 * MIB, MIB + round(5 * MIB / 49))
+    assert (row["reserved_peak_bytes"], row["reserved_highest_bytes"], row["idle_cache_mean_bytes"]) == (100, 500, 40)
 
 
 def test_a_process_that_reports_again_has_started_when_it_reports_again() -> None:
