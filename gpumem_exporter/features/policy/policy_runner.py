@@ -76,7 +76,7 @@ class Subject:
     """The last consecutive actions that did not help, as the event `policy_stopped` has them."""
     stopped_until: float = 0.0
     presumed: bool = False
-    """A dry run has shown that its action would help, and its conditions have not been false since."""
+    """A dry run would have acted, which has no result, and its conditions have not been false since."""
 
 
 @dataclass(slots=True)
@@ -140,7 +140,8 @@ class RuleState:
         # The conditions have to be true again for the whole time.
         self._met_since[seen.reporter, seen.uuid] = seen.process.sampled_seconds
         subject = self.subjects.setdefault(self.subject_of(seen), Subject(seen.process.key))
-        subject.process, subject.action_id = seen.process.key, action_id
+        subject.process, subject.action_id = seen.process.key, None if self.rule.dry_run else action_id
+        subject.presumed = self.rule.dry_run and action_id is not None
         subject.acted = [*(acted for acted in subject.acted if now - acted < _HOUR_SECONDS), now]
 
 
@@ -215,7 +216,6 @@ class PolicyRunner:
         """Note whether an action helped. If the rule stops there because of it, log and record that."""
         stop = rule.stop
         why = None if stop is None else _why_unhelpful(action, stop.freed_under)
-        subject.presumed = action.dry_run and not why
         if why == "":
             subject.unhelpful.clear()
         if not why or stop is None:
@@ -228,11 +228,10 @@ class PolicyRunner:
         times = f"{len(tries)} times in a row" if len(tries) > 1 else "once"
         reason, until = f"{action.action} did not help {times}: {why}", self.iso_time(subject.stopped_until)
         fields = {"rule": rule.name, "action": action.action, "reason": reason, "until": until}
-        logged = {**fields, "target": action.target.describe(), "dry_run": rule.dry_run}
+        logged = {**fields, "target": action.target.describe()}
         _log.warning("a policy rule stopped, because its action does not help", extra={"fields": logged})
-        if not rule.dry_run:  # the stop of a dry run has no event
-            place, detail = place_of(action.results), {**fields, "tries": tries}
-            self.record(Event("policy_stopped", self.wall_clock(), **place, owner=action.share, detail=detail))
+        place, detail = place_of(action.results), {**fields, "tries": tries}
+        self.record(Event("policy_stopped", self.wall_clock(), **place, owner=action.share, detail=detail))
 
     def evaluate(self, alert: NamingAlert | None = None) -> Mapping[tuple[str, str], Sequence[str]]:
         """Evaluate every rule on every process that it concerns; or for an alert, one rule on what the alert admits.
@@ -301,7 +300,7 @@ class PolicyRunner:
 
     def _under_way(self) -> AbstractSet[ProcessKey]:
         """Return the processes with a running action, or where an action of a rule settles."""
-        acting = (state.subjects.values() for state in self.states.values() if not state.rule.dry_run)
+        acting = (state.subjects.values() for state in self.states.values())
         return self.dispatcher.under_way() | {each.process for some in acting for each in some if each.action_id}
 
     def _act(self, state: RuleState, seen: Observation, now: float, alert: NamingAlert | None) -> tuple[str, str]:

@@ -327,16 +327,14 @@ def test_a_rule_stops_after_consecutive_clears_that_release_little() -> None:
     assert (found.targets, found.counts) == ([Target(pid=2)], {("r", "stopped"): 1})
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_a_helpful_clear_resets_the_count(dry_run: bool) -> None:
-    bench = Bench(rule(dry_run=dry_run, stop_after=stop_after(2)))
+def test_a_helpful_clear_resets_the_count() -> None:
+    bench = Bench(rule(stop_after=stop_after(2)))
     for freed in (0, 64 * MIB, 0):
         bench.act(freed=freed)
         assert not bench.stops()
-        bench.evaluate(process(1, sample(), at=bench.now))  # a dry run acts again after its conditions were false
     bench.act(freed=0)
     assert bench.stops()
-    assert len(bench.events) == (not dry_run)
+    assert len(bench.events) == 1
 
 
 def test_a_stopped_rule_starts_again_after_the_time_in_the_file() -> None:
@@ -378,15 +376,25 @@ def test_a_rule_for_alerts_acts_only_for_an_alert_and_on_what_the_alert_admits()
     assert only(bench.hoarding(100.0), "pending")
 
 
-def test_a_dry_run_acts_again_only_after_its_conditions_were_false() -> None:
+def test_a_dry_run_acts_again_only_after_its_conditions_were_false_and_never_stops() -> None:
+    bench = Bench(rule(dry_run=True, stop_after=stop_after(1)))
+    for freed in (200 * MIB, 0):
+        ((request, _),) = bench.hoarding(10.0).requests
+        assert request.dry_run
+        assert bench.finish(freed=freed) is None
+        assert only(bench.hoarding(100.0), "cooling")
+        bench.now += 1
+        bench.evaluate(process(1, sample(), at=bench.now))  # something else has cleared the cache
+    assert not bench.stops()
+
+
+def test_a_refused_dry_run_acts_again_after_the_cooldown() -> None:
     bench = Bench(rule(dry_run=True))
-    ((request, _),) = bench.hoarding().requests
-    assert request.dry_run
-    bench.finish()
-    assert only(bench.hoarding(100.0), "cooling")
-    bench.now += 1
-    bench.evaluate(process(1, sample(), at=bench.now))  # something else has cleared the cache
-    assert bench.hoarding().requests
+    bench.dispatcher.refuses = True
+    assert only(bench.hoarding(), "refused")
+    bench.dispatcher.refuses = False
+    assert only(bench.hoarding(9.9), "cooling")
+    assert bench.hoarding(0.1).requests
 
 
 def test_an_unchanged_rule_keeps_its_state_after_a_reload() -> None:
