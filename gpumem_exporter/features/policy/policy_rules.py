@@ -45,21 +45,17 @@ _log = logging.getLogger(__name__)
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)")
 _BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS: Mapping[str, tuple[Mapping[str, float], str]] = {
-    "bytes": ({"": 1, "B": 1, **_BINARY, **_DECIMAL}, "bytes, such as 4GiB or 512MiB"),
-    "ratio": ({"": 1, "%": 0.01}, "a ratio, such as 5% or 0.05"),
-    "seconds": ({"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}, "a time, such as 60s, 5m or 1h"),
-}
-_SHOWN: Mapping[str, Callable[[float], str]] = {
-    "bytes": lambda size: human_bytes(int(size)),
-    "ratio": lambda ratio: f"{100 * ratio:.3g} %",
-    "seconds": human_seconds,
+# The factors of each kind of value, what is accepted, and how a value is shown.
+_UNITS: Mapping[str, tuple[Mapping[str, float], str, Callable[[float], str]]] = {
+    "bytes": ({"": 1, "B": 1, **_BINARY, **_DECIMAL}, "bytes, such as 4GiB or 512MiB", lambda x: human_bytes(int(x))),
+    "ratio": ({"": 1, "%": 0.01}, "a ratio, such as 5% or 0.05", lambda ratio: f"{100 * ratio:.3g} %"),
+    "seconds": ({"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}, "a time, such as 60s, 5m or 1h", human_seconds),
 }
 
 
 def read_quantity(text: object, unit: str) -> float:
     """Read a number with a unit: bytes, ratio (0 to 1) or seconds. Raises ValueError with what is accepted."""
-    factors, accepted = _UNITS[unit]
+    factors, accepted, _ = _UNITS[unit]
     found = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
     value = float(found[1]) * factors.get(found[2], nan) if found is not None else nan
     if not isfinite(value) or (unit == "ratio" and value > 1):
@@ -175,33 +171,8 @@ _BOUNDS = {
     for unit, quantity in (("bytes", Bytes), ("ratio", Ratio), ("seconds", Seconds))
 }
 _CONDITIONS: dict[str, Any] = {name: (_BOUNDS[unit], None) for name, unit in FIELDS.items()}
-_Conditions: Any = create_model("_Conditions", __base__=FileSection, **_CONDITIONS)
-
-
-class When(_Conditions):  # type: ignore[misc]
-    """The conditions of a rule, by value. All of them must be true."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.model_fields_set:
-            raise section_error("", f"expected at least one of {', '.join(FIELDS)}")
-        return self
-
-    @cached_property
-    def bounds(self) -> dict[str, Bounds]:
-        """The bounds of each value that has a condition."""
-        return {name: getattr(self, name) for name in FIELDS if name in self.model_fields_set}
-
-    def met(self, values: Mapping[str, float | None]) -> str:
-        """Return the values and their bounds if all conditions are true, otherwise an empty string."""
-        if any((value := values[name]) is None or not b.over < value < b.under for name, b in self.bounds.items()):
-            return ""
-        texts = []
-        for name, each in self.bounds.items():
-            show = _SHOWN[FIELDS[name]]
-            bounds = " and ".join(f"{word} {show(bound)}" for word, bound in each if not isinf(bound))
-            texts.append(f"{name} {show(values[name] or 0)} ({bounds})")
-        return ", ".join(texts)
+_When: Any = create_model("_When", __base__=FileSection, **_CONDITIONS)
+"""The conditions of a rule, by value. All of them must be true."""
 
 
 class Do(FileSection):
@@ -254,7 +225,7 @@ class Rule(FileSection):
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
     workloads: Annotated[list[str], Field(min_length=1)]
     """The workloads of the rule, as shell patterns."""
-    when: When
+    when: _When
     trigger: Literal["conditions", "alert"] = "conditions"
     """`alert`: the rule acts only if an alert names it, on a process that meets the conditions at that moment."""
     for_seconds: Annotated[Seconds, Field(alias="for", le=_DAY_SECONDS)] = 0.0
@@ -278,11 +249,29 @@ class Rule(FileSection):
         if self.cooldown < settle_seconds:
             least = human_seconds(settle_seconds)
             raise section_error("cooldown", f"cooldown: expected at least still_free_after of stop_after, {least}")
-        idle = self.when.bounds.get("engine_idle_seconds")
+        if not self.bounds:
+            raise section_error("when", f"when: expected at least one of {', '.join(FIELDS)}")
+        idle = self.bounds.get("engine_idle_seconds")
         if self.do.action == "release_memory" and not self.do.force and (not idle or idle.over < MIN_IDLE_SECONDS):
             least = human_seconds(MIN_IDLE_SECONDS)
             raise section_error("when", f"when: release_memory expects engine_idle_seconds over at least {least}")
         return self
+
+    @cached_property
+    def bounds(self) -> Mapping[str, Bounds]:
+        """The bounds of each value that has a condition."""
+        return {name: bounds for name, bounds in self.when if bounds is not None}
+
+    def met(self, values: Mapping[str, float | None]) -> str:
+        """Return the values and their bounds if all conditions are true, otherwise an empty string."""
+        if any((value := values[name]) is None or not b.over < value < b.under for name, b in self.bounds.items()):
+            return ""
+        texts = []
+        for name, each in self.bounds.items():
+            *_, show = _UNITS[FIELDS[name]]
+            bounds = " and ".join(f"{word} {show(bound)}" for word, bound in each if not isinf(bound))
+            texts.append(f"{name} {show(values[name] or 0)} ({bounds})")
+        return ", ".join(texts)
 
     @property
     def stop(self) -> StopAfter | None:

@@ -105,7 +105,7 @@ class RuleState:
 
     def observe(self, concerned: Sequence[Observation], now: float) -> None:
         """Note which of the processes that the rule concerns meet all conditions now."""
-        met = {(each.reporter, each.uuid): each for each in concerned if self.rule.when.met(each.values)}
+        met = {(each.reporter, each.uuid): each for each in concerned if self.rule.met(each.values)}
         since = self._met_since
         self._met_since = {key: since.get(key, each.process.sampled_seconds) for key, each in met.items()}
         present = {name for each in concerned for name in self._subjects_of(each)}
@@ -305,7 +305,7 @@ class PolicyRunner:
 
     def _act(self, state: RuleState, seen: Observation, now: float, alert: NamingAlert | None) -> tuple[str, str]:
         """Submit the action of a rule. Return the result, and the id of the action or why it was refused."""
-        rule, caller, reason = state.rule, Caller.policy(state.rule.name), state.rule.when.met(seen.values)
+        rule, caller, reason = state.rule, Caller.policy(state.rule.name), state.rule.met(seen.values)
         if alert is not None:
             caller, reason = alert.requested_by, f"{alert.reason}: {reason}"[:MAX_REASON_LENGTH]
         request = replace(rule.request, target=Target(pid=seen.process.name), reason=reason)

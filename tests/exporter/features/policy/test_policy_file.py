@@ -83,7 +83,7 @@ def test_the_documented_rules_are_dry_runs_and_clear_only_what_stays_free(tmp_pa
     for text in (example, document.partition("```yaml\n")[2].partition("```")[0]):
         for rule in read(tmp_path, text):
             assert rule.dry_run
-            assert rule.request.action != "empty_cache" or "idle_cache_bytes" in rule.when.bounds
+            assert rule.request.action != "empty_cache" or "idle_cache_bytes" in rule.bounds
     assert [name for name in FIELDS if name not in example] == []
     keys = {field.alias or name for section in (Rule, StopAfter) for name, field in section.model_fields.items()}
     assert [key for key in keys if f"{key}:" not in example] == []
