@@ -11,7 +11,6 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from time import monotonic  # the thread waits in real time, whatever clock the other parts use
@@ -87,10 +86,9 @@ class EventLog(Journal):
         # A query and its page. None wakes the thread.
         self._queries: queue.SimpleQueue[tuple[Query, Future[Page]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        # With the lock: the queue, and the number of dropped events.
+        # With the lock: the queue.
         self._waiting: deque[_Waiting] = deque()
         self._shares = Shares(max_waiting)
-        self._dropped = 0
         self._stopping = False
         # The rest belongs to the log's thread. These events are taken out of the queue, and are stored next.
         self._batch: list[_Waiting] = []
@@ -106,8 +104,7 @@ class EventLog(Journal):
 
     def stop(self, timeout_seconds: float) -> bool:
         """Store the queued events and stop; returns whether that finished within the timeout."""
-        with self._lock:
-            self._stopping = True
+        self._stopping = True
         self._queries.put(None)
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
@@ -116,18 +113,16 @@ class EventLog(Journal):
         """Queue an event. Never blocks. The future is true after the commit, and false if the event is dropped."""
         new, lost = _Waiting(event), []
         with self._lock:
-            if self._stopping:
-                lost.append(new)
-            else:
-                self._waiting.append(new)
-                self._shares.put(new.share, new.size)
+            self._waiting.append(new)
+            self._shares.put(new.share, new.size)
             while (loser := self._shares.over()) is not None:
                 lost.append(next(each for each in reversed(self._waiting) if each.share == loser))
                 self._waiting.remove(lost[-1])
                 self._shares.drop(loser, lost[-1].size)
         if self._queries.empty():
             self._queries.put(None)
-        self._drop(lost)
+        for each in lost:
+            self._drop(each)
         return new.committed
 
     def count_left_out(self, count: int) -> None:
@@ -137,8 +132,8 @@ class EventLog(Journal):
     def read(self, query: Query) -> Future[Page]:
         """Query events without blocking. The future raises StorageError on an error, or if too many queries wait."""
         page: Future[Page] = Future()
-        if self._stopping or self._queries.qsize() >= MAX_READERS:
-            page.set_exception(StorageError("the exporter is stopping" if self._stopping else "too many queries"))
+        if self._queries.qsize() >= MAX_READERS:
+            page.set_exception(StorageError("too many queries"))
         else:
             self._queries.put((query, page))
         return page
@@ -180,15 +175,15 @@ class EventLog(Journal):
 
     def check(self) -> Check:
         """Return whether events are stored. Never waits for the disk."""
-        waiting = len(self._batch) + len(self._waiting)
         busy_since, now = self._busy_since_seconds, monotonic()
         problem = self._error
         if not problem and not self._thread.is_alive():
             problem = "the event log has stopped"
         elif not problem and busy_since is not None and now - busy_since >= _SLOW_SECONDS:
             problem = f"{self._storage} has not answered for {now - busy_since:.0f} s"
-        lost = f"; {waiting} waiting, {self._dropped} dropped" if waiting or self._dropped else ""
-        return check("degraded" if problem else "ok", (problem or f"stored in {self._storage}") + lost)
+        waiting = len(self._batch) + len(self._waiting)
+        detail = (problem or f"stored in {self._storage}") + (f"; {waiting} waiting" if waiting else "")
+        return check("degraded" if problem else "ok", detail)
 
     # In the log's thread
 
@@ -203,14 +198,6 @@ class EventLog(Journal):
             with contextlib.suppress(queue.Empty):
                 if (asked := self._queries.get(timeout=wait_seconds)) is not None:
                     self._answer(*asked)
-        while not self._queries.empty():
-            if (asked := self._queries.get()) is not None:
-                self._answer(*asked)
-        with self._lock:
-            lost = [*self._batch, *self._waiting]
-            self._batch.clear()
-            self._waiting.clear()
-        self._drop(lost)
         self._storage.close()
 
     def _write(self) -> None:
@@ -235,7 +222,7 @@ class EventLog(Journal):
         batch, self._batch = self._batch, []
         for each, is_new in zip(batch, outcomes, strict=True):
             if is_new is None:
-                self._drop([each])
+                self._drop(each)
                 continue
             if is_new and each.event.type in EVENT_TYPES:
                 self._stored.labels(each.event.type).inc()
@@ -249,11 +236,7 @@ class EventLog(Journal):
             except Exception as error:  # noqa: BLE001 - the caller gets the error
                 page.set_exception(error)
 
-    def _drop(self, lost: Sequence[_Waiting]) -> None:
-        """Count and complete events that are not stored; in any thread."""
-        if lost:
-            with self._lock:
-                self._dropped += len(lost)
-            self._lost.inc(len(lost))
-        for each in lost:
-            each.committed.set_result(False)
+    def _drop(self, event: _Waiting) -> None:
+        """Count and complete an event that is not stored; in any thread."""
+        self._lost.inc()
+        event.committed.set_result(False)
