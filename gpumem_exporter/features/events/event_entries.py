@@ -5,7 +5,6 @@ Short jobs, and errors that repeat, are one entry: a list of the events that it 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -78,7 +77,8 @@ def fold(events: Iterable[Event]) -> list[list[Event]]:
                 name = commands.setdefault(event.subject or name, event.detail.get("command") or name)
             job = (event.owner, name)
             key = (*job, event.uuid) if is_error else job
-            if (earlier := entries.get(last.get(key, -1))) and _is_near(earlier[-1], event):
+            earlier = entries.get(last.get(key, -1))
+            if earlier and abs(event.time_unix_seconds - earlier[-1].time_unix_seconds) <= FOLD_SECONDS:
                 entry = entries.pop(last[key])
             elif is_error:
                 last.pop(job, None)
@@ -88,16 +88,12 @@ def fold(events: Iterable[Event]) -> list[list[Event]]:
     return list(entries.values())
 
 
-def _is_near(one: Event, other: Event) -> bool:
-    return abs(one.time_unix_seconds - other.time_unix_seconds) <= FOLD_SECONDS
-
-
 def event_document(entry: Sequence[Event]) -> EventDocument:
     """Return an entry: its last event. A column is null where the events differ."""
     differing: dict[str, Any] = {name: None for name in PLACE if len({getattr(each, name) for each in entry}) > 1}
     event = replace(entry[-1], **differing)
-    types = Counter(each.type for each in entry)
-    starts, ends, errors = (types[type_] for type_ in _FOLDED.values())
+    counts = {name: sum(each.type == type_ for each in entry) for name, type_ in _FOLDED.items()}
+    starts, ends, errors = counts.values()
     title, severity, text_of = _WORDS.get(event.type, (event.type, "info", lambda _: ""))
     try:
         text = text_of(event) + (f"; {errors} times" if errors > 1 else "")
@@ -108,7 +104,6 @@ def event_document(entry: Sequence[Event]) -> EventDocument:
     elif starts + ends > 1:
         title = "ran" if starts and ends else title
         text = _process(event) if starts == ends == 1 else _several(event, starts, ends)
-    counts = {name: types[type_] for name, type_ in _FOLDED.items()}
     folded = {**counts, "first_unix_seconds": min(each.time_unix_seconds for each in entry)}
     document: Any = {
         "id": event.id,

@@ -32,16 +32,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-_EVENTS_EXAMPLES = f"""\b
+_EVENTS_EXAMPLES = """\b
 Examples:
   gpumem-exporter events                              # the last 100
   gpumem-exporter events --follow
   gpumem-exporter events --since 3h --type oom,device_lost
   gpumem-exporter events --job llm-pretrain --json | jq -r '.events[].detail.reason'
-
-\b
-Types: {", ".join(EVENT_TYPES[:5])},
-{", ".join(EVENT_TYPES[5:])}.
 
 \b
 Exit codes: 0 shown, also after Ctrl-C; 1 the exporter does not answer; 2 wrong usage.
@@ -90,7 +86,7 @@ def _since(_context: click.Context, _option: click.Parameter, text: str | None) 
 @click.option(
     "--since", metavar="TIME", callback=_since, help="Only events since then: 30s, 15m, 3h, 2d, or a local time."
 )
-@list_option("--type", "types", {name: name for name in EVENT_TYPES}, "Only events of these types.")
+@list_option("--type", "types", {name: name for name in EVENT_TYPES}, f"Only these types: {', '.join(EVENT_TYPES)}.")
 @job_option("Only events about this job")
 @click.option("--pid", metavar="PID", help="Only events about this process.")
 @api_options
