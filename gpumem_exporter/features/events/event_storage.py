@@ -221,9 +221,7 @@ class Storage:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
         try:
-            if self._connection is None:
-                self._connection = self._open()
-            yield self._connection
+            yield self._connection or self._open()
         except (sqlite3.Error, OSError) as error:
             if self._path is not None:
                 self.close()
@@ -243,23 +241,16 @@ class Storage:
                 self._path.chmod(0o600)  # an older exporter created it
         # No timeout: another exporter keeps its lock for as long as it runs.
         connection = sqlite3.connect(":memory:" if self._path is None else self._path, timeout=0, isolation_level=None)
+        self._connection = connection
         connection.row_factory = sqlite3.Row
         # SQLite does not check texts. A damaged one is read as far as possible.
         connection.text_factory = partial(str, encoding="utf-8", errors="replace")
-        try:
-            for setting in _SETTINGS:
-                connection.execute(f"PRAGMA {setting}")
-            self._prepare(connection)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _prepare(self, connection: sqlite3.Connection) -> None:
+        for setting in _SETTINGS:
+            connection.execute(f"PRAGMA {setting}")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         columns = {row["name"] for row in connection.execute("PRAGMA table_info(events)")}
         if version not in (0, _VERSION) or (columns and not columns.issuperset(_COLUMNS)):  # a later one, or 0.2
-            raise StorageError(f"{self._path} was written by another version; move it away, and a new one is created")
+            raise sqlite3.NotSupportedError("another version wrote it; move it away, and a new one is created")
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(found)
@@ -270,6 +261,7 @@ class Storage:
         self._complete_names(connection)
         (running_seconds,) = connection.execute("SELECT seconds FROM running_time").fetchone()
         self._running_since_seconds = self._clock() - running_seconds
+        return connection
 
     def _complete_names(self, connection: sqlite3.Connection) -> None:
         """Store what the events of an earlier version are about.
