@@ -15,6 +15,7 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError
 from gpumem_client.wire.units import human_bytes
+from gpumem_exporter.actions.action_options import Target
 from gpumem_exporter.actions.kinds import COMMAND_NAMES
 from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended
@@ -54,13 +55,10 @@ An ID may be shortened, as in the list. A user without the rights to all process
 """
 _PAGE = 1000
 _POLL_SECONDS = 1.0
-# How long `cancel` waits for processes that have received their command.
-_CANCEL_SECONDS = 5.0
-_CANCEL_POLL_SECONDS = 0.25
 # The actions that release memory to the driver.
 _FREEING = ("empty_cache", "terminate", "release_memory")
 _COLUMNS = (
-    *(("id", "left"), ("requested", "left"), ("action", "left"), ("of", "cut"), ("by", "cut"), ("outcome", "left")),
+    *(("id", "left"), ("requested", "left"), ("action", "left"), ("target", "cut"), ("by", "cut"), ("outcome", "left")),
     *(("freed", "right"), ("stays free", "right")),
 )
 
@@ -184,15 +182,12 @@ def show_action(api: ExporterApi, action_id: str, as_json: bool) -> int:
 def cancel_action(api: ExporterApi, action_id: str, as_json: bool) -> int:
     """Cancel an action in the processes that have not started it.
 
-    The exit code is 1 if nothing was canceled, because the action had ended.
+    The exit code is 1 if nothing was canceled, because the action had ended. A process that has received its command
+    answers with its next report: see `actions show`.
     """
     full_id = api.full_id("action", action_id)
     had_ended = has_ended(api.action(full_id))
     action = api.cancel(full_id)
-    end = time.monotonic() + _CANCEL_SECONDS
-    while not has_ended(action) and time.monotonic() < end:
-        time.sleep(_CANCEL_POLL_SECONDS)
-        action = api.action(full_id)
     shown = [*_lines(action), *([plain("The action had ended. Nothing was canceled.")] if had_ended else [])]
     print_result(action, shown, as_json=as_json)
     return FAILED if had_ended else 0
@@ -204,7 +199,7 @@ def _row(action: Document) -> Sequence[str | Text]:
         action["id"][:8],
         _time(action),
         COMMAND_NAMES.get(action["action"], action["action"]),
-        _target(action["target"]),
+        Target(**action["target"]).describe(),
         caller_text(action["requested_by"]),
         plain(outcome, "green" if outcome == "done" else "red" if ended else ""),
         human_bytes(action["freed_bytes"] if action["action"] in _FREEING else None),
@@ -218,17 +213,10 @@ def _lines(action: Document) -> Iterator[RenderableType]:
     dry_run = ", a dry run" if action["dry_run"] else ""
     mode = f", in mode {action['mode']}" if action["mode"] not in ("auto", "now") else ""
     reason = f": {action['reason']}" if action["reason"] else ""
-    yield plain(f"Action {action['id']}: {name} of {_target(action['target'])}{mode}{dry_run}")
+    yield plain(f"Action {action['id']}: {name} of {Target(**action['target']).describe()}{mode}{dry_run}")
     yield plain(f"Requested at {_time(action)} by {action['requested_by']}{reason}")
     yield from action_tables(action)
 
 
 def _time(action: Document) -> str:
     return local_time(datetime.fromisoformat(action["created"].replace("Z", "+00:00")).timestamp(), time.time())
-
-
-def _target(target: Document) -> str:
-    """Return a target for people: `llm-pretrain rank 0`, `GPU 0,1`, `all`."""
-    words = {"workload": "", "gpu": "GPU ", "uuid": "", "rank": "rank ", "user": "user ", "pid": "pid "}
-    given = {name: value if isinstance(value, list) else [value] for name, value in target.items() if name in words}
-    return " ".join(f"{words[name]}{','.join(map(str, given[name]))}" for name in words if name in given) or "all"

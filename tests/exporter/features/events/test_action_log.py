@@ -76,9 +76,9 @@ def test_the_list_has_request_caller_outcome_and_sizes(api: _Api, capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     first, second, third = (" ".join(line.split()) for line in lines[1:])
     assert first.startswith("aa110000 03-0")
-    assert first.endswith("clear llm-pretrain uid 1001 done 20.0 GiB 2.0 GiB")
+    assert first.endswith("clear workload=llm-pretrain uid 1001 done 20.0 GiB 2.0 GiB")
     assert second.endswith("clear all uid 1001 queued - -")
-    assert third.endswith("reset-peak llm-pretrain uid 1001 done - -")
+    assert third.endswith("reset-peak workload=llm-pretrain uid 1001 done - -")
     assert api.paths == ["/api/v1/actions?dry_run=false"]
 
 
