@@ -147,15 +147,12 @@ class Recorder(ProcessRecorder):
         """Record an accepted report."""
         process = process.without_messages()
         with self._lock:
-            tracked = self._tracked.get(process.key)
-            before, report = tracked.process.report if tracked is not None else None, process.report
-            if tracked is None or before is None or before.process.session != report.process.session:
-                # An exec, or a second start of the reporter, keeps the start time.
-                same = before is not None and before.process.start_time_ticks == report.process.start_time_ticks
-                reason = "another reporter represents the process" if same else "another process has its pid"
-                self._end(process.key, reason, process.received_unix_seconds)
+            tracked, report = self._tracked.get(process.key), process.report
+            if tracked is None or tracked.process.report.process.session != report.process.session:
+                # After an exec, a second start of the reporter, or in another process with this pid.
+                self._end(process.key, "another reporter took its place", process.received_unix_seconds)
                 self._start(process)
-            elif report.sequence >= before.sequence:
+            elif report.sequence >= tracked.process.report.sequence:
                 tracked.take_report(process, self._gap_seconds)
 
     def take_reading(self, reading: NodeReading) -> None:
@@ -225,8 +222,7 @@ class Recorder(ProcessRecorder):
         while waiting:
             await asyncio.sleep(self._store.report_expiry_seconds)  # by then each process that runs has reported again
             with self._lock:
-                sessions = {tracked.process.report.process.session for tracked in self._tracked.values()}
-            reported = set(map(process_subject, sessions))
+                reported = {process_subject(each.process.report.process.session) for each in self._tracked.values()}
             silent, waiting = [event for event in waiting if event.subject not in reported], []
             for event in silent:
                 pid = event.detail["host_pid"]

@@ -157,7 +157,7 @@ class JobProfileDocument(TypedDict):
 
 
 class JobDocument(TypedDict):
-    """The processes of a job that reported to this exporter: first the caller's, in the order of their ends.
+    """The processes of a job that reported to this exporter: the ended ones, first the caller's, then the running ones.
 
     `more`: it has more than fit into a reply. The missing ones are the latest of the users with the most processes.
     `profiles`: of its out-of-memory errors, newest first; only of processes that the caller may act on.
@@ -266,14 +266,14 @@ def events_router(
             limit=MAX_LISTED,
         )
         async with reading_job:
-            processes: list[tuple[str, dict[str, Any]]] = []
+            processes: list[dict[str, Any]] = []
             for _ in range(_MAX_PAGES):
                 page = await read(replace(query, skip=len(processes)))
-                processes += [(event.owner, _job_process(event)) for event in page.events]
+                processes += map(_job_process, page.events)
                 if not page.more:
                     break
             processes += [
-                (event.owner, {**_job_process(event), "end_unix_seconds": None})
+                {**_job_process(event), "end_unix_seconds": None}
                 for event in recorder.running(job_id)
                 if owner in (None, event.owner) and parameters.uid in (None, event.detail.get("uid"))
             ]
@@ -282,8 +282,7 @@ def events_router(
                 advice = did_you_mean(job_id, known, "`gpumem-exporter info` shows the jobs that run")
                 detail = f"no process of job {job_id!r} has reported to this exporter; {advice}"
                 raise ProblemError(ProblemCode.UNKNOWN_JOB, detail)
-            processes.sort(key=lambda each: each[0] != caller.share)
-            document = {"job_id": job_id, "processes": [process for _, process in processes], "more": page.more}
+            document = {"job_id": job_id, "processes": processes, "more": page.more}
             return json_response(
                 await renderer.render(lambda: encoded({**document, "profiles": list(profiles_of(caller, job_id))}))
             )
