@@ -24,8 +24,8 @@ _RESTARTED = "the exporter restarted before the result arrived; the action may h
 _RESTORED_SECONDS = 2 * MAX_DEADLINE_SECONDS
 _WAIT_SECONDS = 5.0
 _PAGE = 500
-# The dispatcher keeps about this number of actions and results. The audit trail may have many times more.
-_MAX_ROWS = 16384
+# Of 1 MiB or 500 records each. The audit trail may have many times more than the dispatcher keeps.
+_LAST_PAGES = 8
 _COMMON = ("id", "action", "requested_by", "caller", "created_unix_seconds", "reason", "mode", "group", "at_step")
 _LOGGED = ("id", "action", "state", "requested_by", "reason", "freed_bytes", "duration_seconds")
 _RESULT = (*PLACE, "outcome", "reason", "reason_code", "freed_bytes", "step")
@@ -91,7 +91,7 @@ class Audit:
         since_unix_seconds = self.wall_clock() - _RESTORED_SECONDS
         query = Query(since_unix_seconds=since_unix_seconds, types=(ACTION_REQUESTED, "action"), limit=_PAGE)
         try:
-            self._restore(dispatcher, await self.journal.pages(query, max_rows=_MAX_ROWS))
+            self._restore(dispatcher, await self.journal.pages(query, last=_LAST_PAGES))
         except Exception:  # noqa: BLE001 - another attempt would fail in the same way
             _log.exception("cannot restore the actions before this start")
         finally:

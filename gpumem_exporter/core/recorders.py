@@ -29,8 +29,8 @@ class Journal:
         """Return the events that match a query. Raises StorageError."""
         return Page((), query.after or 0, more=False)
 
-    async def pages(self, query: Query, *, max_rows: int | None = None) -> list[Event]:
-        """Return the events of all pages, or the latest that have `max_rows`. Waits until the storage can be read."""
+    async def pages(self, query: Query, *, last: int | None = None) -> list[Event]:
+        """Return the events of all pages, or of the `last` ones, oldest first. Waits until the storage can be read."""
         return []
 
 

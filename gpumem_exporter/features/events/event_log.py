@@ -152,34 +152,24 @@ class EventLog(Journal):
         except asyncio.TimeoutError:
             raise StorageError(f"{self._storage} has not answered within {_READ_SECONDS:g} s") from None
 
-    async def pages(self, query: Query, *, max_rows: int | None = None) -> list[Event]:
-        """Return the events of all pages, oldest first: the latest events that have, with their items, `max_rows`.
-
-        Waits until the storage can be read.
-        """
-        events: deque[Event] = deque()
-        rows = 0
+    async def pages(self, query: Query, *, last: int | None = None) -> list[Event]:
+        """Return the events of all pages, or of the `last` ones, oldest first. Waits until the storage can be read."""
+        pages: deque[Page] = deque(maxlen=last)
         while True:
             try:
-                page = await self.page(query)
+                pages.append(await self.page(query))
             except StorageError:
                 await asyncio.sleep(RETRY_SECONDS)  # an earlier exporter may still use the file
                 continue
-            events.extend(page.events)
-            rows += sum(1 + event.items for event in page.events)
-            while max_rows is not None and rows > max_rows:
-                rows -= 1 + events.popleft().items
-            if not page.more:
-                return list(events)
-            query = replace(query, after=page.next_after)
+            if not pages[-1].more:
+                return [event for page in pages for event in page.events]
+            query = replace(query, after=pages[-1].next_after)
 
     def check(self) -> Check:
         """Return whether events are stored. Never waits for the disk."""
         busy_since, now = self._busy_since_seconds, monotonic()
-        problem = self._error
-        if not problem and not self._thread.is_alive():
-            problem = "the event log has stopped"
-        elif not problem and busy_since is not None and now - busy_since >= _SLOW_SECONDS:
+        problem = self._error or ("" if self._thread.is_alive() else "the event log has stopped")
+        if not problem and busy_since is not None and now - busy_since >= _SLOW_SECONDS:
             problem = f"{self._storage} has not answered for {now - busy_since:.0f} s"
         waiting = len(self._batch) + len(self._waiting)
         detail = (problem or f"stored in {self._storage}") + (f"; {waiting} waiting" if waiting else "")

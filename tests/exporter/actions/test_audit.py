@@ -17,7 +17,7 @@ from tests.support.servers.running_exporter import ACTIONS, problem, running_exp
 
 
 async def test_unreadable_earlier_actions_are_logged_and_delay_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    async def pages(_: Query, max_rows: int) -> list[Event]:
+    async def pages(_: Query, last: int) -> list[Event]:
         raise ValueError("no JSON")
 
     journal: Any = SimpleNamespace(pages=pages)

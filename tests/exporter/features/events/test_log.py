@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -217,3 +218,19 @@ def test_queries_without_end_do_not_delay_the_commits(bench: Bench) -> None:
     bench.log.start()
     bench.until(lambda: len(committed) == 10)
     assert committed == [False, *[True] * 9]
+
+
+async def test_pages_returns_all_events_or_those_of_the_last_pages_once_the_storage_can_be_read(bench: Bench) -> None:
+    bench.disk.error = "another exporter uses it"
+    bench.log.start()
+    committed = [bench.put(str(number)) for number in range(25)]
+    query = Query(after=0, limit=10)
+    waiting = asyncio.ensure_future(bench.log.pages(query))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    bench.disk.error = ""
+    await waiting
+    assert all(each.result(WAIT) for each in committed)
+    everything = [str(number) for number in range(25)]
+    assert [event.workload for event in await bench.log.pages(query)] == everything
+    assert [event.workload for event in await bench.log.pages(query, last=2)] == everything[10:]
