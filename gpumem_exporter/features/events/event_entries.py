@@ -160,12 +160,6 @@ def _action(event: Event) -> str:
     return f"{subject(detail['results'])}: {what}{f' ({reason})' if (reason := detail.get('reason')) else ''}"
 
 
-def _policy_stopped(event: Event) -> str:
-    # An earlier version did not record the end of a stop.
-    until = f"; until {event.detail['until'][:16].replace('T', ' ')} UTC" if event.detail.get("until") else ""
-    return f"{event.detail['rule']}: {event.detail['reason']}{until}"
-
-
 def _job(event: Event) -> str:
     """The name of a process: workload and rank, otherwise its pid."""
     if not event.workload:
@@ -186,5 +180,5 @@ _WORDS: dict[str, tuple[str, str, Callable[[Event], str]]] = {
     "process_started": ("started", "info", _process),
     "process_ended": ("ended", "info", lambda event: f"{_process(event)}: {event.detail['reason']}"),
     "action": ("action", "info", _action),
-    "policy_stopped": ("rule stopped", "warning", _policy_stopped),
+    "policy_stopped": ("rule stopped", "warning", lambda event: "{rule}: {reason}".format(**event.detail)),
 }

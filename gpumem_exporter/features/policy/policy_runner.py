@@ -226,7 +226,8 @@ class PolicyRunner:
         tries, subject.unhelpful = subject.unhelpful, []
         subject.stopped_until = subject.acted[-1] + stop.resume_after
         times = f"{len(tries)} times in a row" if len(tries) > 1 else "once"
-        reason, until = f"{action.action} did not help {times}: {why}", self.iso_time(subject.stopped_until)
+        until = self.iso_time(subject.stopped_until)
+        reason = f"{action.action} did not help {times}: {why}; the rule acts there again at {until}"
         fields = {"rule": rule.name, "action": action.action, "reason": reason, "until": until}
         logged = {**fields, "target": action.target.describe()}
         _log.warning("a policy rule stopped, because its action does not help", extra={"fields": logged})
