@@ -140,8 +140,8 @@ class Recorder(ProcessRecorder):
         # The NVML index of each device by uuid, from the last reading.
         self._gpus: dict[str, str] = {}
         self._reading: NodeReading | None = None
-        # The used bytes of each process in the last reading, by host pid and uuid.
-        self._used: dict[int, dict[str, int]] = {}
+        # The used bytes of each process in the last reading, by host pid and uuid; None if the driver has no value.
+        self._used: dict[int, dict[str, int | None]] = {}
 
     def take_report(self, process: ReportingProcess) -> None:
         """Record an accepted report."""
@@ -159,11 +159,10 @@ class Recorder(ProcessRecorder):
         """Record a reading of the driver."""
         if not reading.up:
             return
-        used: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        used: defaultdict[int, dict[str, int | None]] = defaultdict(dict)
         for device in reading.devices:
             for listed in device.processes or ():
-                if listed.used_bytes is not None:
-                    used[listed.pid][device.uuid] = listed.used_bytes
+                used[listed.pid][device.uuid] = listed.used_bytes
         with self._lock:
             self._gpus = {device.uuid: device.gpu for device in reading.devices}
             self._reading, self._used = reading, used

@@ -85,12 +85,14 @@ _LAST_TYPE = "SELECT type FROM events WHERE subject = ? ORDER BY id DESC LIMIT 1
 _WITHOUT_NAMES = "SELECT id FROM events WHERE id NOT IN (SELECT event FROM about) ORDER BY id"
 _IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
 # `of_owner` has the bytes that an owner keeps if this event is its oldest one, and `of_half` the bytes that the audit
-# trail or the other events keep then. The largest of them lose first. 256 bytes are the other columns.
-_FIRST_TO_LOSE = f"""SELECT id, size FROM (
-    SELECT id, size, sum(size) OVER (PARTITION BY audit ORDER BY of_owner, id DESC) AS of_half FROM (
-        SELECT id, audit, size, sum(size) OVER (PARTITION BY audit, owner ORDER BY id DESC) AS of_owner FROM (
-            SELECT id, owner, {_IS_AUDIT} AS audit, length(detail) + 256 AS size FROM events)))
-    ORDER BY of_half DESC"""  # noqa: S608 - constant names
+# trail or the other events keep then. The largest of them lose first; `lost` has the bytes that are deleted before.
+# 256 bytes are the other columns.
+_DELETE = f"""DELETE FROM events WHERE id IN (SELECT id FROM (
+    SELECT id, sum(size) OVER (ORDER BY of_half DESC, id) - size AS lost FROM (
+        SELECT id, size, sum(size) OVER (PARTITION BY audit ORDER BY of_owner, id DESC) AS of_half FROM (
+            SELECT id, audit, size, sum(size) OVER (PARTITION BY audit, owner ORDER BY id DESC) AS of_owner FROM (
+                SELECT id, owner, {_IS_AUDIT} AS audit, length(detail) + 256 AS size FROM events)))
+    ) WHERE lost < ?)"""  # noqa: S608 - constant names
 _USED_PAGES = "SELECT page_count - freelist_count FROM pragma_page_count, pragma_freelist_count"
 # More is deleted than is needed, because each time the size of every event is read.
 _SPARE_PART = 32
@@ -286,16 +288,8 @@ class Storage:
         space; the file never shrinks.
         """
         while (missing_bytes := needed_bytes - self._free_bytes(connection)) > 0:
-            missing_bytes += self._bytes // _SPARE_PART
-            lost: list[tuple[int]] = []
-            for id_, size in connection.execute(_FIRST_TO_LOSE):
-                if missing_bytes <= 0:
-                    break
-                lost.append((id_,))
-                missing_bytes -= size
-            if not lost:
+            if not connection.execute(_DELETE, (missing_bytes + self._bytes // _SPARE_PART,)).rowcount:
                 return
-            connection.executemany("DELETE FROM events WHERE id = ?", lost)
 
     def _free_bytes(self, connection: sqlite3.Connection) -> int:
         (used_pages,) = connection.execute(_USED_PAGES).fetchone()
