@@ -287,13 +287,12 @@ class Storage:
         The owner with the most loses first, so that no user can push out the events of others. SQLite reuses the
         space; the file never shrinks.
         """
-        while (missing_bytes := needed_bytes - self._free_bytes(connection)) > 0:
-            if not connection.execute(_DELETE, (missing_bytes + self._bytes // _SPARE_PART,)).rowcount:
+        while True:
+            (used_pages,) = connection.execute(_USED_PAGES).fetchone()
+            missing_bytes = needed_bytes + used_pages * _PAGE_BYTES - self._bytes
+            wanted_bytes = missing_bytes + self._bytes // _SPARE_PART
+            if missing_bytes <= 0 or not connection.execute(_DELETE, (wanted_bytes,)).rowcount:
                 return
-
-    def _free_bytes(self, connection: sqlite3.Connection) -> int:
-        (used_pages,) = connection.execute(_USED_PAGES).fetchone()
-        return self._bytes - int(used_pages) * _PAGE_BYTES
 
 
 def _row(event: Event) -> dict[str, Any]:

@@ -126,6 +126,15 @@ def test_a_process_that_leaves_its_devices_one_by_one_has_the_last_values_of_eac
     assert ended["user"] == "ada"
 
 
+def test_a_process_without_used_bytes_has_what_the_host_shows() -> None:
+    bench = Bench()
+    bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
+    bench.reading(device(UUIDS[0], processes={7: None}), facts={7: ProcessFacts(7, 1000, user="ada")})
+    bench.forget(bench.process(), "exited")
+    ended = bench.log.events[-1].detail
+    assert (ended["user"], ended["devices"][0]["used_bytes"]) == ("ada", None)
+
+
 def test_driver_values_much_older_than_the_last_report_are_left_out() -> None:
     bench = Bench()
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
