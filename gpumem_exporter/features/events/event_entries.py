@@ -105,12 +105,12 @@ def event_document(entry: Sequence[Event]) -> EventDocument:
         title = "ran" if starts and ends else title
         text = _process(event) if starts == ends == 1 else _several(event, starts, ends)
     folded = {**counts, "first_unix_seconds": min(each.time_unix_seconds for each in entry)}
-    document: Any = {
+    return {
         "id": event.id,
         "type": event.type,
         "time": iso_time(event.time_unix_seconds),
         "unix_seconds": event.time_unix_seconds,
-        **{name: getattr(event, name) for name in PLACE},
+        **{name: getattr(event, name) for name in PLACE},  # type: ignore[typeddict-item]
         "job": event.job or None,
         "detail": dict(event.detail),
         "title": title,
@@ -118,7 +118,6 @@ def event_document(entry: Sequence[Event]) -> EventDocument:
         "severity": severity,
         "folded": folded if len(entry) > 1 else None,
     }
-    return document  # type: ignore[no-any-return]
 
 
 def _several(event: Event, starts: int, ends: int) -> str:
