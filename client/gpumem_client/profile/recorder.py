@@ -1,13 +1,19 @@
-"""Turns the recording of the allocator's history on and off, and leaves a recording of the user's code alone."""
+"""Turns the recording of the allocator's history on and off, and leaves a recording of the user's code alone.
+
+Torch does not show whose recording is on. So while the client records, a hook replaces the functions in C through which
+torch's Python functions start and end every recording, and notices when other code does that.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from gpumem_client import torch_access
 from gpumem_client.guest_safety import log
-from gpumem_client.hooks.recordings import RecordingHook
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.reason_codes import ReasonCode
 
@@ -27,7 +33,7 @@ class Recorder:
         self._torch = torch
         self._standing = False
         # Not None while a recording of the client may be on.
-        self._hook: RecordingHook | None = None
+        self._hook: _Hook | None = None
 
     @property
     def on(self) -> bool:
@@ -94,14 +100,45 @@ class Recorder:
     def _start(self, entries_max: int) -> None:
         if self._hook is not None:
             self._hook.remove()
-        self._hook = RecordingHook(self._torch)
+        self._hook = hook = _Hook(self._torch)
         try:
-            with self._hook.own_calls():
-                torch_access.start_history(self._torch, entries_max)
+            hook.own_thread = threading.get_ident()
+            torch_access.start_history(self._torch, entries_max)
         except (AttributeError, RuntimeError, TypeError) as error:
             self.close()
             raise CommandRefusedError(
                 f"this allocator cannot record its history: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
             ) from None
+        finally:
+            hook.own_thread = 0
         _recording.add(self)
         log.debug("a recording of the allocator's history starts, with %d entries", entries_max)
+
+
+class _Hook:
+    """The replaced functions, until `remove`. One thread must make all calls."""
+
+    def __init__(self, torch: Any) -> None:
+        self.noticed = False
+        """Whether another thread, or other code, has started or ended a recording."""
+        self.own_thread = 0
+        """The thread whose calls are the client's own; 0 for none."""
+        self._module, originals = torch_access.history_functions(torch)
+        self._replaced = {name: (original, self._noticing(original)) for name, original in originals.items()}
+        for name, (_, replacement) in self._replaced.items():
+            setattr(self._module, name, replacement)
+
+    def remove(self) -> None:
+        """Restore the functions. If other code has replaced one since, it stays and has no effect."""
+        for name, (original, replacement) in self._replaced.items():
+            if getattr(self._module, name, None) is replacement:
+                setattr(self._module, name, original)
+
+    def _noticing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def function(*arguments: Any, **named: Any) -> Any:
+            if threading.get_ident() != self.own_thread:
+                self.noticed = True
+            return original(*arguments, **named)
+
+        return function
