@@ -9,7 +9,7 @@ from gpumem_client.hooks.process_life import made_singleton, removed_singleton
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gpumem_client.allocator.allocator import SharedAllocator
+    from gpumem_client.allocator.allocator import Allocator
     from gpumem_client.hooks.steps import Steps
     from gpumem_client.reporter.planned_peak import AnyPlan
     from gpumem_client.reporter.reporter import Reporter
@@ -75,7 +75,7 @@ def stop() -> None:
     steps: Steps | None = made_singleton("steps")
     if steps is not None:
         steps.remove()
-    allocator: SharedAllocator | None = made_singleton("shared_allocator")
+    allocator: Allocator | None = removed_singleton("shared_allocator")
     if allocator is not None:
         allocator.detach()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_client import torch_access
-from gpumem_client.allocator.allocator import Allocator, attached, no_cuda
+from gpumem_client.allocator.allocator import Allocator, attached
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.graph_captures import process_captures
@@ -63,9 +63,8 @@ def clear_cache(*, collect_garbage: bool = False, synchronize: bool = False) -> 
         collect_garbage: run Python's garbage collector first, which frees tensors in reference cycles.
         synchronize: wait for the devices first, so that memory in use by running kernels can be released, too.
     """
-    allocator = attached()
+    allocator = attached("clear_cache")
     if allocator is None:
-        no_cuda("clear_cache")
         return 0
     with process_captures().no_start() as quiet:
         if _capturing(allocator, quiet, "clear_cache"):
@@ -85,9 +84,8 @@ def deep_clean() -> DeepClean:
     workspaces that PyTorch keeps for cuBLAS, the cache of all devices, and the cache of pinned host memory. This takes
     as long as a garbage collection and one `cudaFree` per segment. Call it when no step runs.
     """
-    allocator = attached()
+    allocator = attached("deep_clean")
     if allocator is None:
-        no_cuda("deep_clean")
         return DeepClean()
     with process_captures().no_start() as quiet:
         return DeepClean() if _capturing(allocator, quiet, "deep_clean") else _deep_clean(allocator)
@@ -122,9 +120,8 @@ def reset_peak() -> None:
 
     `torch.cuda.max_memory_allocated()` reads the same peaks. Reports count the resets.
     """
-    allocator = attached()
+    allocator = attached("reset_peak")
     if allocator is None:
-        no_cuda("reset_peak")
         return
     for index in allocator.devices():
         allocator.reset_peak(index)
@@ -145,9 +142,8 @@ def set_memory_fraction(fraction: float, device: int | None = None) -> None:
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"invalid fraction {fraction}: expected a number from 0 to 1")
-    allocator = attached()
+    allocator = attached("set_memory_fraction")
     if allocator is None:
-        no_cuda("set_memory_fraction")
         return
     index = sys.modules["torch"].cuda.current_device() if device is None else device
     allocator.set_memory_fraction(index, float(fraction))

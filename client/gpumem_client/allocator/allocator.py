@@ -5,6 +5,7 @@ A value is None if the allocator does not have it (cudaMallocAsync, a pluggable 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -304,36 +305,20 @@ def _large_page(settings: str) -> int | None:
     return int(found[1]) << 20 if found else None
 
 
-class SharedAllocator:
-    """The allocator that the user's own calls share; the reporter has another one, for its own thread."""
-
-    def __init__(self) -> None:
-        self.allocator: Allocator | None = None
-        self.warned = False
-
-    def detach(self) -> None:
-        """Remove the allocator's hooks from torch; the next call attaches again."""
-        allocator, self.allocator = self.allocator, None
-        if allocator is not None:
-            allocator.detach()
-
-
-def attached() -> Allocator | None:
+def attached(function: str = "") -> Allocator | None:
     """Return the allocator that the user's calls share, or None without CUDA and in a forked child of such a process.
 
-    Does not initialize CUDA. Any thread may call this.
+    The reporter has another one, for its own thread. Does not initialize CUDA. Any thread may call this. `function` is
+    what the user has called, if that does nothing without CUDA: a line of the log says so.
     """
-    shared = process_singleton("shared_allocator", SharedAllocator)
-    if torch_access.initialized_torch() is None:
-        return None
-    if shared.allocator is None:
-        shared.allocator = Allocator.attach()
-    return shared.allocator
+    if torch_access.initialized_torch() is not None:
+        return process_singleton("shared_allocator", Allocator.attach)
+    if function:
+        no_cuda(function)
+    return None
 
 
+@functools.lru_cache(maxsize=None)
 def no_cuda(function: str) -> None:
-    """Log once per process that a function does nothing because CUDA is not initialized."""
-    shared = process_singleton("shared_allocator", SharedAllocator)
-    if not shared.warned:
-        shared.warned = True
-        log.warning("%s: no CUDA in this process, nothing is done", function)
+    """Log once that a function does nothing because CUDA is not initialized."""
+    log.warning("%s: no CUDA in this process, nothing is done", function)

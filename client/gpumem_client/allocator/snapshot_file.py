@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gpumem_client.allocator.allocator import Allocator, attached, no_cuda
+from gpumem_client.allocator.allocator import Allocator, attached
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import SnapshotFile
 from gpumem_client.wire.reason_codes import ReasonCode
@@ -45,9 +45,8 @@ def snapshot(path: str | os.PathLike[str]) -> Path | None:
         OSError: the file cannot be written.
         CommandRefusedError: this allocator has no snapshot.
     """
-    allocator = attached()
+    allocator = attached("snapshot")
     if allocator is None:
-        no_cuda("snapshot")
         return None
     target = Path(path)
     write_file(target, allocator.snapshot())
