@@ -93,9 +93,9 @@ def deep_clean() -> DeepClean:
 
 def _deep_clean(allocator: Allocator) -> DeepClean:
     torch = sys.modules["torch"]
-    # A captured graph contains the address of its workspace, which must stay allocated.
-    clear_cublas = None if _may_have_graphs(torch) else torch_access.find_cublas_clear(torch)
-    clear_pinned = torch_access.find_pinned_cache_clear(torch)
+    clear_cublas, clear_pinned = torch_access.find_clears(torch)
+    if _may_have_graphs(torch):  # a captured graph contains the address of its workspace, which must stay allocated
+        clear_cublas = None
     # In this order: the first three move memory to the cache, which the fourth releases.
     return DeepClean(
         (

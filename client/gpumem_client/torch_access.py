@@ -369,16 +369,9 @@ def attach_oom_observer(torch: Any, observer: Callable[[int, int, int, int], Non
     return True
 
 
-def find_cublas_clear(torch: Any) -> Callable[[], None] | None:
-    """Return the function that frees the workspaces which torch keeps for cuBLAS; None if there is none."""
-    function: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    return function
-
-
-def find_pinned_cache_clear(torch: Any) -> Callable[[], None] | None:
-    """Return the function that empties the cache of pinned host memory; None if there is none."""
-    function: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
-    return function
+def find_clears(torch: Any) -> tuple[Callable[[], None] | None, Callable[[], None] | None]:
+    """Return what frees torch's workspaces for cuBLAS, and its cache of pinned host memory; None if it is missing."""
+    return getattr(torch._C, "_cuda_clearCublasWorkspaces", None), getattr(torch._C, "_host_emptyCache", None)
 
 
 @guest_safety()
@@ -478,10 +471,12 @@ def tensors_of_module(module: Any) -> Iterable[dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-def uncompiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the function in a form that `torch.compile` does not trace."""
-    disable = getattr(sys.modules.get("torch"), "_disable_dynamo", None)
-    return function if disable is None else disable(function)
+def uncompiled(optimizers: Any, hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook on steps in a form that `torch.compile` does not trace when a compiled function makes a step."""
+    # The first call of that form imports what it needs. So the form is used only if torch's optimizers use it, too.
+    uses_it = hasattr(getattr(getattr(optimizers, "Optimizer", None), "add_param_group", None), "__wrapped__")
+    disable = getattr(sys.modules.get("torch"), "_disable_dynamo", None) if uses_it else None
+    return hook if disable is None else disable(hook)
 
 
 def remove_from_serialization_registry(entry: tuple[Any, ...] | None) -> None:

@@ -103,7 +103,7 @@ class Steps:
             if self._handle is None and register is not None and not _an_optimizer_steps(optimizers):
                 # At the end of a step the training thread is in no allocation and no capture. Errors of a hook go on
                 # into the user's `optimizer.step()`, so `_report` swallows them.
-                hook = _uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._report(optimizer))
+                hook = uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._report(optimizer))
                 self._handle = register(hook)
         finally:
             self._changing.release()
@@ -151,13 +151,6 @@ class Steps:
 
     def _stop(self, key: object) -> None:
         self._listeners.pop(key, None)
-
-
-def _uncompiled(optimizers: Any, hook: Callable[..., None]) -> Callable[..., None]:
-    """Return the hook in a form that `torch.compile` does not trace when a compiled function makes a step."""
-    # The first call of that form imports what it needs. So the form is used only if torch's optimizers use it, too.
-    uses_it = hasattr(getattr(getattr(optimizers, "Optimizer", None), "add_param_group", None), "__wrapped__")
-    return uncompiled(hook) if uses_it else hook
 
 
 def _an_optimizer_steps(optimizers: Any) -> bool:
