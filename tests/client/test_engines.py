@@ -21,6 +21,7 @@ from gpumem_client import torch_access
 from gpumem_client.engines import engine_state
 from gpumem_client.engines.engine_reader import EngineReader
 from gpumem_client.engines.engine_state import CacheUse, EngineFacts
+from gpumem_client.guest_safety import ErrorLog
 from tests.support.waiting import patient, wait_for
 
 GIB = 1 << 30
@@ -211,7 +212,7 @@ def no_tensors_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     c = SimpleNamespace(TensorBase=KvTensor, DisableTorchFunction=WithoutTorchFunction)
     monkeypatch.setattr(torch_access, "initialized_torch", lambda: SimpleNamespace(_C=c))
-    monkeypatch.setattr(engine_state, "_noted", set())
+    monkeypatch.setattr(engine_state, "_errors", ErrorLog())
 
 
 def load(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> None:

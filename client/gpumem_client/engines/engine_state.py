@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gpumem_client.guest_safety import guest_safety, log
+from gpumem_client.guest_safety import ErrorLog, guest_safety, log
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, EngineState
 
 _Result = TypeVar("_Result")
 # An engine serves until it has had no request for this time.
 _SERVING_SECONDS = 10.0
+_errors = ErrorLog()
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class EngineClock:
 
 def known(what: str, function: Callable[[], _Result], otherwise: _Result) -> _Result:
     """Return what a reading of an engine's objects returns. If another version lacks them, one debug line says so."""
-    with guest_safety(functools.partial(_note, what)):
+    unknown = f"{what} are unknown"
+    with guest_safety(lambda error: _errors.note(f"{unknown}: {type(error).__name__}", error, logging.DEBUG)):
         return function()
     return otherwise
 
@@ -96,12 +98,3 @@ def known(what: str, function: Callable[[], _Result], otherwise: _Result) -> _Re
 def text(value: Any) -> str:
     """Return a text for the wire; empty if the value is not one."""
     return value[:MAX_LABEL_LENGTH] if isinstance(value, str) else ""
-
-
-_noted: set[str] = set()
-
-
-def _note(what: str, error: Exception) -> None:
-    if what not in _noted:
-        _noted.add(what)
-        log.debug("%s are unknown: %s: %s", what, type(error).__name__, error)
