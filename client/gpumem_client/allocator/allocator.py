@@ -138,9 +138,17 @@ class Allocator:
     def unused(self) -> Iterator[DeviceSample]:
         """Yield of each device only what the idle cache needs. Does not walk over the heap."""
         for index in self.devices():
-            reading = self._unused(index) if self.uuid(index) else None
-            if reading is not None:
-                yield reading
+            state = self.state(index) if self.uuid(index) else None
+            if state is not None:
+                peak = known(state, "allocated_bytes", "peak")
+                yield DeviceSample(
+                    uuid=self.uuid(index),
+                    reserved_bytes=known(state, "reserved_bytes"),
+                    allocated_peak_bytes=self._observed.lifted(index, "allocated_bytes", peak),
+                    reclaimable_bytes=self._reclaimable.unused_bytes(index, state),
+                    alloc_retries=state.get("num_alloc_retries"),
+                    segments_freed=known(state, "segment", "freed"),
+                )
 
     def sample_now(self, index: int) -> DeviceSample:
         """Return one device's sample without a walk over the heap. Any thread may call this."""
@@ -237,20 +245,6 @@ class Allocator:
         heaps = self.heaps(segments)
         self._captures.keep_only({tuple(segment.get("segment_pool_id", ())) for segment in segments})
         return heaps
-
-    def _unused(self, index: int) -> DeviceSample | None:
-        state = self.state(index)
-        if state is None:
-            return None
-        peak = known(state, "allocated_bytes", "peak")
-        return DeviceSample(
-            uuid=self.uuid(index),
-            reserved_bytes=known(state, "reserved_bytes"),
-            allocated_peak_bytes=self._observed.lifted(index, "allocated_bytes", peak),
-            reclaimable_bytes=self._reclaimable.unused_bytes(index, state),
-            alloc_retries=state.get("num_alloc_retries"),
-            segments_freed=known(state, "segment", "freed"),
-        )
 
     def _sample(self, index: int, state: DeviceState | None, nccl_bytes: int | None = None) -> DeviceSample:
         uuid = self.uuid(index)

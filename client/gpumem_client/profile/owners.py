@@ -60,7 +60,7 @@ def name_storages(
     started_us = gradients.read_at_us or time.time_ns() // 1000
     modules, optimizers = subclasses(torch.nn.Module), subclasses(torch.optim.Optimizer)
     with torch_access.without_torch_function(torch):
-        types = (*modules, *optimizers, *cache_types(), *cache_part_types())
+        types = (*modules, *optimizers, *cache_types(), *_loaded(*_CACHE_PART))
         read = Holders(torch, TensorReader(torch), types, slices)
     ended_us = time.time_ns() // 1000
     addresses_read()
@@ -324,11 +324,6 @@ def models_of(modules: Mapping[int, str], children: Children) -> list[Model]:
 def cache_types() -> dict[type, str]:
     """Return the loaded classes with KV caches, and the attribute that has the cache: see `_CACHES`."""
     return {kind: attribute for module, name, attribute in _CACHES for kind in _loaded(module, name)}
-
-
-def cache_part_types() -> list[type]:
-    """Return the loaded classes of the layers of a KV cache."""
-    return _loaded(*_CACHE_PART)
 
 
 def _loaded(module: str, name: str) -> list[type]:
