@@ -1,14 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import contextlib
+from collections.abc import Iterator
 from random import Random
 
 from gpumem_client.allocator.simulated import Block, CachingAllocator, SimulatedOutOfMemoryError
 
 MIB = 1 << 20
 
-# The statistics of torch 2.15.0 for `operations(7, 2000)` after every 200 operations, from its own caching allocator on
-# a device with 1280 MiB free. The columns are COLUMNS and the decrease of the device's free memory.
+# The statistics of torch 2.15.0 for the operations of `drive(…, 7, 2000)`, after every 200 of them, from its own
+# caching allocator on a device with 1280 MiB free. The columns are COLUMNS and the decrease of the free memory.
 COLUMNS = (
     "allocated_bytes",
     "reserved_bytes",
@@ -52,18 +53,15 @@ class Memory:
         self.free_bytes += size_bytes
 
 
-def operations(seed: int, count: int) -> Generator[tuple[str, int], bool, None]:
-    """Yield random operations: ("allocate", bytes), ("free", index of a live block) or ("clear", 0).
-
-    The caller sends whether an allocation succeeded. Only `random()` is used, whose values Python guarantees.
-    """
+def drive(allocator: CachingAllocator, seed: int, count: int) -> Iterator[None]:
+    """Allocate, free and clear at random, and yield after each. Python guarantees the values of `random()`."""
     rng = Random(seed)
-    live = 0
+    live: list[Block] = []
     for _ in range(count):
         draw = rng.random()
         if draw < 0.005:
-            yield ("clear", 0)
-        elif draw < 0.54 or live == 0:
+            allocator.empty_cache()
+        elif draw < 0.54 or not live:
             kind = rng.random()
             if kind < 0.3:
                 size_bytes = 1 + int(rng.random() * MIB)
@@ -71,36 +69,11 @@ def operations(seed: int, count: int) -> Generator[tuple[str, int], bool, None]:
                 size_bytes = int(rng.random() * 12 * MIB) + MIB
             else:
                 size_bytes = int(rng.random() * 150 * MIB) + 10 * MIB
-            if (yield ("allocate", size_bytes)):
-                live += 1
+            with contextlib.suppress(SimulatedOutOfMemoryError):
+                live.append(allocator.allocate(size_bytes))
         else:
-            yield ("free", int(rng.random() * live))
-            live -= 1
-
-
-def drive(allocator: CachingAllocator, seed: int, count: int) -> Iterator[None]:
-    """Run the operations, and yield after each."""
-    live: list[Block] = []
-    work = operations(seed, count)
-    operation = next(work, None)
-    while operation is not None:
-        kind, argument = operation
-        succeeded = False
-        if kind == "allocate":
-            try:
-                live.append(allocator.allocate(argument))
-                succeeded = True
-            except SimulatedOutOfMemoryError:
-                pass
-        elif kind == "free":
-            allocator.free(live.pop(argument))
-        else:
-            allocator.empty_cache()
+            allocator.free(live.pop(int(rng.random() * len(live))))
         yield
-        try:
-            operation = work.send(succeeded)
-        except StopIteration:
-            return
 
 
 def test_the_model_has_the_statistics_of_pytorch_for_the_same_operations() -> None:
