@@ -6,9 +6,11 @@ the client that fails with the same error again and again is turned off.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import signal
+import sys
 import threading
 from collections import Counter
 from types import CodeType, TracebackType
@@ -19,21 +21,18 @@ if TYPE_CHECKING:
 else:
     _Adapter = logging.LoggerAdapter
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 
 # Equal errors of one kind after which it is not tried again.
 _EQUAL_ERRORS = 3
 
 
-class guest_safety:  # noqa: N801 - reads as a function, like contextlib.suppress
+class guest_safety(contextlib.ContextDecorator):  # noqa: N801 - reads as a function, like contextlib.suppress
     """`with guest_safety():` swallows the errors of the block, except errors of a signal handler.
 
     `@guest_safety()` does the same for each call of a function, which then returns None. `report` is called with each
     error before it is swallowed. The boundary may be entered again, and by several threads at once.
     """
-
-    __slots__ = ("_report",)
 
     def __init__(self, report: Callable[[Exception], object] | None = None) -> None:
         self._report = report
@@ -49,16 +48,6 @@ class guest_safety:  # noqa: N801 - reads as a function, like contextlib.suppres
         if self._report is not None:
             self._report(error)
         return True
-
-    def __call__(self, function: _Function) -> _Function:
-        """Return the function with each call inside the boundary."""
-
-        @functools.wraps(function)
-        def guarded(*arguments: Any, **named: Any) -> Any:
-            with self:
-                return function(*arguments, **named)
-
-        return guarded  # type: ignore[return-value]
 
 
 def raised_by_signal_handler(error: BaseException) -> bool:
@@ -96,7 +85,8 @@ class GuestLog(_Adapter):
             # As text, because a handler that keeps an error would also keep its frames and all tensors in them.
             text = str(msg) % args if args else msg
             # The record names the caller: skip the adapter's method, such as `warning`, and `guest_safety`.
-            super().log(level, text, stacklevel=kwargs.pop("stacklevel", 1) + 2, **kwargs)
+            skipped = 2 if sys.version_info >= (3, 11) else 3
+            super().log(level, text, stacklevel=kwargs.pop("stacklevel", 1) + skipped, **kwargs)
 
 
 log = GuestLog(logging.getLogger("gpumem_client"), None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 _Made = TypeVar("_Made")
 
@@ -39,8 +40,8 @@ def removed_singleton(name: str) -> Any:
     return _objects.pop(name, None)
 
 
-class loading:  # noqa: N801 - reads as a function
-    """`with loading():` is for imports of the client's own modules after its start, in any thread.
+def loading() -> AbstractContextManager[object]:
+    """Return the context for imports of the client's own modules after its start, in any thread.
 
     A fork waits for the end of the block: the child could otherwise not import what is half loaded, because the thread
     that has its lock does not exist there.
@@ -48,18 +49,12 @@ class loading:  # noqa: N801 - reads as a function
     Raises:
         ImportError: the files of the client have changed since its start, and may not fit to what is loaded.
     """
+    import threading  # the import of the client stays cheap
 
-    def __enter__(self) -> None:
-        import threading  # the import of the client stays cheap
-
-        _register()
-        if _status_of_files() != _STATUS:
-            raise ImportError("gpumem-client was replaced or removed while this process runs; start the process again")
-        self._lock = process_singleton("load_lock", threading.RLock)
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    _register()
+    if _status_of_files() != _STATUS:
+        raise ImportError("gpumem-client was replaced or removed while this process runs; start the process again")
+    return process_singleton("load_lock", threading.RLock)
 
 
 def at_exit(callback: Callable[[], None]) -> Callable[[], None]:
