@@ -41,14 +41,6 @@ class TensorReader:
         found: bool = self.base.is_cuda.__get__(tensor)
         return found
 
-    def storage_bytes(self, tensor: Any) -> int:
-        """Return the bytes of the storage of a tensor that has a `place`.
-
-        For the thread that trains, or while none does: see `place`, which is for any thread.
-        """
-        size: int = self.base.untyped_storage(tensor).nbytes()
-        return size
-
     def place(self, tensor: Any) -> tuple[int, int] | None:
         """Return the device of a tensor on a CUDA device, and the address at which its storage starts.
 
@@ -70,10 +62,6 @@ class TensorReader:
             return tuple(self.base.size(tensor))
         except RuntimeError:
             return None
-
-    def dtype(self, tensor: Any) -> str:
-        """Return the name of a tensor's dtype, such as `bfloat16`."""
-        return str(self.base.dtype.__get__(tensor)).replace("torch.", "")
 
 
 def subclasses(kind: type) -> list[type]:

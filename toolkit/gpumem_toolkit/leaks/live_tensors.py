@@ -233,14 +233,15 @@ class _Walker:
             graph = reader.base.grad_fn.__get__(tensor)
         except RuntimeError:
             graph = None  # raised for a view whose base was changed in place
-        kind = shape, reader.dtype(tensor), reader.base.get_device(tensor), graph is not None
+        dtype = str(reader.base.dtype.__get__(tensor)).replace("torch.", "")
+        kind = shape, dtype, reader.base.get_device(tensor), graph is not None
         self.ids[kind].append(id(tensor))
         self._graph_nodes[kind] += self._follow(graph)
-        # Only a storage's Python object has its size; see `TensorReader.storage_bytes` for threads.
+        # Only a storage's Python object has its size; see `TensorReader.place` for threads.
         place = reader.place(tensor)
         if place is not None and place not in self._storages:
             self._storages.add(place)
-            self.bytes[kind] += reader.storage_bytes(tensor)
+            self.bytes[kind] += reader.base.untyped_storage(tensor).nbytes()
 
     def _follow(self, node: Any) -> int:
         """Return the number of graph nodes that are reached from this one for the first time."""

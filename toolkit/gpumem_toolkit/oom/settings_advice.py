@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from gpumem_client.allocator.allocator import attached, no_cuda
+from gpumem_client.allocator.allocator import attached
 from gpumem_client.allocator.allocator_environment import VARIABLES, in_force, merged, parse_settings
 from gpumem_client.allocator.reclaimable import unreturnable_bytes
 from gpumem_client.objects.tracked import each_tracked, find_frozen
@@ -57,9 +57,8 @@ def recommend_allocator_settings() -> Recommendation:
     `gpumem-exporter run --allocator`. Call this at the end of a representative step; it takes at most one walk over the
     heap. Without CUDA it recommends nothing.
     """
-    allocator = attached()
+    allocator = attached("recommend_allocator_settings")
     if allocator is None:
-        no_cuda("recommend_allocator_settings")
         return Recommendation(reasons=("no CUDA: nothing was measured",))
     index_of = {allocator.uuid(index): index for index in allocator.devices()}
     devices = {index_of[sample.uuid]: sample for sample in allocator.samples() if sample.uuid in index_of}
