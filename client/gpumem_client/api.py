@@ -74,7 +74,7 @@ def stop() -> None:
         reporter.stop()
     steps: Steps | None = made_singleton("steps")
     if steps is not None:
-        steps.remove()
+        steps.update()
     allocator: Allocator | None = removed_singleton("shared_allocator")
     if allocator is not None:
         allocator.detach()

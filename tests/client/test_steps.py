@@ -114,10 +114,10 @@ def test_the_hook_is_removed_without_listeners_and_installed_for_the_next_one(op
         first, second = steps.listen(heard.append), steps.listen(lambda _: None)
         optimizers.wrapper("optimizer")
         first()
-        assert steps.remove()
+        assert steps.update()
         assert len(optimizers.hooks) == 1, "there is another listener"
         second()
-        assert steps.remove()
+        assert steps.update()
         assert optimizers.hooks == {}
     assert heard == ["optimizer"] * 2
 
@@ -132,20 +132,20 @@ def test_a_hook_is_neither_installed_nor_removed_while_an_optimizer_walks_over_i
 
     def stop(*_: object) -> None:
         stops.pop()()
-        removed.append(steps.remove())
+        removed.append(steps.update())
 
     handle = optimizers.register_optimizer_step_post_hook(listen)
     optimizers.wrapper("optimizer")
     handle.remove()
     assert optimizers.hooks == {}
-    steps.install()
+    steps.update()
     assert len(optimizers.hooks) == 1
     handle = optimizers.register_optimizer_step_post_hook(stop)
     optimizers.wrapper("optimizer")
     handle.remove()
     assert removed == [False]
     assert len(optimizers.hooks) == 1
-    assert steps.remove()
+    assert steps.update()
     assert optimizers.hooks == {}
 
 
@@ -157,7 +157,7 @@ def test_the_removal_keeps_no_local_variable_of_its_caller(optimizers: Any) -> N
         model = Model()
         steps = Steps()
         steps.listen(lambda _: None)()
-        assert steps.remove()
+        assert steps.update()
         return weakref.ref(model)
 
     collected = gc.isenabled()

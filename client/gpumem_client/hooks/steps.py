@@ -70,7 +70,7 @@ class Steps:
     """The ends of steps of any optimizer of `torch.optim`, and the ends that the user's code marks.
 
     A listener's first error is logged, and the listener is not called again. Any thread may call any method. All
-    listeners share one hook in PyTorch, which `install` and `remove` do not change while an optimizer steps.
+    listeners share one hook in PyTorch, which `update` does not change while an optimizer steps.
     """
 
     def __init__(self) -> None:
@@ -84,54 +84,44 @@ class Steps:
     def listen(self, callback: Callable[[Any], None]) -> Callable[[], None]:
         """Call `callback(optimizer)` after each step, and `callback(None)` after a mark.
 
-        Returns a function that ends the calls; the hook stays in PyTorch until `remove`. PyTorch reports the steps of
+        Returns a function that ends the calls; the hook stays in PyTorch until `update`. PyTorch reports the steps of
         optimizers from 2.1 on. If `listen` is called before torch is imported or within an optimizer's step, the calls
         start with the next mark, listener or report.
         """
         key = object()
         self._listeners[key] = callback
-        self.install()
+        self.update()
         return lambda: self._stop(key)
 
-    def install(self) -> None:
-        """Install the hook if there is a listener and torch is loaded. Does nothing while an optimizer is in a step."""
-        if self._handle is not None or not self._listeners or not self._changing.acquire(blocking=False):
-            return
-        try:
-            optimizers = sys.modules.get("torch.optim.optimizer")
-            register = getattr(optimizers, "register_optimizer_step_post_hook", None)
-            if self._handle is None and register is not None and not _an_optimizer_steps(optimizers):
-                # At the end of a step the training thread is in no allocation and no capture. Errors of a hook go on
-                # into the user's `optimizer.step()`, so `_report` swallows them.
-                hook = uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._report(optimizer))
-                self._handle = register(hook)
-        finally:
-            self._changing.release()
+    def update(self) -> bool:
+        """Install the hook if there is a listener and torch is loaded, or remove it if there is none.
 
-    def remove(self) -> bool:
-        """Remove the hook if there is no listener.
-
-        Returns False while an optimizer steps: then the hook stays, and does nothing, until another call removes it.
+        Does nothing while an optimizer steps. Returns False if a hook stays that no listener needs: it does nothing
+        until another call removes it.
         """
-        if self._listeners:
-            return True
-        if not self._changing.acquire(blocking=False):
-            return False
-        try:
-            if self._handle is not None:
-                if _an_optimizer_steps(sys.modules.get("torch.optim.optimizer")):
-                    return False
-                self._handle.remove()
-                self._handle = None
-        finally:
-            self._changing.release()
-        self.install()  # for a listener that another thread has added meanwhile
-        return True
+        # Again after a change, for a listener that another thread has added or removed meanwhile.
+        while bool(self._listeners) != (self._handle is not None) and self._changing.acquire(blocking=False):
+            try:
+                optimizers = sys.modules.get("torch.optim.optimizer")
+                register = getattr(optimizers, "register_optimizer_step_post_hook", None)
+                if register is None or _an_optimizer_steps(optimizers):
+                    break
+                if self._listeners and self._handle is None:
+                    # At the end of a step the training thread is in no allocation and no capture. Errors of a hook go
+                    # on into the user's `optimizer.step()`, so `_report` swallows them.
+                    hook = uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._report(optimizer))
+                    self._handle = register(hook)
+                elif not self._listeners and self._handle is not None:
+                    self._handle.remove()
+                    self._handle = None
+            finally:
+                self._changing.release()
+        return self._handle is None or bool(self._listeners)
 
     def mark(self) -> None:
         """Report the end of a step that no optimizer made."""
         if self._listeners:
-            self.install()
+            self.update()
             self._report(None)
 
     def _report(self, optimizer: Any) -> None:

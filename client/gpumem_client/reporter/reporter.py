@@ -106,7 +106,7 @@ class Reporter:
 
     def _remove_hooks(self) -> None:
         _call_all(self._hooks)
-        self._steps.remove()
+        self._steps.update()
         if not self._thread.is_alive():
             _call_all(self._last_hooks)
 
@@ -221,7 +221,7 @@ class Reporter:
                     self._observer.install(sys.modules["torch"])
                 while self._wakeup.starts_round():
                     with in_torch():
-                        self._steps.install()  # if that was impossible earlier, because an optimizer was stepping
+                        self._steps.update()  # if that was impossible earlier, because an optimizer was stepping
                     self._wakeup.wait(self._report_once(loop))
                 loop.close()
                 self._delivery.farewell(loop.final_report())
@@ -289,7 +289,7 @@ class Reporter:
         """Remove the hook on steps if `stop` could not, because an optimizer was stepping."""
         with self._errors.swallowed("the hook on optimizer steps stays"):
             for _ in range(_UNHOOK_TRIES):
-                if not self._wakeup.stopping or self._steps.remove():
+                if not self._wakeup.stopping or self._steps.update():
                     break
                 time.sleep(_UNHOOK_SECONDS)
 
