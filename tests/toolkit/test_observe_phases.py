@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gpumem_client import memory_context, phase
 from gpumem_client.phases.measured_block import Measured, MemoryUse
 from gpumem_client.phases.observed import Observed
-from gpumem_client.phases.peaks import Span
+from gpumem_client.phases.peaks import DevicePeaks, Span
 from gpumem_client.wire.protocol import MAX_PHASES
 from gpumem_toolkit import milestones, watch
 
@@ -142,6 +142,21 @@ def test_a_phase_keeps_its_largest_peak_until_it_runs_after_a_reset() -> None:
             assert observed.phases(0)["forward"].at_least_bytes == 40  # of the run around it
     observed.reset_peaks(0)
     assert run(5) == 5
+
+
+@pytest.mark.parametrize(
+    ("readings", "resets"),
+    [
+        ([{"active": 50, "segment": 8}, {"active": 60, "segment": 3}], 1),
+        ([{"active": 50, "segment": 8}, {"segment": 8}, {}, {"active": 50, "segment": 8}], 0),
+    ],
+    ids=["others have risen again", "a statistic is missing"],
+)
+def test_any_falling_peak_is_a_reset(readings: list[dict[str, int]], resets: int) -> None:
+    device = DevicePeaks()
+    for peaks in readings:
+        device.note({name: {"peak": peak} for name, peak in peaks.items()})
+    assert device.resets == resets
 
 
 def test_a_running_phase_is_reported_with_the_samples_so_far() -> None:
