@@ -18,10 +18,11 @@ _RAY_TITLE = "ray::"
 _ACTOR_ID_SHOWN = 8
 
 
-def current_process(
-    settings: ReporterSettings, *, torch_version: str = "", allocator_settings: str = ""
-) -> ProcessIdentity:
-    """Return the identity of the calling process. Reads /proc, so call it once per session."""
+def current_process(settings: ReporterSettings, torch_version: str = "") -> ProcessIdentity:
+    """Return the identity of the calling process, without the allocator's settings, which reports add.
+
+    Reads /proc, so call it once per session.
+    """
     return ProcessIdentity(
         pid=os.getpid(),
         start_time_ticks=procfs.start_time_ticks(),
@@ -32,7 +33,6 @@ def current_process(
         rank=settings.rank or settings.default_rank,
         command=_command(),
         torch_version=torch_version[:MAX_TEXT_LENGTH],
-        allocator_settings=allocator_settings[:MAX_TEXT_LENGTH],
         client_version=__version__,
         slurm_job_id=os.environ.get("SLURM_JOB_ID", "")[:MAX_LABEL_LENGTH],
         slurm_account=os.environ.get("SLURM_JOB_ACCOUNT", "")[:MAX_LABEL_LENGTH],

@@ -262,10 +262,8 @@ class Reporter:
         with self._errors.swallowed("the plan is ignored"):
             if self._settings.plan is not None:
                 planned_bytes = planned_peak_bytes(self._settings.plan)
-        with in_torch():
-            version, settings = allocator.torch_version, allocator.settings
         return ReportLoop(
-            current_process(self._settings, torch_version=version, allocator_settings=settings),
+            current_process(self._settings, allocator.torch_version),
             allocator,
             self._errors,
             wake=self._wakeup.wake,
