@@ -55,9 +55,14 @@ class GraphCaptures:
         The first watch installs the hook; the end of the last one restores torch's methods.
         """
         watch = object()
+
+        def end() -> None:
+            self._watches.discard(watch)
+            self._install_or_remove()
+
         self._watches.add(watch)
         self._install_or_remove()
-        return functools.partial(self._end_watch, watch)
+        return end
 
     @contextmanager
     def no_start(self) -> Iterator[bool]:
@@ -104,10 +109,6 @@ class GraphCaptures:
         for pool in self.pools():
             if pool not in present and not self._incomplete and (pool in dead or pool[1]):
                 self._users.pop(pool, None)
-
-    def _end_watch(self, watch: object) -> None:
-        self._watches.discard(watch)
-        self._install_or_remove()
 
     def _install_or_remove(self) -> None:
         while bool(self._watches) != self._installed and self._changing.acquire(blocking=False):

@@ -19,22 +19,18 @@ from gpumem_client.torch_access import uncompiled
 _ABANDONED_STEPS = 8
 
 
-class _Thread(threading.local):
-    trains = True
-    """Whether an optimizer step of this thread is a training step."""
-
-
-_thread = _Thread()
+# `ignored`: whether optimizer steps of this thread are no training steps.
+_thread = threading.local()
 
 
 @contextmanager
 def no_training() -> Iterator[None]:
     """Ignore the optimizer steps of this thread within the context: none counts as a training step."""
-    before, _thread.trains = _thread.trains, False
+    before, _thread.ignored = getattr(_thread, "ignored", False), True
     try:
         yield
     finally:
-        _thread.trains = before
+        _thread.ignored = before
 
 
 class OneStep:
@@ -125,7 +121,7 @@ class Steps:
             self._report(None)
 
     def _report(self, optimizer: Any) -> None:
-        if not _thread.trains:
+        if getattr(_thread, "ignored", False):
             return
         # A list of keys only: a list of pairs allocates tracked objects, which may start a garbage collection. Before
         # Python 3.12 that may end a watch, which removes its listener from this dictionary.
