@@ -102,17 +102,6 @@ class Uninterrupted:
         return seconds[1] - seconds[0]
 
 
-def take_turns(seen: list[int]) -> None:
-    """Let the other threads run if a full garbage collection has stopped them since the last call with this list.
-
-    Otherwise a program would stop them again before each has had the GIL.
-    """
-    collections = gc.get_stats()[2]["collections"]
-    if seen != [collections]:
-        seen[:] = [collections]
-        time.sleep(_TURN_SECONDS)
-
-
 def _now(seconds: list[float]) -> Callable[[], object]:
     return partial(seconds.extend, map(CALL, (time.perf_counter,)))
 
@@ -134,12 +123,21 @@ class Slices:
         self.stopping = stopping
         self._paused = paused
         self._rests = rests
-        self._collections: list[int] = []
+        self._collections = -1
+
+    def take_turn(self) -> None:
+        """Let the other threads run if a full garbage collection has stopped them since the last turn.
+
+        Otherwise a program would stop them again before each has had the GIL.
+        """
+        collections = gc.get_stats()[2]["collections"]
+        if self._rests and collections != self._collections:
+            self._collections = collections
+            time.sleep(_TURN_SECONDS)
 
     def run(self, program: Uninterrupted) -> None:
         """Run a program."""
-        if self._rests:
-            take_turns(self._collections)
+        self.take_turn()
         seconds = program.run()
         self._paused(seconds)
         self.rest(seconds)

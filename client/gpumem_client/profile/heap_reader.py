@@ -16,7 +16,7 @@ from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks, read_blocks
 from gpumem_client.profile.lifetimes import SplitRules
 from gpumem_client.profile.owners import name_storages
 from gpumem_client.profile.profile_types import ProfiledDevice
-from gpumem_client.uninterrupted import GENERATIONS, Slices, Uninterrupted, take_turns
+from gpumem_client.uninterrupted import GENERATIONS, Slices, Uninterrupted
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.reason_codes import ReasonCode
 
@@ -45,7 +45,7 @@ class HeapReader:
         self._torch = torch
         self._allocator = allocator
         self._exclusively = exclusively
-        self._collections: list[int] = []
+        self._slices = Slices(torch_access.stopping, self._paused)
         self.pause_seconds = 0.0
         """The longest time that the interpreter has stood still since this was set to 0."""
 
@@ -75,8 +75,7 @@ class HeapReader:
 
     def naming(self, addresses_read: Callable[[], object] = lambda: None, **options: float) -> Naming:
         """Name the owners of all storages: see `name_storages`, which has these options."""
-        slices = Slices(torch_access.stopping, self._paused)
-        return name_storages(self._torch, slices, addresses_read=addresses_read, **options)
+        return name_storages(self._torch, self._slices, addresses_read=addresses_read, **options)
 
     def profiled(self, index: int, blocks: DeviceBlocks, peak_bytes: int | None = None) -> ProfiledDevice:
         """Return a device with the bytes of its blocks."""
@@ -147,7 +146,7 @@ class HeapReader:
         return {index: device for index, device in sorted(devices.items()) if self._allocator.uuid(index)}
 
     def _read(self, snapshot: Callable[..., _Result]) -> _Result:
-        take_turns(self._collections)
+        self._slices.take_turn()
         try:
             return snapshot(self._torch, self._paused)
         except (AttributeError, RuntimeError) as error:
