@@ -142,6 +142,13 @@ class Slices:
         self._paused(seconds)
         self.rest(seconds)
 
+    def count(self, generations: Iterable[int] = GENERATIONS) -> int:
+        """Return the number of objects that the garbage collector tracks in these generations."""
+        program = Uninterrupted()
+        sizes = program.kept(map(len, map(gc.get_objects, generations)))
+        self.run(program)
+        return sum(sizes)
+
     def rest(self, seconds: float) -> None:
         """Let the job run for as long as a slice of its objects has taken."""
         if self._rests:
@@ -156,9 +163,7 @@ def windows(slices: Slices, shortest: int, most: int) -> Iterator[tuple[Callable
     for generation in GENERATIONS:
         # The last part first: if objects are freed meanwhile, all others move toward the parts that are still to be
         # read, so none is missed.
-        counted = Uninterrupted()
-        size = counted.kept(map(len, map(gc.get_objects, (generation,))))
-        slices.run(counted)
-        length = max(shortest, size[0] // most)
-        for start in range(size[0] // length * length, -1, -length):
+        size = slices.count((generation,))
+        length = max(shortest, size // most)
+        for start in range(size // length * length, -1, -length):
             yield partial(gc.get_objects, generation), slice(start, start + length)

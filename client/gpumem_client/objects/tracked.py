@@ -26,11 +26,6 @@ MAX_OBJECTS = 5_000_000
 _CHUNK = 1024
 
 
-def count_tracked(generation: int) -> int:
-    """Return the number of objects in a generation of the garbage collector."""
-    return sum(map(len, map(gc.get_objects, (generation,))))
-
-
 def each_tracked(types: Collection[type], late: Callable[[], bool], max_objects: int = sys.maxsize) -> Iterator[Any]:
     """Yield the objects of exactly these types until `late()`, the youngest generation first.
 
@@ -40,7 +35,7 @@ def each_tracked(types: Collection[type], late: Callable[[], bool], max_objects:
     # What leaks is young. Within a generation the oldest objects come first, so that a tensor precedes its views.
     left = max_objects
     for generation in GENERATIONS:
-        size = count_tracked(generation)
+        size = Slices(rests=False).count((generation,))
         read = Uninterrupted()
         lists = map(CALL, (partial(gc.get_objects, generation),))
         listed = read.held(chain.from_iterable(map(itemgetter(slice(max(0, size - max(0, left)), None)), lists)))
@@ -66,7 +61,7 @@ def find_frozen(end: float, max_objects: int = MAX_OBJECTS) -> list[Any]:
     # search starts at modules, local variables and the tracked objects.
     found: list[Any] = []
     count = gc.get_freeze_count()
-    if not count or count + sum(map(count_tracked, GENERATIONS)) > max_objects:
+    if not count or count + Slices(rests=False).count() > max_objects:
         return found
     read = Uninterrupted()
     lists = read.tracked()

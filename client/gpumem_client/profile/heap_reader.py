@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from gpumem_client.profile.heap_blocks import DeviceBlocks, Stacks, read_blocks
 from gpumem_client.profile.lifetimes import SplitRules
 from gpumem_client.profile.owners import name_storages
 from gpumem_client.profile.profile_types import ProfiledDevice
-from gpumem_client.uninterrupted import GENERATIONS, Slices, Uninterrupted
+from gpumem_client.uninterrupted import Slices
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.reason_codes import ReasonCode
 
@@ -108,7 +107,7 @@ class HeapReader:
 
         Its snapshot then takes about half as long as a full garbage collection of the process, which may follow it.
         """
-        return min(_ENTRIES_MAX, max(_ENTRIES_MIN, self._count_objects() // _OBJECTS_OF_ENTRY))
+        return min(_ENTRIES_MAX, max(_ENTRIES_MIN, self._slices.count() // _OBJECTS_OF_ENTRY))
 
     def require_short_pause(self, *, searches: bool = False) -> None:
         """Check how long a snapshot of the blocks and the slices would stop the interpreter.
@@ -120,7 +119,7 @@ class HeapReader:
         blocks = sum(known(state, name) or 0 for state in states for name in ("active", "inactive_split"))
         of_object = _SEARCHED_OBJECT_SECONDS if searches else _OBJECT_SECONDS
         for work, count, each_seconds, code in (
-            ("reading of {:,} objects", self._count_objects(), of_object, ReasonCode.TOO_MANY_OBJECTS),
+            ("reading of {:,} objects", self._slices.count(), of_object, ReasonCode.TOO_MANY_OBJECTS),
             ("snapshot of {:,} blocks", blocks, _BLOCK_SECONDS, ReasonCode.TOO_MANY_BLOCKS),
         ):
             if count * each_seconds > PAUSE_SECONDS_MAX:
@@ -129,12 +128,6 @@ class HeapReader:
                     " use force to accept that",
                     code,
                 )
-
-    def _count_objects(self) -> int:
-        counted = Uninterrupted()
-        sizes = counted.kept(map(len, map(gc.get_objects, GENERATIONS)))
-        self._paused(counted.run())
-        return sum(sizes)
 
     def _blocks(self, segments: list[dict[str, Any]], stacks: Stacks) -> dict[int, DeviceBlocks]:
         heaps = self._allocator.heaps(segments)

@@ -21,14 +21,9 @@ from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import no_cuda
 from gpumem_client.objects.referrers import describe_referrers
 from gpumem_client.objects.tensors import TensorReader
-from gpumem_client.objects.tracked import (
-    MAX_OBJECTS,
-    count_tracked,
-    each_tracked,
-    find_frozen,
-)
+from gpumem_client.objects.tracked import MAX_OBJECTS, each_tracked, find_frozen
 from gpumem_client.torch_access import initialized_torch
-from gpumem_client.uninterrupted import GENERATIONS, Slices
+from gpumem_client.uninterrupted import Slices
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
 _GRAPH_NODES_MAX = 20_000
@@ -137,7 +132,7 @@ def walk(
     end = time.thread_time() + max_seconds  # CPU time: waits on a busy machine do not shorten the walk
     with torch_access.without_torch_function(torch):
         walker.count(each_tracked(walker.types, lambda: time.thread_time() >= end, max_objects))
-        complete = time.thread_time() < end and sum(map(count_tracked, GENERATIONS)) <= max_objects
+        complete = time.thread_time() < end and Slices(rests=False).count() <= max_objects
         # Not for two counts that are compared: they would differ if a limit ended one of them.
         if count_frozen:
             walker.count(each for each in frozen if type(each) in walker.types)
