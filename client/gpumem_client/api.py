@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpumem_client.hooks.process_life import made_singleton, removed_singleton
+from gpumem_client.hooks.process_life import singletons
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,13 +69,13 @@ def stop() -> None:
     The exporter forgets this process at once. The call waits at most 0.3 seconds. docs/reporting.md lists the hooks,
     including the hooks that torch and Python cannot remove.
     """
-    reporter: Reporter | None = removed_singleton("reporter")
+    reporter: Reporter | None = singletons.pop("reporter", None)
     if reporter is not None:
         reporter.stop()
-    steps: Steps | None = made_singleton("steps")
+    steps: Steps | None = singletons.get("steps")
     if steps is not None:
         steps.update()
-    allocator: Allocator | None = removed_singleton("shared_allocator")
+    allocator: Allocator | None = singletons.pop("shared_allocator", None)
     if allocator is not None:
         allocator.detach()
 
@@ -87,6 +87,6 @@ def step() -> None:
     that step, which has been counted. A call takes a few microseconds, and about 15 µs per device once per report.
     Without a listener it does nothing.
     """
-    steps: Steps | None = made_singleton("steps")
+    steps: Steps | None = singletons.get("steps")
     if steps is not None:
         steps.mark()

@@ -29,7 +29,7 @@ from gpumem_client.engines.engine_reader import EngineReader, process_engine
 from gpumem_client.engines.engine_state import EngineFacts
 from gpumem_client.guest_safety import log
 from gpumem_client.hooks.graph_captures import process_captures
-from gpumem_client.hooks.process_life import process_singleton
+from gpumem_client.hooks.process_life import singletons
 from gpumem_client.phases.observed import Observed, process_observed
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
@@ -305,11 +305,17 @@ def attached(function: str = "") -> Allocator | None:
     The reporter has another one, for its own thread. Does not initialize CUDA. Any thread may call this. `function` is
     what the user has called, if that does nothing without CUDA: a line of the log says so.
     """
-    if torch_access.initialized_torch() is not None:
-        return process_singleton("shared_allocator", Allocator.attach)
-    if function:
-        no_cuda(function)
-    return None
+    if torch_access.initialized_torch() is None:
+        if function:
+            no_cuda(function)
+        return None
+    shared: Allocator | None = singletons.get("shared_allocator")
+    if shared is None:
+        made = Allocator.attach()
+        shared = singletons.setdefault("shared_allocator", made)
+        if made is not None and made is not shared:
+            made.detach()  # another thread was faster: no hook may stay
+    return shared
 
 
 @functools.lru_cache(maxsize=None)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 _Made = TypeVar("_Made")
 
-_objects: dict[str, Any] = {}
+singletons: dict[str, Any] = {}
+"""The objects that exist once, by name: see `process_singleton`."""
 _in_child: list[Callable[[], None]] = []
 _registered = False
 # The longest that a fork waits for code that is being loaded.
@@ -26,18 +27,8 @@ def process_singleton(name: str, make: Callable[[], _Made]) -> _Made:
     """Return the object of this name, and make it if there is none. Making one has no effect outside of it."""
     # On first use, not on import: importing the client has to stay cheap.
     # No lock: another thread could hold it when the process forks. Of two threads, both get the object of one.
-    found: _Made = _objects[name] if name in _objects else _objects.setdefault(name, make())
-    return found
-
-
-def made_singleton(name: str) -> Any:
-    """Return the object of this name; None if it was not made yet."""
-    return _objects.get(name)
-
-
-def removed_singleton(name: str) -> Any:
-    """Forget the object of this name, and return it; None if there is none."""
-    return _objects.pop(name, None)
+    found: _Made | None = singletons.get(name)
+    return singletons.setdefault(name, make()) if found is None else found
 
 
 def loading() -> AbstractContextManager[object]:
@@ -84,13 +75,13 @@ def _register() -> None:
 
 
 def _wait_for_loading() -> None:
-    lock = _objects.get("load_lock")
+    lock = singletons.get("load_lock")
     if lock is not None:
         lock.acquire(timeout=_LOAD_SECONDS)
 
 
 def _go_on() -> None:
-    lock = _objects.get("load_lock")
+    lock = singletons.get("load_lock")
     try:
         if lock is not None:
             lock.release()
@@ -99,7 +90,7 @@ def _go_on() -> None:
 
 
 def _run() -> None:
-    _objects.pop("load_lock", None)
+    singletons.pop("load_lock", None)
     for callback in tuple(_in_child):  # a callback may remove itself
         callback()
 

@@ -15,7 +15,7 @@ from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.guest_safety import ErrorLog, guest_safety, log
 from gpumem_client.hooks.cuda_start import when_cuda_starts
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
-from gpumem_client.hooks.process_life import after_fork_in_child, at_exit, loading, process_singleton, removed_singleton
+from gpumem_client.hooks.process_life import after_fork_in_child, at_exit, loading, process_singleton, singletons
 from gpumem_client.hooks.steps import Steps, process_steps
 from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
 from gpumem_client.reporter.identity import current_process
@@ -118,7 +118,7 @@ class Reporter:
             self._thread.start()
         except (RuntimeError, MemoryError) as error:  # too many threads, or the interpreter is ending
             log.warning("this process is not reported: %s", error)
-            removed_singleton("reporter")
+            singletons.pop("reporter", None)
             self.stop()
             return
         if self._settings.oom_profile:
