@@ -152,9 +152,8 @@ def _given_environment() -> dict[str, str]:
 def _restore_signals() -> None:
     """Restore the signals that the interpreter ignores."""
     # Python sets SIGPIPE to SIG_IGN, which survives exec: the command would not end when its reader does.
-    for name in ("SIGPIPE", "SIGXFSZ"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        if signal.getsignal(number) is signal.SIG_IGN:
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, signal.SIG_DFL)
 

@@ -54,7 +54,6 @@ class Allocator:
         self._stop_watching = self._captures.watch()
         self.torch_version = str(getattr(torch, "__version__", ""))
         self._large_pages = {_large_page(in_force(os.environ)[1]) or LARGE_PAGE_BYTES}
-        self._noticed_settings = ""
         self._notice_page_size()
         self._reclaimable = Reclaimable(self._walk, self._captures.dead_pools)
 
@@ -230,12 +229,9 @@ class Allocator:
 
     def _notice_page_size(self) -> None:
         # A segment keeps the page size that was set when it was made, and does not report it: so all sizes are kept.
-        settings = self.settings
-        if settings != self._noticed_settings:
-            self._noticed_settings = settings
-            page = _large_page(settings)
-            if page is not None:
-                self._large_pages.add(page)
+        page = _large_page(self.settings)
+        if page is not None:
+            self._large_pages.add(page)
 
     def _walk(self) -> Mapping[int, Heap] | None:
         try:
