@@ -14,7 +14,7 @@ from gpumem_client.profile.profile_types import Profile
 from gpumem_client.profile.profiler import Recording, live_profile
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.torch_access import in_torch
-from gpumem_client.wire.errors import CommandRefusedError, ConfigurationError, ExporterError, WireError
+from gpumem_client.wire.errors import CommandRefusedError, GpumemError
 from gpumem_client.wire.protocol import Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 
@@ -84,7 +84,7 @@ class Profiling:
             sent_id = self.send(replace(profile, step=self._sampler.step))
         except CommandRefusedError as error:
             return self._end(command, "refused", str(error), error.reason_code)
-        except (ExporterError, ConfigurationError, WireError, ValueError, OSError) as error:
+        except (GpumemError, ValueError, OSError) as error:
             return self._end(command, "failed", f"the profile was not sent: {error}", ReasonCode.PROFILE_NOT_SENT)
         except Exception as error:  # noqa: BLE001 - an error of torch is this command's result
             self._failed(error)

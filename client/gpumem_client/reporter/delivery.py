@@ -10,14 +10,7 @@ from collections.abc import Callable, Iterator
 
 from gpumem_client.guest_safety import ErrorLog, log
 from gpumem_client.reporter.reporter_settings import ReporterSettings
-from gpumem_client.wire.errors import (
-    ConfigurationError,
-    ExporterAnswerError,
-    ExporterError,
-    ExporterUnreachableError,
-    ExporterUntrustedError,
-    WireError,
-)
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError, GpumemError
 from gpumem_client.wire.http import Connection, shown_url
 from gpumem_client.wire.protocol import PROFILES_PATH, REPORTS_PATH, Reply, Report, reply_from_wire, to_wire
 
@@ -100,7 +93,7 @@ class Delivery:
         self._reconnect_as_new_user(report)
         try:
             reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds, while_waiting)
-        except (ExporterError, WireError, ConfigurationError, ValueError, OSError) as error:
+        except (GpumemError, ValueError, OSError) as error:
             return self._failed(error), None
         if self._connection is not None and self._connection.url != self._accepted_by:
             self._accepted_by = self._connection.url
@@ -180,7 +173,7 @@ class Delivery:
         request = "POST", REPORTS_PATH, _body(report)
         try:
             connection.request(*request, self._headers(), timeout_seconds=_FAREWELL_SECONDS)
-        except (ExporterError, OSError) as error:
+        except (GpumemError, OSError) as error:
             self._errors.note("a final report was not delivered", error, level=logging.INFO)
 
     def _headers(self) -> dict[str, str]:
@@ -188,7 +181,7 @@ class Delivery:
 
     def _post(self, report: Report, timeout_seconds: float, while_waiting: Callable[[], float] | None = None) -> Reply:
         headers, body = self._headers(), _body(report)
-        refusal: ExporterError = ExporterUnreachableError("the reporter stops")
+        refusal: GpumemError = ExporterUnreachableError("the reporter stops")
         for connection in self._candidates():
             try:
                 answer = connection.request(
