@@ -85,8 +85,7 @@ class Executor:
             "reset_peak": self._reset_peak,
             "snapshot": self._snapshot,
             "set_memory_fraction": self._set_memory_fraction,
-            "release_memory": self._release_memory,
-            "resume_memory": self._resume_memory,
+            **dict.fromkeys(ENGINE_ACTIONS, self._release_or_resume_memory),
             "profile": self._profile,
         }
 
@@ -234,19 +233,16 @@ class Executor:
         for index in devices:
             self._allocator.set_memory_fraction(index, fraction)
 
-    def _release_memory(self, command: Command) -> None:
-        self._memory().release(keep_weights="weights" in command.keep, force=command.force)
-
-    def _resume_memory(self, _command: Command) -> None:
-        self._memory().resume()
-
-    def _memory(self) -> CoreMemory:
+    def _release_or_resume_memory(self, command: Command) -> None:
         engine = self._engine()
         if engine is None:
             raise CommandRefusedError(
                 "no engine in this process can release its memory without its server", ReasonCode.NO_ENGINE
             )
-        return engine
+        if command.action == "release_memory":
+            engine.release(keep_weights="weights" in command.keep, force=command.force)
+        else:
+            engine.resume()
 
     def _measured(self, uuids: tuple[str, ...]) -> list[int]:
         """Return the device indices for these uuids; all of the process's devices if there are no uuids."""
