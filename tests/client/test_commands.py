@@ -125,7 +125,7 @@ def test_a_command_in_mode_now_waits_for_the_end_of_a_capture(bench: CommandBenc
 
 def test_a_step_does_not_wait_for_a_command_in_another_thread(bench: CommandBench) -> None:
     bench.add()
-    with bench.sampler.exclusively():
+    with bench.sampler.exclusively:
         bench.steps()
     assert bench.scheduler.ids == ("a",)
     bench.steps()
@@ -135,7 +135,7 @@ def test_a_step_does_not_wait_for_a_command_in_another_thread(bench: CommandBenc
 def test_a_numbered_step_waits_until_the_deadline_at_most(bench: CommandBench) -> None:
     bench.add(at_step=1, deadline_seconds=0.15)
     training = threading.Thread(target=bench.steps, daemon=True)
-    with bench.sampler.exclusively():  # a command of the reporter's thread that hangs
+    with bench.sampler.exclusively:  # a command of the reporter's thread that hangs
         training.start()
         training.join(patient(30))
         assert not training.is_alive()

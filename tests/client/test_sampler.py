@@ -133,7 +133,7 @@ def test_after_a_mark_only_marks_count_and_the_step_of_the_first_mark_counts_onc
 
 
 def test_a_step_does_not_wait_while_the_cache_is_being_cleared(bench: Bench) -> None:
-    with bench.sampler.exclusively():
+    with bench.sampler.exclusively:
         bench.step()
         assert bench.allocator.looks == 0
     bench.step()

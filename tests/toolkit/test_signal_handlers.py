@@ -119,4 +119,4 @@ def test_a_command_interrupted_by_a_signal_handler_fails_and_the_error_goes_on()
     result = bench.result()
     assert (result.id, result.outcome) == ("a", "failed")
     assert "TooLateError" in result.reason
-    assert not bench.sampler.exclusively().locked()
+    assert not bench.sampler.exclusively.locked()

@@ -101,7 +101,12 @@ class Reclaimable:
         for index, state in states.items():
             if _complete(state):
                 self._segments_seen[index] = _segments_ever(state)
-                self._learn(index, state, heaps.get(index, Heap()))
+                heap = heaps.get(index, Heap())
+                if heap.expandable:
+                    self._expandable.add(index)
+                layout = _layout(state) if heap.reserved_bytes == state["reserved_bytes"]["current"] else None
+                pools = _pools_layout(state) if heap.private_bytes == state.get("private_pools_bytes") else None
+                self._walks[index] = _Walk(heap, _version(state), layout, pools)
 
     def bytes(self, index: int, state: DeviceState) -> int | None:
         """Return what `empty_cache()` would release of a device with these statistics; None if unknown."""
@@ -180,13 +185,6 @@ class Reclaimable:
         before = self._segments_seen.get(index, 0 if state["reserved_bytes"]["current"] == 0 else taken + 1)
         self._segments_seen[index] = max(taken, before)
         return taken < before
-
-    def _learn(self, index: int, state: DeviceState, heap: Heap) -> None:
-        if heap.expandable:
-            self._expandable.add(index)
-        layout = _layout(state) if heap.reserved_bytes == state["reserved_bytes"]["current"] else None
-        pools = _pools_layout(state) if heap.private_bytes == state.get("private_pools_bytes") else None
-        self._walks[index] = _Walk(heap, _version(state), layout, pools)
 
 
 def known(state: DeviceState | None, name: str, metric: str = "current") -> int | None:

@@ -69,7 +69,8 @@ class Sampler:
         self._boundary = guest_safety(self._failed)
         self._steps_fail = False
         self._clock = clock
-        self._busy = threading.Lock()
+        self.exclusively = threading.Lock()
+        """Keeps steps from sampling. It is held while a command runs; no step waits for it."""
         self._latest: Sample | None = None
         self._wanted_from_seconds = 0.0
         self._reported_seconds = 0.0
@@ -134,12 +135,8 @@ class Sampler:
 
     def take(self) -> Sample:
         """Take a sample now, in this thread."""
-        with self._busy:
+        with self.exclusively:
             return self._take()
-
-    def exclusively(self) -> threading.Lock:
-        """Return the lock that keeps steps from sampling. It is held while a command runs; no step waits for it."""
-        return self._busy
 
     def steps_run(self) -> bool:
         """Whether the last step ended only a few step times ago. Any thread may call this."""
@@ -168,12 +165,12 @@ class Sampler:
         if self._steps_fail:
             return
         # A step never waits: a command that runs meanwhile has the lock, and the next step can sample as well.
-        if now >= self._wanted_from_seconds and self._busy.acquire(blocking=False):
+        if now >= self._wanted_from_seconds and self.exclusively.acquire(blocking=False):
             try:
                 self._take()
                 self._wanted_from_seconds = float("inf")
             finally:
-                self._busy.release()
+                self.exclusively.release()
         self.at_step(self._steps)
 
     def _failed(self, error: Exception) -> None:
@@ -196,12 +193,12 @@ class Sampler:
         # The cache is at its largest between two steps, where the samples are. So this reads it at random moments of a
         # step. After a retry there is no reading for a while, and 0 bytes are idle in any case.
         now, started = self._clock(), time.thread_time()
-        if self._calm(now) and not self._allocator.flushing and self._busy.acquire(blocking=False):
+        if self._calm(now) and not self._allocator.flushing and self.exclusively.acquire(blocking=False):
             try:
                 for reading in self._allocator.unused():
                     self._idle_cache.note(reading, now)
             finally:
-                self._busy.release()
+                self.exclusively.release()
         pause = max(_READING_SECONDS, (time.thread_time() - started) * _READING_SHARE)
         if not self.steps_run():
             pause *= 2  # the samples of the reports are readings as well

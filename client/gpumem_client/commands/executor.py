@@ -122,7 +122,7 @@ class Executor:
         is also None if another command or a sample is running. A command that has not started by `expires_seconds`, on
         the executor's clock, does not run.
         """
-        lock, left_seconds = self._sampler.exclusively(), expires_seconds - self._clock()
+        lock, left_seconds = self._sampler.exclusively, expires_seconds - self._clock()
         # Until the deadline at most: if the reporter's thread hangs, for example in a file system, training goes on.
         held = lock.acquire(timeout=min(max(0.0, left_seconds), threading.TIMEOUT_MAX) if wait else 0.0)
         if not held and not wait:

@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 class HeapReader:
     """Reads one process' allocator, in the reporter's thread.
 
-    `exclusively` returns the sampler's lock: a step must not take a snapshot in between.
+    `exclusively` is the sampler's lock: a step must not take a snapshot in between.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class HeapReader:
         torch: Any,
         allocator: Allocator,
         *,
-        exclusively: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        exclusively: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - has no state
     ) -> None:
         self._torch = torch
         self._allocator = allocator
@@ -54,7 +54,7 @@ class HeapReader:
         Raises:
             CommandRefusedError: this allocator has no snapshot.
         """
-        with self._exclusively():
+        with self._exclusively:
             first()
             segments = self._read(torch_access.snapshot_segments)
         return self._blocks(segments, stacks)
@@ -67,7 +67,7 @@ class HeapReader:
         Raises:
             CommandRefusedError: this allocator has no snapshot.
         """
-        with self._exclusively():
+        with self._exclusively:
             segments = self._read(torch_access.snapshot_segments)
             traces = self._read(torch_access.snapshot_traces)
         return self._blocks(segments, stacks), traces

@@ -144,7 +144,7 @@ class Reporter:
         end_seconds = time.monotonic() + _TORCH_SECONDS
         self._gate.close(_TORCH_SECONDS)
         if loop is not None:  # a command may run in a thread of the user, at the end of a step
-            loop.sampler.exclusively().acquire(timeout=max(0.0, end_seconds - time.monotonic()))  # never released
+            loop.sampler.exclusively.acquire(timeout=max(0.0, end_seconds - time.monotonic()))  # never released
 
     @property
     def _oom_waits(self) -> bool:
