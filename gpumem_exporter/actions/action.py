@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import SnapshotFile
-from gpumem_exporter.actions.action_options import DEFAULT_DEADLINE_SECONDS, ActionRequest, Target
+from gpumem_exporter.actions.action_options import DEFAULT_DEADLINE_SECONDS, ActionRequest
 from gpumem_exporter.core.caller import Caller, Rights, share_of
 from gpumem_exporter.core.ledger import sum_of_known
 
@@ -114,15 +114,13 @@ class Action:
     """The state of an action at one time."""
 
     id: str
-    action: str
+    request: ActionRequest
+    """As it was sent. After a restart, an action whose request was not recorded has only what its event shows."""
     state: str
     """The value of an `actions.lifecycle.ActionState`."""
     requested_by: str
     """The caller, for people."""
     created_unix_seconds: float
-    target: Target
-    mode: str = "now"
-    """The requested mode."""
     group: bool = False
     """Whether ranks of a job act together."""
     at_step: int | None = None
@@ -131,14 +129,13 @@ class Action:
     """The latest one of its processes."""
     planned: tuple[PendingPart, ...] = ()
     """The processes that got a command; empty once it has ended."""
-    dry_run: bool = False
-    reason: str = ""
     results: tuple[ActionResult, ...] = ()
     caller: str = ""
     """The key of the caller, whose audit log has the action."""
+    idempotency_key: str | None = None
+    """The caller's key: its next request with this key gets this action."""
     duration_seconds: float | None = None
     """From the request to the last result; None while it runs."""
-    settle_seconds: float = 0.0
     settling: bool = False
     """Whether a process may still report `still_free_bytes`. The state does not wait for it."""
     unlisted: bool = False
@@ -183,7 +180,7 @@ class Action:
     @property
     def kept_bytes(self) -> int:
         """About the memory that the action takes while it is kept."""
-        texts = [self.reason, *(name for values in self.target.given.values() for name in values)]
+        texts = [self.request.reason, *(name for values in self.request.target.given.values() for name in values)]
         for result in self.results:
             texts += [result.reason, "" if result.snapshot is None else result.snapshot.path]
         return _RESULT_BYTES * (1 + len(self.results)) + sum(len(text) + _TEXT_BYTES for text in texts)
@@ -191,14 +188,3 @@ class Action:
     def visible_to(self, caller: Caller) -> bool:
         """Return whether the audit log shows the action to a caller."""
         return caller.rights is Rights.ALL or (caller.rights is Rights.OWN and self.caller == caller.key)
-
-
-@dataclass(frozen=True, slots=True)
-class SubmittedAction:
-    """A new action and its request, as a restarted exporter restores them."""
-
-    action: Action
-    request: ActionRequest
-    idempotency_key: str | None
-    processes: tuple[tuple[int | str, str, str], ...]
-    """Name, workload and rank of each selected process."""

@@ -120,9 +120,9 @@ class ListParameters(KnownFields):
         """Return whether the list has an action; `of_job` are the pids of the job."""
         jobs = [self.job is None, *(each.workload == self.job or str(each.pid) in of_job for each in action.results)]
         return (
-            (not self.action or action.action in self.action)
+            (not self.action or action.request.action in self.action)
             and (not self.state or action.state in self.state)
-            and self.dry_run in (None, action.dry_run)
+            and self.dry_run in (None, action.request.dry_run)
             and any(jobs)
         )
 
@@ -207,7 +207,8 @@ class ActionsDocument(TypedDict):
 
 
 _COMPUTED = ("created", "target", "waits_for", "subject", "sentence", "results", "pending", "outcomes")
-_COPIED = tuple(name for name in ActionDocument.__annotations__ if name not in _COMPUTED)
+_OF_REQUEST = ("action", "mode", "dry_run", "reason", "settle_seconds")
+_COPIED = tuple(name for name in ActionDocument.__annotations__ if name not in (*_COMPUTED, *_OF_REQUEST))
 _RESULT = tuple(field.name for field in fields(ActionResult))
 
 
@@ -215,8 +216,9 @@ def action_document(action: Action) -> dict[str, Any]:
     """Return an action as an `ActionDocument`."""
     document = {
         **{name: getattr(action, name) for name in _COPIED},
+        **{name: getattr(action.request, name) for name in _OF_REQUEST},
         "created": iso_time(action.created_unix_seconds),
-        "target": action.target.document(),
+        "target": action.request.target.document(),
         "waits_for": [asdict(engine) for engine in action.waits_for],
         "results": [_result(result) for result in action.results],
         "pending": [asdict(part) for part in action.pending],

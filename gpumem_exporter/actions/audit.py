@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.action import Action, ActionResult, SubmittedAction
+from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import MAX_DEADLINE_SECONDS, ActionRequest, Target
 from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.lifecycle import RunningAction
+from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.event import ACTION_REQUESTED, PLACE, Event, Query
 from gpumem_exporter.core.recorders import Journal
 
@@ -28,6 +30,7 @@ _PAGE = 500
 _LAST_PAGES = 8
 _COMMON = ("id", "action", "requested_by", "caller", "created_unix_seconds", "reason", "mode", "group", "at_step")
 _LOGGED = ("id", "action", "state", "requested_by", "reason", "freed_bytes", "duration_seconds")
+_OF_REQUEST = ("action", "reason", "mode")
 _RESULT = (*PLACE, "outcome", "reason", "reason_code", "freed_bytes", "step")
 
 _log = logging.getLogger(__name__)
@@ -45,27 +48,28 @@ class Audit:
     _ends: dict[str, Future[bool]] = field(default_factory=dict, init=False)
     _restored: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    async def record(self, submitted: SubmittedAction) -> None:
+    async def record(self, running: RunningAction) -> None:
         """Record a new action; return when it is on disk, or when the disk fails."""
-        await self.journal.wait_until_kept(self.journal.put(requested_event(submitted)))
+        await self.journal.wait_until_kept(self.journal.put(requested_event(running)))
 
     def finished(self, action: Action) -> None:
         """Count, log and record the end of an action, and poll the driver."""
         self.count(action)
+        request = action.request
         fields = {
-            **{name: getattr(action, name) for name in _LOGGED},
-            "target": action.target.describe(),
-            "dry_run": str(action.dry_run).lower(),
+            **_values(action, _LOGGED),
+            "target": request.target.describe(),
+            "dry_run": str(request.dry_run).lower(),
             "outcomes": ",".join(f"{outcome}:{count}" for outcome, count in sorted(action.outcomes.items())),
         }
         _log.log(logging.DEBUG if action.unlisted else logging.INFO, "action finished", extra={"fields": fields})
         self.store_end(action)
-        if not action.dry_run:
+        if not request.dry_run:
             self.poll_soon()
 
     def store_end(self, action: Action) -> None:
         """Record the end of an action. A dry run has no event."""
-        if action.dry_run or action.unlisted:
+        if action.request.dry_run or action.unlisted:
             return
         stored = self.journal.put(action_event(action, self.wall_clock()))
         if self.durable:
@@ -98,31 +102,27 @@ class Audit:
             self._restored.set()
 
     def _restore(self, dispatcher: Dispatcher, events: Sequence[Event]) -> None:
-        submitted: dict[str, SubmittedAction] = {}
+        requested: dict[str, Action] = {}
         ended: dict[str, Action | None] = {}
         for event in events:
             action_id = str(event.detail.get("id"))
             try:
                 if event.type == ACTION_REQUESTED:
-                    submitted[action_id] = read_requested(event)
+                    requested[action_id] = read_requested(event)
                 else:
                     ended[action_id] = None  # it has ended, even if it cannot be read
                     ended[action_id] = read_action(event)
             except Exception:  # noqa: BLE001 - another version may have written the event; the others are still read
                 _log.exception("cannot read a recorded action", extra={"fields": {"event": event.id}})
-        # After a restart, an action without a recorded end has failed. Processes that keep its command forget it. It is
-        # unknown whether other processes have run it.
-        for action_id, origin in submitted.items():
-            if action_id not in ended and dispatcher.get(action_id) is None:
-                results = tuple(
-                    ActionResult(pid, workload, rank, "", "", "failed", _RESTARTED, ReasonCode.EXPORTER_RESTARTED)
-                    for pid, workload, rank in origin.processes
-                )
-                ended[action_id] = lost = replace(origin.action, state="failed", results=results)
+        for action_id, lost in requested.items():
+            if (end := ended.get(action_id)) is not None:
+                ended[action_id] = replace(end, request=lost.request, idempotency_key=lost.idempotency_key)
+            elif action_id not in ended and dispatcher.get(action_id) is None:
+                ended[action_id] = lost
                 self.finished(lost)
         known = [action for action in ended.values() if action is not None]
         for action in sorted(known, key=lambda action: action.created_unix_seconds, reverse=True):
-            dispatcher.actions.restore(action, submitted.get(action.id))
+            dispatcher.actions.restore(action)
 
 
 # Actions as events, and back after a restart
@@ -143,46 +143,54 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
     return Event("action", finished_unix_seconds, **place_of(action.results), owner=action.share, detail=detail)
 
 
-def requested_event(submitted: SubmittedAction) -> Event:
+def requested_event(running: RunningAction) -> Event:
     """Build the record of a requested action."""
-    action = submitted.action
+    action = running.action
+    processes: list[ActionResult | SelectedProcess] = [
+        *action.results,
+        *(part.target for part in running.parts.values()),
+    ]
     detail = {
         **_common_detail(action),
-        "request": {name: value for name, value in asdict(submitted.request).items() if name != "target"},
-        "idempotency_key": submitted.idempotency_key,
-        "processes": [list(process) for process in submitted.processes],
+        "request": {name: value for name, value in asdict(action.request).items() if name != "target"},
+        "idempotency_key": action.idempotency_key,
+        "processes": list(dict.fromkeys((each.pid, each.workload, each.rank) for each in processes)),
         "processes_left_out": 0,
     }
     return Event(ACTION_REQUESTED, action.created_unix_seconds, owner=action.share, detail=detail)
 
 
-def read_requested(event: Event) -> SubmittedAction:
-    """Restore a requested action from its record."""
+def read_requested(event: Event) -> Action:
+    """Restore a requested action from its record, as it has ended unless its end is recorded, too."""
     detail = event.detail
-    action = _action(detail, "queued")
-    return SubmittedAction(
-        action,
-        ActionRequest(target=action.target, **detail["request"]),
-        detail["idempotency_key"],
-        tuple((pid, workload, rank) for pid, workload, rank in detail["processes"]),
+    # Processes that keep its command forget it. It is unknown whether other processes have run it.
+    results = tuple(
+        ActionResult(pid, workload, rank, "", "", "failed", _RESTARTED, ReasonCode.EXPORTER_RESTARTED)
+        for pid, workload, rank in detail["processes"]
     )
+    action = _action(detail, detail["request"], state="failed", results=results)
+    return replace(action, idempotency_key=detail["idempotency_key"])
 
 
 def read_action(event: Event) -> Action:
     """Restore the action from an `action` event, without the results that the event left out."""
     detail = event.detail
     results = tuple(ActionResult(**result) for result in detail["results"])
-    return replace(_action(detail, detail["state"]), results=results, duration_seconds=detail["duration_seconds"])
+    ended = {"state": detail["state"], "duration_seconds": detail["duration_seconds"]}
+    return _action(detail, {name: detail[name] for name in _OF_REQUEST}, results=results, **ended)
 
 
 def _common_detail(action: Action) -> dict[str, Any]:
-    return {**{name: getattr(action, name) for name in _COMMON}, "target": action.target.document()}
+    return {**_values(action, _COMMON), "target": action.request.target.document()}
 
 
-def _action(detail: Mapping[str, Any], state: str) -> Action:
-    # An earlier version did not record the caller.
-    common = {name: detail[name] for name in _COMMON if name in detail}
-    return Action(state=state, target=Target(**detail["target"]), **common)
+def _values(action: Action, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(action.request if name in _OF_REQUEST else action, name) for name in names}
+
+
+def _action(detail: Mapping[str, Any], request: Mapping[str, Any], **ended: Any) -> Action:
+    common = {name: detail[name] for name in _COMMON if name not in _OF_REQUEST}
+    return Action(request=ActionRequest(target=Target(**detail["target"]), **request), **common, **ended)
 
 
 def place_of(results: Sequence[ActionResult]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_COMMANDS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.action import Action, EngineWait, SubmittedAction, all_waits, describe_starts
+from gpumem_exporter.actions.action import Action, EngineWait, all_waits, describe_starts
 from gpumem_exporter.actions.action_options import ANSWER_GRACE_SECONDS, ENGINE_ANSWER_SECONDS, ActionRequest
 from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.kinds import KINDS
@@ -62,7 +62,7 @@ class Dispatcher:
     terminator: Terminator
     limits: RateLimits
     actions: ActionRegistry = field(default_factory=lambda: ActionRegistry(1000))
-    record: Callable[[SubmittedAction], Awaitable[None]] | None = None
+    record: Callable[[RunningAction], Awaitable[None]] | None = None
     """Stores a new action. Before that, no process gets a command of it."""
     wake: Callable[[Hashable], None] = lambda _key: None
     """Ends the held requests that wait for a process or for the id of an action."""
@@ -96,7 +96,7 @@ class Dispatcher:
         requested_by.require_permission(request.action, self.allowed, force=request.force)
         now = self.clock()
         snapshot = self.store.snapshot(now)
-        running = self._planned(request, requested_by, snapshot, unlisted=unlisted)
+        running = self._planned(request, requested_by, snapshot, idempotency_key=idempotency_key, unlisted=unlisted)
         refused: Mapping[Hashable, CommandResult | None] = {}
         if request.action in ENGINE_ACTIONS:
             refused = self.engines.refusals(running)
@@ -120,41 +120,37 @@ class Dispatcher:
         for part, result in zip(parts, outcomes, strict=True):
             if result is not None:
                 running.end(part, result)
-        self.actions.start(running, idempotency_key)
+        self.actions.running[running.action.id] = running
         self._finish_if_complete(running)
         if self.record is None or request.dry_run or unlisted:
             running.recorded = True
             self._offer(running, running.parts.values())
         else:
-            processes = tuple((part.target.pid, part.target.workload, part.target.rank) for part in parts)
-            submitted = SubmittedAction(running.action, request, idempotency_key, processes)
-            self.spawn(self._offer_once(running, self.record(submitted)))
+            self.spawn(self._offer_once(running, self.record(running)))
         return running.action
 
-    def _planned(self, request: ActionRequest, caller: Caller, snapshot: Snapshot, *, unlisted: bool) -> RunningAction:
+    def _planned(
+        self, request: ActionRequest, caller: Caller, snapshot: Snapshot, *, idempotency_key: str | None, unlisted: bool
+    ) -> RunningAction:
         """Return the action with a part for each process that it selects."""
         now = self.clock()
         planned = plan(request, select(request, caller, snapshot), snapshot, now)
         steps = {turn.group: turn.at_step for _, turn in planned if turn.group is not None}
         action = Action(
             id=uuid.uuid4().hex,
-            action=request.action,
+            request=request,
             state=ActionState.QUEUED.value,
             requested_by=str(caller),
             created_unix_seconds=self.wall_clock(),
-            target=request.target,
-            mode=request.mode,
             group=bool(steps),
             at_step=next(iter(steps.values())) if len(steps) == 1 else None,
             deadline_seconds=max((turn.deadline_seconds for _, turn in planned), default=request.deadline_seconds),
-            dry_run=request.dry_run,
-            reason=request.reason,
             caller=caller.key,
-            settle_seconds=request.settle_seconds,
+            idempotency_key=idempotency_key,
             unlisted=unlisted,
         )
         limits = limits_of(request.fraction, snapshot)
-        running = RunningAction(action, now, request, caller, snapshot.gpus, limits)
+        running = RunningAction(action, now, caller, snapshot.gpus, limits)
         parts = [Part(running=running, target=one, turn=turn) for one, turn in planned]
         running.parts = {part.key: part for part in parts}
         return running

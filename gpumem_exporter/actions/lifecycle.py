@@ -21,7 +21,7 @@ from enum import Enum
 from typing import TypeVar
 
 from gpumem_client.wire.protocol import Command, CommandResult
-from gpumem_exporter.actions.action import Action, ActionResult, EngineWait, PendingPart, SubmittedAction, all_waits
+from gpumem_exporter.actions.action import Action, ActionResult, EngineWait, PendingPart, all_waits
 from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, ActionRequest
 from gpumem_exporter.actions.kinds import is_done
 from gpumem_exporter.actions.results import DriverValues, command_results, outside_results
@@ -200,7 +200,6 @@ class RunningAction:
     action: Action
     started_seconds: float
     """On the dispatcher's clock."""
-    request: ActionRequest
     caller: Caller
     gpus: Mapping[str, str]
     """The NVML index of each device, by uuid."""
@@ -212,6 +211,11 @@ class RunningAction:
     """The request is recorded: processes may get their commands."""
     cancelled: bool = False
     """No part starts any more."""
+
+    @property
+    def request(self) -> ActionRequest:
+        """The request of the action."""
+        return self.action.request
 
     @property
     def commands(self) -> list[Part]:
@@ -262,7 +266,7 @@ class RunningAction:
         for row in rows:
             gpu, limit_bytes = self.gpus.get(row.uuid, ""), limits.get(row.uuid)
             row = replace(row, gpu=gpu, limit_bytes=limit_bytes, mode=mode, at_step=part.turn.at_step)
-            added.append(row if driver is None else driver.of(row, self.action.action))
+            added.append(row if driver is None else driver.of(row, self.request.action))
         self.action = replace(self.action, results=(*self.action.results, *added))
 
     def finish(self, now_seconds: float) -> Action:
@@ -274,7 +278,7 @@ class RunningAction:
             self._advance(ActionState.CANCELLED)
         else:
             self._advance(ActionState.EXPIRED if outcomes == {"expired"} else ActionState.FAILED)
-        waits_for = self.action.waits_for if self.action.dry_run else ()
+        waits_for = self.action.waits_for if self.request.dry_run else ()
         duration_seconds = now_seconds - self.started_seconds
         self.action = replace(self.action, duration_seconds=duration_seconds, waits_for=waits_for, planned=())
         return self.action
@@ -337,7 +341,7 @@ def _lacks_value(part: Part, result: ActionResult) -> bool:
 
 
 class ActionRegistry:
-    """Finds actions by id and by idempotency key. A key belongs to its caller and is known as long as its action.
+    """Finds actions by id and by idempotency key, which belongs to its caller.
 
     `max_finished` and `MAX_BYTES` limit the finished actions that are kept, besides dry runs.
     """
@@ -348,8 +352,6 @@ class ActionRegistry:
         self._finished = _Kept(max_finished, MAX_BYTES)
         # Apart, so that dry runs displace no action.
         self._dry_runs = _Kept(max_finished // _DRY_RUNS_SHARE, MAX_BYTES // _DRY_RUNS_SHARE)
-        # The request and the id of an action, by its caller and key.
-        self._keys: dict[tuple[str, str], tuple[ActionRequest, str]] = {}
 
     def get(self, action_id: str) -> Action | None:
         """Return an action as it is now; None if it is unknown or forgotten."""
@@ -358,11 +360,15 @@ class ActionRegistry:
             return running.action
         return self._finished.actions.get(action_id) or self._dry_runs.actions.get(action_id)
 
+    @property
+    def _known(self) -> list[Action]:
+        """The actions of earlier runs of the exporter, of which some finished ones are, before those of this one."""
+        known = [*self._finished.actions.values(), *self._dry_runs.actions.values()]
+        return known + [running.action for running in self.running.values()]
+
     def recent(self) -> tuple[Action, ...]:
         """Return all known actions, newest first."""
-        known = [*self._finished.actions.values(), *self._dry_runs.actions.values()]
-        known += [running.action for running in self.running.values()]
-        listed = (action for action in known if not action.unlisted)
+        listed = (action for action in self._known if not action.unlisted)
         return tuple(sorted(listed, key=lambda action: action.created_unix_seconds, reverse=True))
 
     def with_key(self, caller: str, key: str, request: ActionRequest) -> Action | None:
@@ -370,12 +376,13 @@ class ActionRegistry:
 
         Raises IdempotencyConflictError if the caller used the key with another request.
         """
-        first, action_id = self._keys.get((caller, key), (None, ""))
-        known = self.get(action_id)
-        if known is not None and first != request:
-            used = f"Idempotency-Key {key!r} was used for another request (action {action_id})"
-            raise IdempotencyConflictError(f"{used}; send a new key")
-        return known
+        for action in reversed(self._known):
+            if (action.caller, action.idempotency_key) == (caller, key):
+                if action.request != request:
+                    used = f"Idempotency-Key {key!r} was used for another request (action {action.id})"
+                    raise IdempotencyConflictError(f"{used}; send a new key")
+                return action
+        return None
 
     def require_room(self, share: str, processes: int) -> None:
         """Raise `TooManyActionsError` if the running actions of a share have too many processes."""
@@ -387,33 +394,20 @@ class ActionRegistry:
         if under_way and under_way + processes > MAX_UNDER_WAY:
             raise TooManyActionsError(f"{share} has running actions on {under_way} processes; cancel some", 1.0)
 
-    def start(self, running: RunningAction, key: str | None) -> None:
-        """Add a new action."""
-        self.running[running.action.id] = running
-        if key is not None:
-            self._keys[running.action.caller, key] = running.request, running.action.id
-
     def finish(self, action: Action) -> None:
         """Add a finished action, or move it from the running ones."""
         self.running.pop(action.id, None)
-        forgotten = (self._dry_runs if action.dry_run or action.unlisted else self._finished).add(action)
-        if forgotten and self._keys:
-            self._keys = {key: known for key, known in self._keys.items() if known[1] not in forgotten}
+        (self._dry_runs if action.request.dry_run or action.unlisted else self._finished).add(action)
 
     def replace(self, action: Action) -> None:
         """Replace a finished action by itself with what settled since, unless it is forgotten."""
         if action.id in self._finished.actions:
             self._finished.actions[action.id] = action
 
-    def restore(self, action: Action, submitted: SubmittedAction | None) -> None:
-        """Add an action of an earlier run of the exporter, and the request that started it.
-
-        Called with the newest first. An action of an earlier run never displaces one of this run.
-        """
-        if self.get(action.id) is not None or not self._finished.add_oldest(action):
-            return
-        if submitted is not None and submitted.idempotency_key is not None:
-            self._keys.setdefault((action.caller, submitted.idempotency_key), (submitted.request, action.id))
+    def restore(self, action: Action) -> None:
+        """Add an action of an earlier run of the exporter, the newest first. It displaces no action of this run."""
+        if self.get(action.id) is None:
+            self._finished.add_oldest(action)
 
 
 class _Kept:
@@ -430,22 +424,17 @@ class _Kept:
     def _size(self, action: Action) -> int:
         return max(self._least_bytes, action.kept_bytes)
 
-    def add(self, action: Action) -> set[str]:
-        """Add the newest action, and return the ids of forgotten ones."""
+    def add(self, action: Action) -> None:
+        """Add the newest action."""
         self.actions[action.id] = action
         self._shares.put(action.share, self._size(action))
-        forgotten = set()
         while (loser := self._shares.over()) is not None and len(self.actions) > 1:
             oldest = next(kept for kept in self.actions.values() if kept.share == loser)
             del self.actions[oldest.id]
             self._shares.drop(loser, self._size(oldest))
-            forgotten.add(oldest.id)
-        return forgotten
 
-    def add_oldest(self, action: Action) -> bool:
-        """Add an action before all others; return False if there is no room."""
-        if self._shares.total + self._size(action) > self._max_bytes:
-            return False
-        self.add(action)
-        self.actions.move_to_end(action.id, last=False)
-        return True
+    def add_oldest(self, action: Action) -> None:
+        """Add an action before all others, if there is room."""
+        if self._shares.total + self._size(action) <= self._max_bytes:
+            self.add(action)
+            self.actions.move_to_end(action.id, last=False)

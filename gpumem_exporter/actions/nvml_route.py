@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.action import Action
-from gpumem_exporter.actions.action_options import Target
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.action_routes import MAX_WAIT_SECONDS, KnownFields
 from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.actions.dispatcher import Dispatcher
@@ -90,8 +90,8 @@ def nvml_router(
         if (poller.status(clock()).release is None) == (action == "nvml_release"):
             fields = {"action": action, "requested_by": str(caller), "reason": body.reason}
             _log.info("driver maintenance requested", extra={"fields": fields})
-            named = (uuid4().hex, action, "done", str(caller), dispatcher.wall_clock(), Target())
-            noted = Action(*named, reason=body.reason, caller=caller.key)
+            asked = ActionRequest(action, Target(), mode="now", reason=body.reason)
+            noted = Action(uuid4().hex, asked, "done", str(caller), dispatcher.wall_clock(), caller=caller.key)
             dispatcher.actions.finish(noted)
             audit.store_end(noted)
         if action == "nvml_release":

@@ -155,12 +155,12 @@ class Instruments:
 
     def observe_action(self, action: Action) -> None:
         """Count a finished action; a dry run is not counted."""
-        if action.dry_run:
+        if action.request.dry_run:
             return
         # A process on several devices has one result per device, but one outcome.
         for *_, outcome in {(row.pid, row.workload, row.rank, row.outcome) for row in action.results}:
-            self._actions.labels(action.action, outcome).inc()
+            self._actions.labels(action.request.action, outcome).inc()
         # A negative value means that the process allocated memory meanwhile; it must not reduce the sum.
-        self._freed.labels(action.action).inc(sum(max(0, result.freed_bytes or 0) for result in action.results))
+        self._freed.labels(action.request.action).inc(sum(max(0, result.freed_bytes or 0) for result in action.results))
         if action.duration_seconds is not None:
-            self._duration.labels(action.action).observe(action.duration_seconds)
+            self._duration.labels(action.request.action).observe(action.duration_seconds)

@@ -17,7 +17,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from gpumem_client.wire.protocol import DeviceSample, EngineState, ProcessIdentity, Report
 from gpumem_exporter.actions.action import Action, ActionResult
-from gpumem_exporter.actions.action_options import Target
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.core.event import EVENT_TYPES
 from gpumem_exporter.core.samples import (
     DeviceMemory,
@@ -91,9 +91,8 @@ def golden_page(*, openmetrics: bool) -> str:
         ActionResult(4711, "llm-pretrain", "0", "1", GPU_1, "done", freed_bytes=0),
         ActionResult(52, "notebook", "", "1:0", MIG, "refused", "a CUDA graph is being captured"),
     )
-    instruments.observe_action(
-        Action("a1", "empty_cache", "failed", "alice", 1.7e9, Target(all=True), results=results, duration_seconds=0.003)
-    )
+    request = ActionRequest("empty_cache", Target(all=True))
+    instruments.observe_action(Action("a1", request, "failed", "alice", 1.7e9, results=results, duration_seconds=0.003))
     exposition = Exposition(registry, (OOM, ORPHANS, ENGINE), version="1.2.3", source="nvml", clock=lambda: 0.0)
     page = whole_text_of(exposition, RICH, openmetrics=openmetrics)
     page = re.sub(r"^((?:process_|python_gc_)\S+) .*", r"\1 0", page, flags=re.MULTILINE)

@@ -186,7 +186,7 @@ class EngineMemory(Engines):
         # The effect is the difference of the driver's values for the process, and never what the engine says.
         started, part.used_before = self._clock(), self._used_by(target.host_pid)
         try:
-            denying = self._denying(target, running.action.action)
+            denying = self._denying(target, running.request.action)
             engine = await self._call(target, lambda: self._find(target, denying))
             key = running.action.id, engine.key
             if key in self._calls:
@@ -204,8 +204,8 @@ class EngineMemory(Engines):
         except EngineRefusedError as error:
             return CommandResult("", error.outcome, str(error), error.code), None
         duration_seconds = self._clock() - started
-        if running.action.dry_run:
-            return CommandResult("", KINDS[running.action.action].would), DriverValues(part.used_before, None)
+        if running.request.dry_run:
+            return CommandResult("", KINDS[running.request.action].would), DriverValues(part.used_before, None)
         after = _used_by(await self._new_reading(), target.host_pid)
         result = CommandResult("", "done", duration_seconds=duration_seconds)
         return result, DriverValues(part.used_before, after)
@@ -344,12 +344,12 @@ class EngineMemory(Engines):
         """Measure after the settling time how much of what the engines released is still free, if that is requested."""
         action = running.action
         released = any(result.outcome == "done" and result.freed_bytes for result in action.results)
-        if action.settle_seconds > 0 and released and action.action == "release_memory":
+        if running.request.settle_seconds > 0 and released and running.request.action == "release_memory":
             running.action = replace(action, settling=True)
             self._spawn(self._settled(running))
 
     async def _settled(self, running: RunningAction) -> None:
-        await asyncio.sleep(running.action.settle_seconds)
+        await asyncio.sleep(running.request.settle_seconds)
         # The newest reading may be from before the settling time: the driver is read less often, or hangs.
         node = await self._new_reading()
         results = []

@@ -147,7 +147,7 @@ class RuleState:
 
 def _freed_bytes(action: Action) -> int | None:
     """Return what an action freed: a garbage collection frees tensors, whose memory stays in the cache."""
-    if action.action != "collect_garbage":
+    if action.request.action != "collect_garbage":
         return action.freed_bytes
     sizes = [(result.allocated_before_bytes, result.allocated_after_bytes) for result in action.results]
     freed = [None if before is None or after is None else max(0, before - after) for before, after in sizes]
@@ -164,10 +164,10 @@ def _why_unhelpful(action: Action, least: float) -> str | None:
             return None  # this came after the decision, and says nothing about the rule
         return "; ".join(dict.fromkeys(f"{result.outcome}: {result.reason}" for result in action.results))
     freed = _freed_bytes(action)
-    left = freed if freed is None or freed < least or not action.settle_seconds else action.still_free_bytes
+    left = freed if freed is None or freed < least or not action.request.settle_seconds else action.still_free_bytes
     if left is None:
         return None  # not measured
-    after = f", and {human_bytes(left)} of it were still free after {human_seconds(action.settle_seconds)}"
+    after = f", and {human_bytes(left)} of it were still free after {human_seconds(action.request.settle_seconds)}"
     return "" if left >= least else f"it released {human_bytes(freed)}" + (after if left != freed else "")
 
 
@@ -227,9 +227,9 @@ class PolicyRunner:
         subject.stopped_until = subject.acted[-1] + stop.resume_after
         times = f"{len(tries)} times in a row" if len(tries) > 1 else "once"
         until = self.iso_time(subject.stopped_until)
-        reason = f"{action.action} did not help {times}: {why}; the rule acts there again at {until}"
-        fields = {"rule": rule.name, "action": action.action, "reason": reason, "until": until}
-        logged = {**fields, "target": action.target.describe()}
+        reason = f"{action.request.action} did not help {times}: {why}; the rule acts there again at {until}"
+        fields = {"rule": rule.name, "action": action.request.action, "reason": reason, "until": until}
+        logged = {**fields, "target": action.request.target.describe()}
         _log.warning("a policy rule stopped, because its action does not help", extra={"fields": logged})
         place, detail = place_of(action.results), {**fields, "tries": tries}
         self.record(Event("policy_stopped", self.wall_clock(), **place, owner=action.share, detail=detail))

@@ -30,13 +30,15 @@ async def test_unreadable_earlier_actions_are_logged_and_delay_no_request(caplog
     assert "no JSON" in caplog.text
 
 
-def test_an_idempotency_key_of_an_earlier_run_is_refused_for_another_request(tmp_path: Path) -> None:
+def test_after_a_restart_an_action_without_an_end_has_failed_and_its_key_is_known(tmp_path: Path) -> None:
     request = {"action": "empty_cache", "target": {"pid": 7}, "wait_seconds": 0, "reason": "room"}
-    ids = []
+    answers: list[dict[str, Any]] = []
     for _ in range(2):
         with running_exporter(storage_path=str(tmp_path / "state")) as exporter:
             exporter.report(report(7, devices=(sample(UUIDS[0]),)))
-            ids.append(json.loads(exporter.request("POST", ACTIONS, request, Idempotency_Key="k").body)["id"])
+            answers.append(json.loads(exporter.request("POST", ACTIONS, request, Idempotency_Key="k").body))
             other = exporter.request("POST", ACTIONS, {**request, "target": {"pid": 8}}, Idempotency_Key="k")
             assert "'k'" in problem(other, 409)["detail"]
-    assert ids[0] == ids[1]
+    first, again = answers
+    assert (again["id"], again["state"], again["reason"]) == (first["id"], "failed", "room")
+    assert [(row["pid"], row["reason_code"]) for row in again["results"]] == [(7, "exporter_restarted")]

@@ -8,11 +8,11 @@ import pytest
 
 from gpumem_client.wire.protocol import COMMAND_ACTIONS, ENGINE_ACTIONS, CommandResult, StillFree
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.action import Action, SubmittedAction
+from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import ANSWER_GRACE_SECONDS, Target
 from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
 from gpumem_exporter.actions.engines import Engines
-from gpumem_exporter.actions.lifecycle import SETTLING_GRACE_SECONDS, ActionRegistry
+from gpumem_exporter.actions.lifecycle import SETTLING_GRACE_SECONDS, ActionRegistry, RunningAction
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.actions.terminate import Terminator
@@ -187,10 +187,10 @@ def test_a_caller_with_many_actions_displaces_only_its_own() -> None:
 
 async def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Bench) -> None:
     recorded = asyncio.Event()
-    submitted: list[SubmittedAction] = []
+    running: list[RunningAction] = []
 
-    async def record(one: SubmittedAction) -> None:
-        submitted.append(one)
+    async def record(one: RunningAction) -> None:
+        running.append(one)
         await recorded.wait()
 
     bench.dispatcher = bench.build(record=record)
@@ -203,9 +203,7 @@ async def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Be
     assert bench.woken == [bench.first.key, bench.second.key]
     assert [command.id for command in bench.dispatcher.commands(bench.first)] == [action.id]
     assert [command.id for command in bench.dispatcher.commands(bench.second)] == [action.id]
-    (one,) = submitted
-    assert (one.action.id, one.request.reason, one.idempotency_key) == (action.id, "room", "k")
-    assert one.processes == ((1, "train", "0"), (2, "train", "1"))
+    assert [one.action.id for one in running] == [action.id]
 
 
 def test_a_dry_run_does_not_count_for_its_processes(bench: Bench) -> None:
@@ -270,7 +268,7 @@ def test_a_restored_action_does_not_displace_one_of_this_run(bench: Bench) -> No
     bench.dispatcher = bench.build(actions=ActionRegistry(2))
     old = dataclasses.replace(done(bench), id="before")
     new = done(bench, idempotency_key="k")
-    bench.dispatcher.actions.restore(old, None)
+    bench.dispatcher.actions.restore(old)
     assert bench.dispatcher.get("before") is None
     assert bench.dispatcher.get(new.id) is not None
 

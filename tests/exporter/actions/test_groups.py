@@ -11,7 +11,7 @@ import pytest
 
 from gpumem_client.wire.protocol import MODES, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.action import Action, SubmittedAction
+from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.dispatcher import GROUP_ANSWER_SECONDS
 from gpumem_exporter.actions.timing import GROUP_LEAD_SECONDS
 from gpumem_exporter.core.caller import Caller
@@ -89,7 +89,7 @@ async def test_the_ranks_of_each_job_act_together_and_all_else_by_itself_in_one_
     }
     steps = {part.pid: part.at_step for part in action.pending}
     assert steps[1] == steps[2] != steps[3] == steps[4]
-    assert (action.group, action.at_step, action.mode) == (True, None, "auto")
+    assert (action.group, action.at_step, action.request.mode) == (True, None, "auto")
     ranks.answer(ranks.first, action, "refused")
     ended = {row.pid: row.outcome for row in ranks.current(action).results}
     assert ended == {1: "refused", 2: "refused"}, "the other job is not withdrawn"
@@ -100,7 +100,7 @@ async def test_the_ranks_of_each_job_act_together_and_all_else_by_itself_in_one_
 async def test_a_slow_disk_is_not_blamed_on_a_rank(ranks: Ranks) -> None:
     disk = asyncio.Event()
 
-    async def record(_: SubmittedAction) -> None:
+    async def record(_: object) -> None:
         await disk.wait()
 
     ranks.dispatcher = ranks.build(record=record)

@@ -10,7 +10,7 @@ import pytest
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, SnapshotFile
 from gpumem_exporter.actions import lifecycle
 from gpumem_exporter.actions.action import Action, ActionResult
-from gpumem_exporter.actions.action_options import Target
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.lifecycle import (
     MAX_BYTES,
     ActionRegistry,
@@ -53,8 +53,9 @@ def test_finished_actions_have_a_limit_in_bytes_and_the_largest_caller_loses_fir
     row = ActionResult(1, "w", "", "0", UUIDS[0], "failed", "x" * 500)
 
     def finish(number: int, caller: str, results: int) -> None:
-        action = Action(f"{caller}-{number}", "reset_peak", "failed", caller, float(number), Target(all=True))
-        registry.finish(dataclasses.replace(action, caller=caller, results=(row,) * results, dry_run=dry_run))
+        request = ActionRequest("reset_peak", Target(all=True), dry_run=dry_run)
+        action = Action(f"{caller}-{number}", request, "failed", caller, float(number), caller=caller)
+        registry.finish(dataclasses.replace(action, results=(row,) * results))
 
     for number in range(20):
         finish(number, "uid:1", 1)

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.action import Action, ActionResult
-from gpumem_exporter.actions.action_options import Target
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.features.policy import policy_routes
@@ -171,10 +171,8 @@ def test_workload_metadata_is_on_info_series_only() -> None:
 
 
 def action(*results: ActionResult, dry_run: bool = False) -> Action:
-    target = Target(all=True)
-    return Action(
-        "id", "empty_cache", "done", "me", 0.0, target, dry_run=dry_run, results=results, duration_seconds=0.02
-    )
+    request = ActionRequest("empty_cache", Target(all=True), dry_run=dry_run)
+    return Action("id", request, "done", "me", 0.0, results=results, duration_seconds=0.02)
 
 
 def result(pid: int, uuid: str, outcome: str = "done", freed: int | None = None) -> ActionResult:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.actions.action import Action, ActionResult
-from gpumem_exporter.actions.action_options import Target
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.samples import ProcessMemory
 from tests.support.builders.builders import MIB, UUIDS, report, sample
@@ -57,17 +57,12 @@ def test_large_replies_are_built_beside_the_event_loop(exporter: RunningExporter
 
 def test_the_list_of_actions_has_no_results_and_a_limited_size(exporter: RunningExporter) -> None:
     row = ActionResult(1, "w", "", "0", UUIDS[0], "failed", "x" * 500)
-    names = [f"{number:0100d}" for number in range(140)]
+    request = ActionRequest("reset_peak", Target(workload=[f"{number:0100d}" for number in range(140)]))
 
     async def finish() -> None:
         for number in range(300):
             exporter.runtime.dispatcher.actions.restore(
-                Action(
-                    *(f"id-{number}", "reset_peak", "failed", "root", float(number), Target(workload=names)),
-                    results=(row,) * 10,
-                    caller="uid:0",
-                ),
-                None,
+                Action(f"id-{number}", request, "failed", "root", float(number), results=(row,) * 10, caller="uid:0")
             )
 
     asyncio.run_coroutine_threadsafe(finish(), exporter.loop).result(patient(30))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.action import Action, ActionResult
-from gpumem_exporter.actions.action_options import Target
+from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.audit import Audit, action_event
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.features.events.event_entries import event_document
@@ -251,11 +251,12 @@ def test_a_finished_action_has_an_event_with_its_results_but_a_dry_run_has_none(
         ActionResult(4711, "llm", "0", "0", UUIDS[0], "done", freed_bytes=5),
         ActionResult(4711, "llm", "0", "1", UUIDS[1], "done", freed_bytes=6),
     )
-    action = Action("id", "empty_cache", "done", "alice", 1.0, Target(pid=4711), reason="room", results=results)
+    request = ActionRequest("empty_cache", Target(pid=4711), reason="room")
+    action = Action("id", request, "done", "alice", 1.0, results=results)
     bench = Bench()
     journal: Any = bench.log
     audit = Audit(journal, durable=False, wall_clock=lambda: bench.unix, count=lambda _: None, poll_soon=lambda: None)
-    audit.finished(dataclasses.replace(action, dry_run=True))
+    audit.finished(dataclasses.replace(action, request=dataclasses.replace(request, dry_run=True)))
     assert bench.types() == []
     audit.finished(action)
     (event,) = bench.log.events

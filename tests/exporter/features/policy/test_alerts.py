@@ -67,7 +67,7 @@ class Node(Bench):
         self.policies.evaluate()
 
     def targets(self) -> list[Target]:
-        return sorted((action.target for action in self.dispatcher.actions.recent()), key=str)
+        return sorted((action.request.target for action in self.dispatcher.actions.recent()), key=str)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_repeated_alert_acts_again_as_the_rule_does(tmp_path: Path, dry_run: b
             node.dispatcher.commands(node.first)
             node.answer(node.first, action)
     assert sent == ["acted", "waiting", "waiting", "waiting" if dry_run else "acted"]
-    assert {action.dry_run for action in node.dispatcher.actions.recent()} == {dry_run}
+    assert {action.request.dry_run for action in node.dispatcher.actions.recent()} == {dry_run}
 
 
 def test_an_unknown_target_is_requested_again_only_soon_after_the_start(node: Node) -> None:

@@ -74,8 +74,7 @@ class ScriptedDispatcher:
         if self.refuses:
             raise TargetNotFoundError("refused")
         action_id = str(len(self.actions))
-        named = (action_id, request.action, "queued", str(requested_by), 0.0, request.target)
-        action = Action(*named, dry_run=request.dry_run, settle_seconds=request.settle_seconds)
+        action = Action(action_id, request, "queued", str(requested_by), 0.0)
         self.actions[action.id] = action
         self.requests.append((request, requested_by))
         return action
