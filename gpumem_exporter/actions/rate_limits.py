@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 
 from gpumem_exporter.errors import TooManyActionsError
 
 _MAX_BUCKETS = 4096
 _MINUTE_SECONDS = 60.0
+# The error of adding up such times, if the clock has run for years.
+_ROUNDING_SECONDS = 1e-5
 
 
 class RateLimits:
@@ -18,12 +20,13 @@ class RateLimits:
     """
 
     def __init__(self, *, per_caller: int, per_process: int, clock: Callable[[], float], what: str = "actions") -> None:
+        self._per_caller = per_caller
+        self._per_process = per_process
         self._clock = clock
         self._what = what
-        self._callers = _Buckets(per_caller)
-        self._processes = _Buckets(per_process)
-        # By the lower limit of a kind of action, which the other kinds do not use up.
-        self._kinds: dict[int, _Buckets] = {}
+        # When each bucket that was used recently is full again, by what it counts and its size: a lower limit of a kind
+        # of action has buckets of its own, which the other kinds do not use up.
+        self._full_at: defaultdict[tuple[str, int], OrderedDict[Hashable, float]] = defaultdict(OrderedDict)
 
     def take(self, caller: str, processes: Iterable[tuple[Hashable, str]], *, per_process: int | None = None) -> None:
         """Count one action on these processes, given as keys and names for messages.
@@ -31,43 +34,23 @@ class RateLimits:
         `per_process` is a lower limit for this kind of action. Raises TooManyActionsError if a limit is reached; then
         nothing is counted.
         """
-        now = self._clock()
-        taken: list[tuple[_Buckets, Hashable, str]] = [
-            (self._callers, caller, f"{caller} has requested {self._callers.size} {self._what}")
+        now, what = self._clock(), self._what
+        taken: list[tuple[str, int, Hashable, str]] = [
+            ("caller", self._per_caller, caller, f"{caller} has requested {self._per_caller} {what}")
         ]
         for key, name in processes:
-            taken.append((self._processes, key, f"{name} has had {self._processes.size} {self._what}"))
+            taken.append(("process", self._per_process, key, f"{name} has had {self._per_process} {what}"))
             if per_process is not None:
-                kind = self._kinds.setdefault(per_process, _Buckets(per_process))
-                taken.append((kind, key, f"{name} has had {per_process} {self._what} of this kind"))
-        for buckets, owner, reached in taken:
-            wait = buckets.wait_seconds(owner, now)
-            if wait > 0:
-                raise TooManyActionsError(f"{reached} within a minute", wait)
-        for buckets, owner, _ in taken:
-            buckets.take(owner, now)
-
-
-class _Buckets:
-    """A bucket for each key that was used recently."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        # The level of each bucket, and when it had that level.
-        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
-
-    def wait_seconds(self, key: Hashable, now: float) -> float:
-        """Return the seconds until an action is permitted; 0 if one is permitted now."""
-        missing = 1.0 - self._level(key, now)
-        return missing * _MINUTE_SECONDS / self.size if missing > 1e-9 else 0.0
-
-    def take(self, key: Hashable, now: float) -> None:
-        self._levels[key] = self._level(key, now) - 1.0, now
-        self._levels.move_to_end(key)
-        # The bucket that was used longest ago is the most likely to be full again, like a new bucket.
-        while len(self._levels) > _MAX_BUCKETS:
-            self._levels.popitem(last=False)
-
-    def _level(self, key: Hashable, now: float) -> float:
-        level, since = self._levels.get(key, (float(self.size), now))
-        return min(float(self.size), level + max(0.0, now - since) * self.size / _MINUTE_SECONDS)
+                taken.append(("kind", per_process, key, f"{name} has had {per_process} {what} of this kind"))
+        for counted, size, owner, reached in taken:
+            full_seconds = max(0.0, self._full_at[counted, size].get(owner, now) - now)
+            wait_seconds = full_seconds + _MINUTE_SECONDS / size - _MINUTE_SECONDS
+            if wait_seconds > _ROUNDING_SECONDS:
+                raise TooManyActionsError(f"{reached} within a minute", wait_seconds)
+        for counted, size, owner, _ in taken:
+            buckets = self._full_at[counted, size]
+            buckets[owner] = max(now, buckets.get(owner, now)) + _MINUTE_SECONDS / size
+            buckets.move_to_end(owner)
+            # The bucket that was used longest ago is the most likely to be full again, like a new bucket.
+            while len(buckets) > _MAX_BUCKETS:
+                buckets.popitem(last=False)
