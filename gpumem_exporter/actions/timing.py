@@ -43,25 +43,6 @@ class Turn(NamedTuple):
     """Why the ranks of its job cannot act after one step. In mode `step`, the process then does not act."""
 
 
-class StepRate(NamedTuple):
-    """The progress of a rank and the duration of its steps."""
-
-    step: int
-    """The number of completed steps in the last report."""
-    step_seconds: float
-    """The duration of a step; greater than 0."""
-    since_seconds: float
-    """The age of the last report."""
-
-    def step_after(self, lead_seconds: float) -> int:
-        """Return the first step that the rank does not complete within this time at its current rate."""
-        return self.step + max(math.ceil((self.since_seconds + lead_seconds) / self.step_seconds), _LEAD_STEPS)
-
-    def seconds_until(self, step: int) -> float:
-        """Return the seconds until the rank completes a step at its current rate."""
-        return (step - self.step) * self.step_seconds - self.since_seconds
-
-
 def plan(
     request: ActionRequest, selected: Sequence[SelectedProcess], snapshot: Snapshot, now_seconds: float
 ) -> list[tuple[SelectedProcess, Turn]]:
@@ -132,8 +113,9 @@ def step_of_group(
 
     If a rank cannot take part, or the step would end after the deadline, return None and the reason.
     """
-    rates: list[StepRate] = []
     obstacles: list[str] = []
+    # The completed steps of each rank, the seconds of a step, and since when the rank had completed them.
+    rates: list[tuple[int, float, float]] = []
     for rank in ranks:
         report = rank.process.report
         refusal = unsupported(rank.process, request, "step")
@@ -145,12 +127,14 @@ def step_of_group(
             obstacles.append(f"{rank} has ended {report.step} steps: step {request.at_step} has passed")
         else:
             age_seconds = max(0.0, now_seconds - rank.process.sampled_seconds)
-            rates.append(StepRate(report.step, report.step_seconds, age_seconds))
+            rates.append((report.step, report.step_seconds, age_seconds))
     if obstacles:
         return None, "; ".join(obstacles)
     # By default the first step that no rank completes before every rank has its command.
-    at_step = request.at_step or max(rate.step_after(GROUP_LEAD_SECONDS) for rate in rates)
-    latest_seconds = max(rate.seconds_until(at_step) for rate in rates)
+    at_step = request.at_step or max(
+        step + max(math.ceil((age + GROUP_LEAD_SECONDS) / seconds), _LEAD_STEPS) for step, seconds, age in rates
+    )
+    latest_seconds = max((at_step - step) * seconds - age for step, seconds, age in rates)
     if latest_seconds <= deadline_seconds:
         return at_step, ""
     return None, f"step {at_step} ends in about {latest_seconds:.1f} s, the deadline is in {deadline_seconds:g} s"

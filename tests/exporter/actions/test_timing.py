@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.results import command_results, expected_result
-from gpumem_exporter.actions.selection import processes_of, select
-from gpumem_exporter.actions.timing import StepRate, Turn, plan
+from gpumem_exporter.actions.selection import SelectedProcess, processes_of, select
+from gpumem_exporter.actions.timing import GROUP_LEAD_SECONDS, Turn, plan, step_of_group
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
@@ -138,20 +138,22 @@ def test_a_dry_run_expects_that_the_idle_cache_stays_free(
     assert (result.freed_bytes, result.still_free_bytes) == (reclaimable, stays_free)
 
 
-RATES = st.lists(
-    st.builds(StepRate, st.integers(0, 10**9), st.floats(1e-4, 1e3), st.floats(0.0, 60.0)), min_size=1, max_size=8
-)
+RATES = st.lists(st.tuples(st.integers(0, 10**9), st.floats(1e-4, 1e3), st.floats(0.0, 60.0)), min_size=1, max_size=8)
+"""The completed steps of each rank, the seconds of a step, and the age of the report."""
 
 
-@given(RATES, st.floats(0.0, 60.0))
+@given(RATES)
 @settings(max_examples=30)
 def test_the_step_of_a_group_is_the_first_that_no_rank_completes_within_the_lead(
-    rates: list[StepRate], lead: float
+    rates: list[tuple[int, float, float]],
 ) -> None:
     def is_late_enough(step: int, margin: float) -> bool:
-        ends = [rate.seconds_until(step) for rate in rates]
-        return min(ends) >= lead + margin and step >= max(rate.step for rate in rates) + 2
+        ends = [(step - done) * seconds - age for done, seconds, age in rates]
+        return min(ends) >= GROUP_LEAD_SECONDS + margin and step >= max(done for done, *_ in rates) + 2
 
-    step = max(rate.step_after(lead) for rate in rates)
-    assert is_late_enough(step, -1e-6)
-    assert not is_late_enough(step - 1, 1e-6)
+    ranks = [trains(1, step=done, step_seconds=seconds, sample_age_seconds=age) for done, seconds, age in rates]
+    selected = [SelectedProcess(1, rank) for rank in ranks]
+    step, obstacle = step_of_group(selected, ActionRequest("empty_cache", EVERYTHING), float("inf"), 0.0)
+    assert (step is None, obstacle) == (False, "")
+    assert is_late_enough(step or 0, -1e-6)
+    assert not is_late_enough((step or 0) - 1, 1e-6)
