@@ -65,8 +65,7 @@ def timing(action: Document) -> str:
     for result in action["results"]:
         if is_done(result["outcome"]):
             modes.setdefault(result.get("mode") or "now", []).append(result)
-    within = f", within {action['deadline_seconds']:.0f} s" if action.get("deadline_seconds") else ""
-    texts = []
+    within, texts = _limit(action, "within"), []
     if at_step := modes.get("step"):
         texts.append(f"At the end of a step{within}: {subjects(at_step)}.")
     if idle := modes.get("idle"):
@@ -99,13 +98,18 @@ def waiting(action: Document) -> str:
     """Return what a running action waits for."""
     if engines := action.get("waits_for"):
         return " ".join(map(_engine_wait, engines))
-    pending, seconds = action.get("pending") or (), action.get("deadline_seconds")
-    at_most, texts = f", at most {seconds:.0f} s" if seconds else "", []
+    pending, at_most, texts = action.get("pending") or (), _limit(action, "at most"), []
     if at_step := [part for part in pending if part["mode"] == "step"]:
         texts.append(f"Waiting for the end of a step of {subjects(at_step)}{at_most}.")
     if idle := [part for part in pending if part["mode"] == "idle"]:
         texts.append(f"Waiting for {subjects(idle)} to be idle{at_most}.")
     return " ".join(texts) or f"Waiting for {subject(pending) if pending else 'the processes'}."
+
+
+def _limit(action: Document, words: str) -> str:
+    """Return how long the processes of an action wait; a sleep waits for an idle engine for a time of its own."""
+    seconds = action.get("wait_idle_seconds") or action.get("deadline_seconds")
+    return f", {words} {seconds:g} s" if seconds else ""
 
 
 def _engine_wait(wait: Document) -> str:

@@ -83,6 +83,15 @@ def test_a_dry_run_says_when_jobs_clear_unless_all_do_at_once() -> None:
     )
 
 
+def test_a_sleep_waits_for_an_idle_engine_for_its_own_time() -> None:
+    times: dict[str, Any] = {"action": "release_memory", "deadline_seconds": 30.0, "wait_idle_seconds": 5.0}
+    would = row(1, "would_release", workload="chat", rank="", mode="idle", freed_bytes=None)
+    assert sentence(action(would, dry_run=True, **times)) == "Would put chat to sleep. When idle, within 5 s: chat."
+    pending = [{"pid": 1, "workload": "chat", "rank": "", "job": "chat", "at_step": None, "mode": "idle"}]
+    running = action(state="running", pending=pending, **times)
+    assert sentence(running) == "Waiting for chat to be idle, at most 5 s."
+
+
 def test_an_action_without_a_match_says_that_there_is_nothing_to_do() -> None:
     assert "nothing to do" in sentence(action())
 

@@ -14,6 +14,7 @@ from gpumem_client.wire.protocol import COMMAND_ACTIONS, CommandResult, DeviceRe
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import ACTIONS, ENGINE_ANSWER_SECONDS, Target
+from gpumem_exporter.actions.action_routes import action_document
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
@@ -278,6 +279,8 @@ async def test_an_engine_that_can_speak_with_its_reporter_gets_a_command(bench: 
     assert (command.action, command.mode, command.keep) == ("release_memory", "idle", ("weights",))
     assert not command.force
     assert command.deadline_seconds == 60.0
+    expected = action_document(bench.request(wait_idle_seconds=5.0, dry_run=True))
+    assert "When idle, within 5 s: " in expected["sentence"]
     bench.request(wait_idle_seconds=5.0)
     assert [each.deadline_seconds for each in bench.dispatcher.commands(bench.first)] == [60.0, 5.0]
     bench.now += 26.0  # sent again, the wait ends with the action's deadline of 30 s
