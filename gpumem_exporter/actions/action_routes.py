@@ -139,8 +139,14 @@ def _body(name: str, options: Mapping[str, RequestOption], *, base: type[BaseMod
     declared: dict[str, Any] = {}
     for key, option in options.items():
         type_ = types or (option.kind if option.default is not None else option.kind | None)
-        enum: Any = {"enum": [*option.choices, None]} if option.choices else None
-        declared[key] = type_, Field(option.default, description=option.description, json_schema_extra=enum)
+        known: dict[str, Any] = {
+            "enum": [*option.choices, None] if option.choices else None,
+            "exclusiveMinimum": option.over,
+            "minimum": option.least,
+            "maxLength" if option.kind is str else "maximum": option.most,
+        }
+        schema = {keyword: value for keyword, value in known.items() if value is not None}
+        declared[key] = type_, Field(option.default, description=option.description, json_schema_extra=schema)
     return create_model(name, __base__=base, __module__=__name__, **declared)
 
 

@@ -69,6 +69,23 @@ def test_a_body_with_thousands_of_unknown_fields_has_one_error() -> None:
     assert len(caught.value.errors()) == 1
 
 
+def test_the_description_of_the_api_has_the_bounds_of_each_field() -> None:
+    described = ActionBody.model_json_schema()["properties"]
+    seconds = {"minimum": 0, "maximum": 3600}
+    for field, bounds in {
+        "mode": {"enum": ["auto", *MODES, None]},
+        "at_step": {"minimum": 1, "maximum": 2**63 - 1},
+        "fraction": {"exclusiveMinimum": 0, "maximum": 1},
+        "keep": {"enum": ["weights", None]},
+        "deadline_seconds": {"exclusiveMinimum": 0, "maximum": 3600},
+        "search_seconds": {"minimum": 0, "maximum": 10},
+        **dict.fromkeys(("wait_idle_seconds", "duration_seconds", "grace_seconds", "settle_seconds"), seconds),
+        "reason": {"maxLength": 1000},
+    }.items():
+        keywords = ("enum", "exclusiveMinimum", "minimum", "maximum", "maxLength")
+        assert {name: described[field][name] for name in keywords if name in described[field]} == bounds, field
+
+
 @pytest.mark.parametrize(
     "changes",
     [
