@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -207,19 +207,20 @@ class Dispatcher:
             await recorded
         finally:
             running.recorded = True
-            self._offer(running, running.parts.values(), again=True)
+            self._offer(running, running.parts.values())
+            running.show_parts()
 
     # 2. The exporter itself acts, or a reporter receives its commands.
 
-    def _offer(self, running: RunningAction, parts: Iterable[Part], *, again: bool = False) -> None:
-        """Let parts start that no engine blocks, once the action is recorded: wake their processes, or act on them.
-
-        The step of a group is chosen `again` if time has passed since the request.
-        """
-        now, ready = self.clock(), [part for part in parts if not part.blocked and running.recorded]
-        for group in dict.fromkeys(part.turn.group for part in ready if again):
-            if group is not None:
-                self._choose_step(running, group, now)
+    def _offer(self, running: RunningAction, parts: Iterable[Part]) -> None:
+        """Let parts start that no engine blocks, once the action is recorded: wake their processes, or act on them."""
+        now, ready = self.clock(), [part for part in parts if not part.waits and running.recorded]
+        groups: dict[JobKey, list[Part]] = {}
+        for part in ready:
+            if part.turn.group is not None:
+                groups.setdefault(part.turn.group, []).append(part)
+        for ranks in groups.values():
+            self._choose_step(ranks, now)
         for part in ready:
             if not part.commanded:
                 running.start()
@@ -229,12 +230,12 @@ class Dispatcher:
                 self.wake(part.key)
         self._finish_if_complete(running)
 
-    def _choose_step(self, running: RunningAction, group: JobKey, now: float) -> None:
+    def _choose_step(self, parts: Sequence[Part], now: float) -> None:
         """Choose the step of a group again, or withdraw the group if no step is possible.
 
-        Its ranks have made steps since the request: the step that was chosen may have passed.
+        While the request was recorded, or an engine started, its ranks have made steps: the chosen one may have passed.
         """
-        parts = running.group(group)
+        running = parts[0].running
         reported = [replace(part.target, reporter=self._newest(part)) for part in parts]
         at_step, obstacle = step_of_group(reported, running.request, parts[0].deadline_seconds - now, now)
         if at_step is None:
@@ -244,7 +245,6 @@ class Dispatcher:
             part.turn = part.turn._replace(at_step=at_step)
         if running.action.at_step is not None:
             running.action = replace(running.action, at_step=at_step)
-        running.show_parts()
 
     async def _act(self, part: Part) -> None:
         request, driver = part.running.request, None
@@ -275,7 +275,7 @@ class Dispatcher:
             if running.recorded
             and (part := self._part(running.action.id, process)) is not None
             and part.withdrawal is None
-            and not part.blocked
+            and not part.waits
             and part.state in (PartState.WAITING, PartState.DELIVERED)
             and now < part.deadline_seconds
         ][:MAX_COMMANDS]
@@ -319,7 +319,7 @@ class Dispatcher:
         """Take the results in a report, and the commands that the process keeps. Unknown ids are ignored."""
         for command_id in process.report.waiting:
             part = self._part(command_id, process)
-            if part is not None and not part.blocked:
+            if part is not None and not part.waits:
                 part.advance(PartState.KEPT)
         for result in process.report.results:
             part = self._part(result.id, process)
@@ -385,7 +385,7 @@ class Dispatcher:
         self._settlements.expire(now)
         snapshot = self.store.snapshot(now) if self.actions.running else None
         for running in tuple(self.actions.running.values()):
-            if snapshot is not None and (snapshot.starting or any(part.blocked for part in running.parts.values())):
+            if snapshot is not None and (snapshot.starting or any(part.waits for part in running.parts.values())):
                 self._review_waits(running, snapshot, now)
             for part in running.commands:
                 late = self._lateness(part, now)
@@ -399,13 +399,13 @@ class Dispatcher:
         deadline, and those whose command an engine start has overtaken.
         """
         waits = self._waits(running, snapshot)
-        free = [part for part in running.parts.values() if part.blocked and not waits.get(part.key)]
+        free = [part for part in running.parts.values() if part.waits and not waits.get(part.key)]
         for part in free:
             part.waits = ()
-        self._offer(running, free, again=True)
+        self._offer(running, free)
         for part in tuple(running.parts.values()):
             found = waits.get(part.key, ())
-            if found and (not part.blocked or now >= part.deadline_seconds):
+            if found and (not part.waits or now >= part.deadline_seconds):
                 group = part.turn.group
                 self._withdraw([part] if group is None else running.group(group), starting_refusal(found))
             elif found:
@@ -417,7 +417,7 @@ class Dispatcher:
     def _lateness(self, part: Part, now: float) -> tuple[str, ReasonCode] | None:
         """Return the reason if a command, or its result, is too late."""
         running = part.running
-        if part.blocked or part.measuring or part.state is PartState.ENDED:
+        if part.waits or part.measuring or part.state is PartState.ENDED:
             return None  # an engine starts, or is measured; or withdrawn with an earlier part of its group
         in_group = part.turn.group is not None and running.recorded
         if in_group and part.state is not PartState.KEPT and now >= part.offered_seconds + GROUP_ANSWER_SECONDS:
@@ -458,7 +458,7 @@ class Dispatcher:
             if part.withdrawal is not None or part.state is PartState.ENDED:
                 continue
             part.withdraw(result)
-            if part.blocked or (part.commanded and part.state is PartState.WAITING):
+            if part.waits or (part.commanded and part.state is PartState.WAITING):
                 part.running.end(part, result)
             elif part.commanded:
                 self.wake(part.key)

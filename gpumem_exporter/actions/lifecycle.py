@@ -100,7 +100,7 @@ class Part:
     turn: Turn
     state: PartState = PartState.WAITING
     waits: tuple[EngineWait, ...] = ()
-    """The engines that must have started before the part may start."""
+    """The engines that must have started before the part may start; until then, it is neither sent nor late."""
     withdrawal: CommandResult | None = None
     """The result if the part does not run after all; None while it may run, and if its process says the result."""
     used_before: Mapping[str, int] = field(default_factory=dict)
@@ -130,11 +130,6 @@ class Part:
     def deadline_seconds(self) -> float:
         """On the dispatcher's clock. A part that has not started by then ends."""
         return self.running.started_seconds + self.turn.deadline_seconds
-
-    @property
-    def blocked(self) -> bool:
-        """Whether the exporter waits until an engine has started."""
-        return bool(self.waits)
 
     def advance(self, to: PartState) -> None:
         """Record that the part has reached a state. A repetition has no effect."""
