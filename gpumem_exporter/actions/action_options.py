@@ -37,8 +37,6 @@ ENGINE_ANSWER_SECONDS = 180.0
 """The same for an engine, which may copy all of its weights between the device and the host."""
 KEPT_COMPONENTS = ("weights",)
 """The components that `release_memory` can leave on the device."""
-DEVICE_ACTIONS = tuple(action for action, kind in KINDS.items() if kind.by_device)
-"""The actions that apply to the target devices only. All others apply to every device of a process."""
 
 _MAX_VALUES = 1000
 # The events of an action have its target, and an event has at most 64 KiB.

@@ -155,7 +155,6 @@ def requested_event(running: RunningAction) -> Event:
         "request": {name: value for name, value in asdict(action.request).items() if name != "target"},
         "idempotency_key": action.idempotency_key,
         "processes": list(dict.fromkeys((each.pid, each.workload, each.rank) for each in processes)),
-        "processes_left_out": 0,
     }
     return Event(ACTION_REQUESTED, action.created_unix_seconds, owner=action.share, detail=detail)
 

@@ -416,7 +416,7 @@ class Dispatcher:
 
     def _lateness(self, part: Part, now: float) -> tuple[str, ReasonCode] | None:
         """Return the reason if a command, or its result, is too late."""
-        running = part.running
+        running, request = part.running, part.running.request
         if part.waits or part.measuring or part.state is PartState.ENDED:
             return None  # an engine starts, or is measured; or withdrawn with an earlier part of its group
         in_group = part.turn.group is not None and running.recorded
@@ -424,14 +424,16 @@ class Dispatcher:
             return "the process did not report in time for its group", ReasonCode.GROUP_RANK_LATE
         if part.state is PartState.WAITING and now >= part.deadline_seconds:
             return "the process did not report before the deadline", ReasonCode.NOT_FETCHED
-        if running.request.action in ENGINE_ACTIONS:
+        # When a command that started at the last moment has run: a profile records and searches for a time.
+        ends_seconds = part.deadline_seconds + request.duration_seconds + request.search_seconds
+        if request.action in ENGINE_ACTIONS:
             # No report arrives while an engine moves its memory: the reporter's thread waits for it.
             grace_seconds = ENGINE_ANSWER_SECONDS
-        elif self._newest(part).received_seconds >= part.ends_seconds:
+        elif self._newest(part).received_seconds >= ends_seconds:
             grace_seconds = ANSWER_GRACE_SECONDS
         else:
             grace_seconds = SILENT_GRACE_SECONDS
-        if now >= part.ends_seconds + grace_seconds:
+        if now >= ends_seconds + grace_seconds:
             return "delivered without a result in time; it may still be running", ReasonCode.NO_RESULT
         return None
 

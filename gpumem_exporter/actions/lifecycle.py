@@ -22,8 +22,8 @@ from typing import TypeVar
 
 from gpumem_client.wire.protocol import Command, CommandResult
 from gpumem_exporter.actions.action import Action, ActionResult, EngineWait, PendingPart, all_waits
-from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, ActionRequest
-from gpumem_exporter.actions.kinds import is_done
+from gpumem_exporter.actions.action_options import ActionRequest
+from gpumem_exporter.actions.kinds import KINDS, is_done
 from gpumem_exporter.actions.results import DriverValues, command_results, outside_results
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.actions.timing import Turn
@@ -152,16 +152,10 @@ class Part:
         """When the process acts: see `Turn.mode`."""
         return "idle" if self.commanded and self.running.request.wait_idle_seconds else self.turn.mode
 
-    @property
-    def ends_seconds(self) -> float:
-        """When a command that started at the last moment has run: a profile records and searches for a time."""
-        request = self.running.request
-        return self.deadline_seconds + request.duration_seconds + request.search_seconds
-
     def command(self, now_seconds: float) -> Command:
         """Return the command that the process gets now."""
         request, turn = self.running.request, self.turn
-        every_device = request.action not in DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
+        every_device = not (KINDS[request.action].by_device and (request.target.gpu or request.target.uuid))
         # A wait for an idle engine may end before the action's deadline.
         most_seconds = request.wait_idle_seconds or turn.deadline_seconds
         return Command(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, DeviceSample
 from gpumem_client.wire.units import counted
-from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, OUTSIDE_ACTIONS, ActionRequest, Target
+from gpumem_exporter.actions.action_options import OUTSIDE_ACTIONS, ActionRequest, Target
+from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.core.caller import Caller
-from gpumem_exporter.core.container import HERE
+from gpumem_exporter.core.container import HERE, Place
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess, Snapshot, once_per_snapshot
 from gpumem_exporter.core.spelling import did_you_mean
@@ -83,9 +84,14 @@ class SelectedProcess:
         return self.reporter.owner_uid if self.reporter is not None else known
 
     @property
+    def place(self) -> Place:
+        """Where it runs. The driver's list has no places: in a container, a user may act only on what reports."""
+        return self.reporter.key.place if self.reporter is not None else HERE
+
+    @property
     def share(self) -> str:
-        """The holder of the share of each limit, as `ProcessKey.share`. The driver's list has no places."""
-        return self.reporter.key.share if self.reporter is not None else HERE.share(self.owner_uid)
+        """The holder of the share of each limit, as `ProcessKey.share`."""
+        return self.place.share(self.owner_uid)
 
     @property
     def attested(self) -> bool:
@@ -157,18 +163,12 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> tuple[
         TargetNotFoundError: no process or device has one of the target's names, or no process has all of them.
         ActionForbiddenError: only processes match that the caller may not act on.
     """
-
-    def permitted(one: SelectedProcess) -> bool:
-        if one.reporter is not None:
-            return caller.may_act_on(one.reporter)
-        return caller.may_act_on_listed(one.owner_uid)
-
     # Only an action of the exporter itself reaches a process that does not report.
     reached = [one for one in processes_of(snapshot).values() if one.reporter or request.action in OUTSIDE_ACTIONS]
-    own = [one for one in reached if permitted(one)]
-    _require_known(request.target, snapshot, reached, permitted)
+    own = [one for one in reached if caller.may_act_for(one.owner_uid, one.place)]
+    _require_known(request.target, caller, snapshot, reached, own)
     matching = matches(request.target, snapshot, reached)
-    selected = [one for one in matching if permitted(one)]
+    selected = [one for one in matching if caller.may_act_for(one.owner_uid, one.place)]
     if matching and not selected:
         raise ActionForbiddenError(
             f"{request.target.describe()} matches only processes of others, which needs {caller.missing_rights}; "
@@ -176,7 +176,7 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> tuple[
         )
     if not selected and not request.target.given.keys() <= {"gpu"}:
         raise TargetNotFoundError(nothing_matches(request.target, own))
-    if request.action in DEVICE_ACTIONS:
+    if KINDS[request.action].by_device:
         return tuple(selected)
     return tuple(replace(one, samples=one.reporter.report.devices if one.reporter else ()) for one in selected)
 
@@ -209,13 +209,13 @@ def matches(target: Target, snapshot: Snapshot, processes: Iterable[SelectedProc
 
 def _require_known(
     target: Target,
+    caller: Caller,
     snapshot: Snapshot,
     reached: Sequence[SelectedProcess],
-    permitted: Callable[[SelectedProcess], bool],
+    own: Sequence[SelectedProcess],
 ) -> None:
     """Check that each name of the target exists. Messages name only processes that the caller may act on."""
     # An action on only some of the names would hide a typing error.
-    own = [one for one in reached if permitted(one)]
     known, shown = ({name: _known_names(name, snapshot, some) for name in target.given} for some in (reached, own))
     if "user" in shown:  # the users of others' processes are not known
         known["user"] = shown["user"]
@@ -225,7 +225,9 @@ def _require_known(
     silent = {
         "pid": {*(str(one.pid) for one in every), *(name for name, _ in snapshot.names.silent)},
         # The page calls a job without a workload by its program.
-        "workload": {one.title for one in every if one.reporter is None and permitted(one)},
+        "workload": {
+            one.title for one in every if one.reporter is None and caller.may_act_for(one.owner_uid, one.place)
+        },
     }
     raise TargetNotFoundError(unknown_names(target, known, shown, silent))
 

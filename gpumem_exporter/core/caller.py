@@ -162,13 +162,6 @@ class Caller:
             return False
         return owner_uid == self.uid or (self.uid == 0 and not self.place.here)
 
-    def may_act_on_listed(self, owner_uid: int | None) -> bool:
-        """Return whether a process that only the driver lists is a possible target; its effective uid is given."""
-        if self.rights is not Rights.OWN:
-            return self.rights is Rights.ALL
-        # The driver's list has no place, so in a container a user may act only on processes that report.
-        return self.place.here and self.uid is not None and owner_uid == self.uid
-
     def __str__(self) -> str:
         if self.kind is CallerKind.POLICY:
             return self.key

@@ -11,6 +11,7 @@ from gpumem_exporter.actions.action import EngineWait
 from gpumem_exporter.actions.action_options import ActionRequest
 from gpumem_exporter.actions.selection import SelectedProcess, processes_of
 from gpumem_exporter.core.caller import Caller
+from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import Snapshot, StartingEngine
 
@@ -44,7 +45,8 @@ def engines_to_wait_for(
     for engine in sorted(snapshot.starting, key=lambda each: each.until_seconds):
         # The own start of a process that is terminated, or whose engine is addressed, does not matter.
         ends = engine.host_pid is not None and engine.host_pid in addressed and request.action != "empty_cache"
-        own = _may_spoil(caller, engine)
+        place = engine.reporter.key.place if engine.reporter is not None else HERE
+        own = caller.may_act_for(engine.owner_uid, place)
         # With `force`, the caller accepts that the start of an engine fails.
         if engine.uuid in uuids and not ends and not (request.force and own):
             until_unix_seconds = unix_offset_seconds + engine.until_seconds
@@ -59,10 +61,3 @@ def _wait(engine: StartingEngine, snapshot: Snapshot, until_unix_seconds: float,
     title = (facts.command if facts is not None else "") or engine.title
     pid = json_pid(reporter.name) if reporter is not None else host_pid or 0
     return EngineWait(pid, "" if hidden else title, engine.gpu, engine.uuid, until_unix_seconds)
-
-
-def _may_spoil(caller: Caller, engine: StartingEngine) -> bool:
-    """Return whether an engine is the caller's own, or the caller may act on every process."""
-    if engine.reporter is not None:
-        return caller.may_act_on(engine.reporter)
-    return caller.may_act_on_listed(engine.owner_uid)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterError, ExporterUnreachableError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.actions.action_options import DEVICE_ACTIONS, OUTSIDE_ACTIONS
-from gpumem_exporter.actions.kinds import is_done
+from gpumem_exporter.actions.action_options import OUTSIDE_ACTIONS
+from gpumem_exporter.actions.kinds import KINDS, is_done
 from gpumem_exporter.actions.sentences import sentence, subject
 from gpumem_exporter.cli import action_dialog
 from gpumem_exporter.cli.action_dialog import interrupts, needs_yes, said_yes
@@ -120,7 +120,7 @@ def requests_for(
     groups: dict[tuple[bool, tuple[str, ...]], list[Document]] = {}
     for process in able:
         if admitting := [selector for selector in selectors if selector.admits(process)]:
-            by_device = action in DEVICE_ACTIONS and all(selector.gpu or selector.uuid for selector in admitting)
+            by_device = KINDS[action].by_device and all(selector.gpu or selector.uuid for selector in admitting)
             uuids = {uuid: None for selector in admitting if by_device for uuid in selector.uuids(process)}
             groups.setdefault((process["reporting"], tuple(uuids)), []).append(process)
     gone = ("gone", "no process that reports matches; it may have exited")
