@@ -223,7 +223,7 @@ class Dispatcher:
             self._choose_step(ranks, now)
         for part in ready:
             if not part.commanded:
-                running.start()
+                running.advance(ActionState.RUNNING)
                 self.spawn(self._act(part))
             elif part.state is PartState.WAITING:
                 part.offered_seconds = now
@@ -291,7 +291,7 @@ class Dispatcher:
                 self._end(part, refusal)
                 return False
         part.advance(PartState.DELIVERED)
-        part.running.start()
+        part.running.advance(ActionState.RUNNING)
         return True
 
     def cancelled(self, process: ReportingProcess) -> tuple[str, ...]:

@@ -227,10 +227,10 @@ class RunningAction:
         waits_for = (replace(each, until_unix_seconds=min(each.until_unix_seconds, deadline)) for each in waits)
         self.action = replace(self.action, planned=tuple(planned), waits_for=tuple(waits_for))
 
-    def start(self) -> None:
-        """Record that a part has started. A repetition has no effect."""
-        if self.action.state != ActionState.RUNNING.value:
-            self._advance(ActionState.RUNNING)
+    def advance(self, to: ActionState) -> None:
+        """Record that the action has reached a state. A repetition has no effect."""
+        if self.action.state != to.value:
+            self.action = replace(self.action, state=advanced(ActionState(self.action.state), to).value)
 
     def end(
         self,
@@ -262,18 +262,15 @@ class RunningAction:
         """End the action, in the state that its results have in common. A cancelled one is done if every part is."""
         outcomes = {result.outcome for result in self.action.results if not is_done(result.outcome)}
         if not outcomes:
-            self._advance(ActionState.DONE)
+            self.advance(ActionState.DONE)
         elif self.cancelled:
-            self._advance(ActionState.CANCELLED)
+            self.advance(ActionState.CANCELLED)
         else:
-            self._advance(ActionState.EXPIRED if outcomes == {"expired"} else ActionState.FAILED)
+            self.advance(ActionState.EXPIRED if outcomes == {"expired"} else ActionState.FAILED)
         waits_for = self.action.waits_for if self.request.dry_run else ()
         duration_seconds = now_seconds - self.started_seconds
         self.action = replace(self.action, duration_seconds=duration_seconds, waits_for=waits_for, planned=())
         return self.action
-
-    def _advance(self, to: ActionState) -> None:
-        self.action = replace(self.action, state=advanced(ActionState(self.action.state), to).value)
 
 
 class Settlements:
