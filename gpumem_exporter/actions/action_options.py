@@ -26,17 +26,11 @@ DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action not in OUTSIDE_AC
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_DEADLINE_SECONDS = 3600.0
 """The maximum of every option in seconds, except the search."""
-DEFAULT_GRACE_SECONDS = 30.0
-"""As of Slurm's KillWait and of Kubernetes: jobs that save their state on SIGTERM are made for it."""
-# The process sends no report meanwhile, and is silent after 15 s.
-MAX_SEARCH_SECONDS = 10.0
 MAX_REASON_LENGTH = 1000
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
 ENGINE_ANSWER_SECONDS = 180.0
 """The same for an engine, which may copy all of its weights between the device and the host."""
-KEPT_COMPONENTS = ("weights",)
-"""The components that `release_memory` can leave on the device."""
 
 _MAX_VALUES = 1000
 # The events of an action have its target, and an event has at most 64 KiB.
@@ -259,7 +253,7 @@ class ActionRequest:
         {"release_memory": "What stays on the GPU: weights. The engine then releases its key-value cache only."},
         "--keep",
         "COMPONENT",
-        choices=KEPT_COMPONENTS,
+        choices=("weights",),
     )
     wait_idle_seconds: float = _seconds(
         {"release_memory": "Wait for this time until the engine has no request. 0: refuse if it has requests."},
@@ -283,7 +277,7 @@ class ActionRequest:
     grace_seconds: float = _seconds(
         {"terminate": "How long a process may take to exit after SIGTERM. Then SIGKILL ends it."},
         "--grace",
-        default=DEFAULT_GRACE_SECONDS,
+        default=30.0,  # as Slurm and Kubernetes have it: jobs that save their state on SIGTERM are made for it
     )
     search_seconds: float = _seconds(
         {
@@ -291,7 +285,7 @@ class ActionRequest:
             "variable. The process gets at least half of the time."
         },
         "--search",
-        most=MAX_SEARCH_SECONDS,
+        most=10.0,  # the process sends no report meanwhile, and is silent after 15 s
     )
     settle_seconds: float = _seconds(
         dict.fromkeys(
