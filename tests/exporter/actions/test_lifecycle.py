@@ -1,8 +1,12 @@
-"""The states of actions, and what one user's actions and results take of the exporter's memory."""
+"""The states of actions, what one user's actions and results take of the memory, and actions before a restart."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from gpumem_client.wire.protocol import CommandResult, DeviceResult, SnapshotFil
 from gpumem_exporter.actions import lifecycle
 from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import ActionRequest, Target
+from gpumem_exporter.actions.audit import Audit
 from gpumem_exporter.actions.lifecycle import (
     MAX_BYTES,
     ActionRegistry,
@@ -20,10 +25,12 @@ from gpumem_exporter.actions.lifecycle import (
     advanced,
 )
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
+from gpumem_exporter.core.event import Event, Query
 from gpumem_exporter.errors import TooManyActionsError
 from gpumem_exporter.reports.report_schema import shortened
 from tests.support.builders.builders import UUIDS, report, sample
 from tests.support.builders.dispatching import Bench
+from tests.support.servers.running_exporter import ACTIONS, problem, running_exporter
 
 SNAPSHOT = SnapshotFile("/tmp/s.pickle", 10, 1, 1, has_frames=True)
 
@@ -93,3 +100,31 @@ def test_a_caller_has_a_limited_number_of_processes_in_running_actions(monkeypat
 def test_a_state_that_cannot_follow_is_a_defect(state: Any, to: Any) -> None:
     with pytest.raises(IllegalTransitionError, match=f"{to.name}.*{state.name}"):
         advanced(state, to)
+
+
+async def test_unreadable_earlier_actions_are_logged_and_delay_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def pages(_: Query, last: int) -> list[Event]:
+        raise ValueError("no JSON")
+
+    journal: Any = SimpleNamespace(pages=pages)
+    dispatcher: Any = None
+    audit = Audit(journal, durable=True, wall_clock=lambda: 1e9, count=lambda _: None, poll_soon=lambda: None)
+    await audit.restore(dispatcher)
+    waiting = asyncio.ensure_future(audit.wait_until_restored())
+    await asyncio.sleep(0)
+    assert waiting.done()
+    assert "no JSON" in caplog.text
+
+
+def test_after_a_restart_an_action_without_an_end_has_failed_and_its_key_is_known(tmp_path: Path) -> None:
+    request = {"action": "empty_cache", "target": {"pid": 7}, "wait_seconds": 0, "reason": "room"}
+    answers: list[dict[str, Any]] = []
+    for _ in range(2):
+        with running_exporter(storage_path=str(tmp_path / "state")) as exporter:
+            exporter.report(report(7, devices=(sample(UUIDS[0]),)))
+            answers.append(json.loads(exporter.request("POST", ACTIONS, request, Idempotency_Key="k").body))
+            other = exporter.request("POST", ACTIONS, {**request, "target": {"pid": 8}}, Idempotency_Key="k")
+            assert "'k'" in problem(other, 409)["detail"]
+    first, again = answers
+    assert (again["id"], again["state"], again["reason"]) == (first["id"], "failed", "room")
+    assert [(row["pid"], row["reason_code"]) for row in again["results"]] == [(7, "exporter_restarted")]
