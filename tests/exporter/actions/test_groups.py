@@ -115,6 +115,14 @@ async def test_a_slow_disk_is_not_blamed_on_a_rank(ranks: Ranks) -> None:
     ranks.dispatcher.expire()
     assert ranks.current(action).results == ()
     assert commands[0].at_step == 80 + round(GROUP_LEAD_SECONDS / 0.1), "the first step would have come too soon"
+    disk.clear()
+    ranks.ask_group(at_step=81, deadline_seconds=60)
+    ranks.rank(1, "0", 81)
+    disk.set()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    (late,) = ranks.finished
+    assert refused(late, "step 81 has passed")
 
 
 async def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_names_it(
