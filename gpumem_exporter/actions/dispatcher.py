@@ -444,7 +444,7 @@ class Dispatcher:
         may run, and a process that is being terminated is terminated. The results show which is which.
         """
         running = self.actions.running.get(action_id)
-        if running is not None and not running.cancelled:
+        if running is not None:
             running.cancelled = True
             result = CommandResult("", "refused", f"cancelled by {requested_by}", ReasonCode.CANCELLED)
             self._withdraw(running.parts.values(), result)
