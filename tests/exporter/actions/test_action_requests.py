@@ -48,10 +48,10 @@ def test_a_body_with_every_field_is_read_unchanged() -> None:
         (("target", "workload"), {"target": {"workload": ["a", None]}}),
         (("deadline_seconds",), {"deadline_seconds": float("nan")}),
         (("wait_seconds",), {"wait_seconds": 61}),
-        (("dryrun",), {"dryrun": True}),
+        (("x0",), {f"x{number}": 1 for number in range(5000)}),
     ],
 )
-def test_a_field_of_the_wrong_type_is_reported_once(location: tuple[str, ...], changes: dict[str, Any]) -> None:
+def test_a_field_that_cannot_be_read_is_reported_once(location: tuple[str, ...], changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         ActionBody.model_validate_json(body(**changes))
     assert [error["loc"] for error in caught.value.errors()] == [location]
@@ -63,23 +63,14 @@ def test_each_field_that_breaks_a_rule_is_reported() -> None:
     assert [error.field for error in caught.value.errors] == ["action", "deadline_seconds"]
 
 
-def test_a_body_with_thousands_of_unknown_fields_has_one_error() -> None:
-    with pytest.raises(ValidationError) as caught:
-        ActionBody.model_validate_json(body(**{f"x{number}": 1 for number in range(5000)}))
-    assert len(caught.value.errors()) == 1
-
-
 def test_the_description_of_the_api_has_the_bounds_of_each_field() -> None:
     described = ActionBody.model_json_schema()["properties"]
-    seconds = {"minimum": 0, "maximum": 3600}
     for field, bounds in {
         "mode": {"enum": ["auto", *MODES, None]},
         "at_step": {"minimum": 1, "maximum": 2**63 - 1},
         "fraction": {"exclusiveMinimum": 0, "maximum": 1},
-        "keep": {"enum": ["weights", None]},
         "deadline_seconds": {"exclusiveMinimum": 0, "maximum": 3600},
         "search_seconds": {"minimum": 0, "maximum": 10},
-        **dict.fromkeys(("wait_idle_seconds", "duration_seconds", "grace_seconds", "settle_seconds"), seconds),
         "reason": {"maxLength": 1000},
     }.items():
         keywords = ("enum", "exclusiveMinimum", "minimum", "maximum", "maxLength")

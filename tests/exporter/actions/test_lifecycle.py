@@ -107,9 +107,8 @@ async def test_unreadable_earlier_actions_are_logged_and_delay_no_request(caplog
         raise ValueError("no JSON")
 
     journal: Any = SimpleNamespace(pages=pages)
-    dispatcher: Any = None
     audit = Audit(journal, durable=True, wall_clock=lambda: 1e9, count=lambda _: None, poll_soon=lambda: None)
-    await audit.restore(dispatcher)
+    await audit.restore(Bench().dispatcher)
     waiting = asyncio.ensure_future(audit.wait_until_restored())
     await asyncio.sleep(0)
     assert waiting.done()

@@ -10,10 +10,7 @@ from gpumem_client.wire.procfs import pid_namespace
 from gpumem_exporter.actions.action_options import ACTIONS, Target
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.container import HERE, UNKNOWN, Place
-from gpumem_exporter.errors import (
-    ActionForbiddenError,
-    ActionRefusedError,
-)
+from gpumem_exporter.errors import ActionForbiddenError, ActionRefusedError
 from tests.support.builders.builders import MIB, UUIDS, device, node, sample
 from tests.support.builders.dispatching import Bench
 
