@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import socket
 from collections import ChainMap
 from collections.abc import AsyncIterator
 from typing import Any
@@ -87,11 +86,7 @@ def _routers(runtime: Runtime) -> list[APIRouter]:
         renderer,
         snapshot=snapshot,
         health=runtime.health,
-        facts={
-            "host": socket.gethostname(),
-            "allowed_actions": settings.action_allow,
-            "client_directory": settings.client_directory,
-        },
+        facts=runtime.node.facts,
         page_digest=lambda: page.digest,
         hide_identities_from=runtime.node.hide_identities_from,
         clock=runtime.clock,

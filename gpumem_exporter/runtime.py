@@ -143,6 +143,7 @@ class Runtime:
             callers=self.callers,
             own_names=self.own_names,
             view=self.view,
+            facts={"host": machine, "allowed_actions": settings.action_allow},
         )
         self.features = {name: feature.build(self.node) for name, feature in features().items() if feature.build}
         self.audit.journal = self.node.journal

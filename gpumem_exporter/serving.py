@@ -11,11 +11,9 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpumem_exporter.app import create_app
-from gpumem_exporter.client_directory import put_client
 from gpumem_exporter.edge.connections import Limits
 from gpumem_exporter.edge.listeners import Listeners, bind, take_systemd_sockets
 from gpumem_exporter.edge.uvicorn_server import LimitedServer
@@ -76,9 +74,6 @@ def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = 
             # Where the simulated processes can report without a certificate and a password.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpumem-demo-"))
             listeners.add_unix(f"{folder}/exporter.sock")
-        if settings.client_directory:
-            # After the socket, whose folder it may be in, and before jobs can connect.
-            put_client(Path(settings.client_directory))
         return _run_demo(settings, listeners, demo_processes) if demo else _run_node(settings, listeners)
 
 

@@ -88,12 +88,6 @@ def _socket_path(value: str) -> str:
     return value
 
 
-def _import_path(value: str) -> str:
-    if value and (not value.startswith("/") or os.pathsep in value or "\0" in value):
-        raise ValueError(f"expected an absolute path without {os.pathsep!r}, which separates the entries of PYTHONPATH")
-    return value
-
-
 def _telemetry_path(value: str) -> str:
     if not value.startswith("/") or any(c in value for c in "{}?#% \\") or not value.isprintable():
         raise ValueError("expected a path such as /metrics")
@@ -192,10 +186,6 @@ class Settings(SettingsModel):
         ge=8 << 20,
         le=1 << 40,
         description="maximum size of the stored events and profiles in bytes; the oldest are deleted",
-    )
-    client_directory: Annotated[str, AfterValidator(_import_path)] = Field(
-        default="",
-        description="folder in which the exporter puts its client, for the PYTHONPATH of jobs; created if missing",
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],

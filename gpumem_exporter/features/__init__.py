@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gpumem_exporter.features.feature import Feature
 
-NAMES = ("history", "policy", "profiles", "events", "oom", "orphans", "engines", "fleet", "webhook")
+NAMES = ("client_directory", "history", "policy", "profiles", "events", "oom", "orphans", "engines", "fleet", "webhook")
 """The folders, in the order in which they start: a slot of `Node` is filled before a later feature reads it."""
 
 

@@ -88,6 +88,8 @@ class Node:
     callers: Callers
     own_names: OwnNames
     view: NodeView
+    facts: dict[str, object]
+    """What `node` of the live document has besides; it never changes after the start."""
     complete_report: Callable[[Report, ProcessKey], Report] = lambda report, _: report
     """Adds to the report of a process what only its engine's server knows."""
     last_ooms: Callable[[float], tuple[LastOom, ...]] = lambda _: ()
@@ -114,7 +116,8 @@ class Feature:
     """One capability. Its functions import what they need, so that a command loads no server."""
 
     build: Callable[[Node], Parts] | None = None
-    """Raises ConfigurationError if a file that a setting names is invalid. None for a feature with commands only."""
+    """Called when the sockets are bound, before a thread starts and a request is answered. Raises GpumemError if a file
+    or a folder of a setting cannot be used. None for a feature with commands only."""
     settings: str = ""
     """The model in the feature's module of settings, whose fields are settings of `serve`."""
     commands: Mapping[str, Listed] = field(default_factory=dict)

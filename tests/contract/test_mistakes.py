@@ -61,6 +61,7 @@ serve --web.listen-adress :9844
 serve --action.allow claer
 serve --collect.interval 0
 serve --web.listen-address 127.0.0.1:0 --policy.file FOLDER/policy.yml
+serve --web.listen-address 127.0.0.1:0 --client.directory /nonexistent/client
 serve --config.file FOLDER/config.yml
 """
 POLICY = """\

@@ -12,24 +12,31 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter import client_directory
-from gpumem_exporter.client_directory import ClientDirectoryError, put_client
+from gpumem_exporter.edge.listeners import umask
+from gpumem_exporter.features.client_directory import client_directory
+from gpumem_exporter.features.client_directory.client_directory import ClientDirectoryError, put_client
 from tests.support.paths import REPOSITORY
 from tests.support.processes.other_user import OTHER_UID, needs_root
+from tests.support.servers.running_exporter import running_exporter
 
 CLIENT = REPOSITORY / "client"
 
 
 @pytest.fixture(autouse=True)
 def _umask() -> Iterator[None]:
-    before = os.umask(0o077)
-    yield
-    os.umask(before)
+    with umask(0o077):
+        yield
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "client"
+
+
+def test_the_folder_is_complete_when_the_exporter_answers(folder: Path) -> None:
+    with running_exporter(client_directory=str(folder)) as exporter:
+        assert (folder / "sitecustomize.py").is_file()
+        assert exporter.document("/api/v1/live")["node"]["client_directory"] == str(folder)
 
 
 def versions(folder: Path) -> list[str]:
@@ -123,13 +130,6 @@ def test_a_folder_that_another_user_could_change_is_refused(tmp_path: Path, comm
     assert str(tmp_path / refused) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not any(tmp_path.rglob("gpumem_client"))
-
-
-def test_the_sticky_folder_of_temporary_files_is_accepted(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o1777)
-    put_client(folder / "client")
-    assert versions(folder / "client")
 
 
 @needs_root
