@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from gpumem_client.wire.units import counted, human_bytes, human_seconds
-from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, sum_of_known
+from gpumem_client.wire.units import human_bytes, human_seconds
+from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes
 from gpumem_exporter.core.samples import DeviceReading, LastOom, Snapshot
 from gpumem_exporter.page.documents import Part
 from gpumem_exporter.page.growth import GrowingPart
@@ -67,8 +67,6 @@ _FAILS_SOON_SECONDS = 3600.0
 _LASTING_SECONDS = 10.0
 _LASTING = ("fragmented", "unattributed", "unreported")
 _DOCTOR = "See what is wrong: gpumem-exporter doctor"
-INJECTION_LABEL = 'gpumem.io/inject: "true"'
-"""The label of pods, or of their namespace, into which the webhook injects the client."""
 # A finding that was absent for this time starts again.
 _FORGOTTEN_SECONDS = 5.0
 # A finding has a lower severity only after this time: the free memory of a device changes with each step.
@@ -110,14 +108,12 @@ def find(
     *,
     failed_checks: Iterable[Mapping[str, str]] = (),
     growing: Mapping[str, Sequence[GrowingPart]] | None = None,
-    client_directory: str | None = None,
     more: Iterable[FindingsOf] = (),
 ) -> list[Finding]:
     """Return the findings of a node in no order.
 
-    `growing` has the processes of each job that grow, by the job's id, the fastest first. `client_directory` is the
-    folder from which jobs can import the client; empty if there is none, and None without an exporter, to which
-    processes could report. `more` find what features know.
+    `growing` has the processes of each job that grow, by the job's id, the fastest first. `more` find what features
+    know.
     """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
     errors, there = _errors(snapshot, jobs), jobs_by_device(jobs)
@@ -132,7 +128,6 @@ def find(
         *_idle_caches(snapshot, on_devices, errors),
         *_inactive(snapshot, jobs, errors),
         *_silent(jobs),
-        *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
         *(each for feature in more for each in feature(snapshot, jobs, ledgers)),
         *(each for on_device in on_devices for each in _in_ledger(*on_device)),
@@ -359,27 +354,6 @@ def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
             host_pid = next((process.host_pid for process in silent if process.host_pid is not None), None)
             step = f"See where it is: py-spy dump --pid {host_pid}" if host_pid is not None else ""
             yield finding("silent", job.id, "Silent", sentence, job=job, next=step)
-
-
-def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]:
-    unreported = {process.pid: process for job in jobs for process in job.processes if process.state == "unreported"}
-    if not unreported:
-        return
-    sizes = [share.used_bytes for process in unreported.values() for share in process.shares.values()]
-    known = sum_of_known(sizes or [None])
-    least = "at least " if None in sizes else ""
-    size = f" ({least}{human_bytes(known)})" if known is not None else ""
-    every = counted(sum(len(job.processes) for job in jobs), "process", "processes")
-    # Short: the page shows a finding in one line.
-    if not client_directory:
-        how = "Start PyTorch jobs below gpumem-run, or set --client.directory"
-    elif any(process.identity("k8s_pod") for process in unreported.values()):
-        how = f"The chart's webhook lets pods with the label {INJECTION_LABEL} report"
-    else:
-        how = f"Start PyTorch jobs with PYTHONPATH={client_directory}"
-    do = "does" if len(unreported) == 1 else "do"
-    sentence = f"{len(unreported)} of {every} {do} not report{size}. {how}."
-    yield finding("unreported", "", "Not reporting", sentence)
 
 
 def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:

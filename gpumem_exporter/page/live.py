@@ -90,9 +90,9 @@ class NodeView:
     ) -> Document:
         """Return the document without its time.
 
-        `node` has what the snapshot does not have: the host's name, the version, the checks and, if an exporter runs,
-        the folder of its client. The identities of others' processes are hidden from `viewer`; None shows them.
-        `details` is the id of the job whose processes have all their values, or `all`. Unknown values are null.
+        `node` has what the snapshot does not have: the host's name, the version, the checks. The identities of others'
+        processes are hidden from `viewer`; None shows them. `details` is the id of the job whose processes have all
+        their values, or `all`. Unknown values are null.
         """
         shares, ledgers = node_shares(snapshot), node_ledgers(snapshot)
         jobs = jobs_of(snapshot, viewer)
@@ -109,7 +109,7 @@ class NodeView:
             }
             for device in (reading.devices if reading is not None else ())
         ]
-        findings = self._findings(snapshot, jobs, growing, node["failed_checks"], node.get("client_directory"))
+        findings = self._findings(snapshot, jobs, growing, node["failed_checks"])
         return {
             "node": {
                 **node,
@@ -149,7 +149,6 @@ class NodeView:
         jobs: Sequence[Job],
         growing: Mapping[str, Sequence[GrowingPart]],
         failed_checks: Iterable[Mapping[str, str]],
-        client_directory: str | None = "",
     ) -> list[Finding]:
         found = find(
             snapshot,
@@ -157,7 +156,6 @@ class NodeView:
             node_ledgers(snapshot),
             failed_checks=failed_checks,
             growing=growing,
-            client_directory=client_directory,
             more=self.findings,
         )
         return self._since.lasting(found)

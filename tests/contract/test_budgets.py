@@ -26,7 +26,7 @@ BUDGETS = {
     "gpumem_exporter/page": 2_316,
     "gpumem_exporter/reports": 771,
     "gpumem_exporter/features": 146,
-    "gpumem_exporter/features/client_directory": 185,
+    "gpumem_exporter/features/client_directory": 228,
     "gpumem_exporter/features/engines": 1_275,
     "gpumem_exporter/features/events": 1_857,
     "gpumem_exporter/features/fleet": 606,

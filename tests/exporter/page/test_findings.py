@@ -12,7 +12,6 @@ from gpumem_exporter.core.samples import (
     DeviceReading,
     LastOom,
     NodeReading,
-    ProcessFacts,
     ProcessKey,
     ReportingProcess,
     SilentReporter,
@@ -20,7 +19,7 @@ from gpumem_exporter.core.samples import (
     StartingEngine,
 )
 from gpumem_exporter.main import main
-from gpumem_exporter.page.findings import INJECTION_LABEL, Finding, Since, find
+from gpumem_exporter.page.findings import Finding, Since, find
 from gpumem_exporter.page.growth import GrowingPart, Growth
 from gpumem_exporter.page.jobs import jobs_of
 from tests.support.builders.builders import MIB, UUIDS, Clock, device, node, report, reporting, sample
@@ -306,29 +305,3 @@ def test_the_most_severe_and_then_the_oldest_finding_is_first() -> None:
         Finding("old", "oom", "critical", "", "", since_seconds=10.0),
     ]
     assert [finding.id for finding in since.lasting(known)] == ["old", "new", "note"]
-
-
-@pytest.mark.parametrize(
-    ("client_directory", "pods", "told"),
-    [
-        ("", False, "--client.directory"),
-        ("/run/gpumem/client", False, "PYTHONPATH=/run/gpumem/client"),
-        ("/run/gpumem/client", True, INJECTION_LABEL),
-    ],
-)
-def test_processes_that_do_not_report_are_counted_with_what_to_do_on_this_node(
-    client_directory: str, pods: bool, told: str
-) -> None:
-    listed = reading(of(1, "train"))
-    if pods:
-        listed = dataclasses.replace(listed, facts={99: ProcessFacts(99, 1, k8s_pod="other-0")})
-    found = findings(of(1, "train"), node=listed, client_directory=client_directory)["unreported"]
-    assert found.severity == "info"
-    assert found.sentence.startswith("1 of 2 processes does not report (39.0 GiB).")
-    assert told in found.sentence
-
-
-def test_nothing_is_said_without_an_exporter_or_if_every_process_reports() -> None:
-    for client_directory, listed in ((None, {1: GIB, 2: 0}), ("", {1: GIB})):
-        known = node(device(total=80 * GIB, used=GIB, processes=dict(listed)))
-        assert "unreported" not in findings(of(1, "train"), node=known, client_directory=client_directory)

@@ -1,7 +1,8 @@
-"""`--client.directory`: what the exporter writes, and which folders it refuses."""
+"""`--client.directory`: what the exporter writes, which folders it refuses, and which processes lack the client."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
 import subprocess
@@ -12,9 +13,13 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.core.samples import ProcessFacts, Snapshot
 from gpumem_exporter.edge.listeners import umask
 from gpumem_exporter.features.client_directory import client_directory
 from gpumem_exporter.features.client_directory.client_directory import ClientDirectoryError, put_client
+from gpumem_exporter.features.client_directory.unreported import INJECTION_LABEL, unreported
+from gpumem_exporter.page.jobs import jobs_of
+from tests.support.builders.builders import MIB, device, node, reporting
 from tests.support.paths import REPOSITORY
 from tests.support.processes.other_user import OTHER_UID, needs_root
 from tests.support.servers.running_exporter import running_exporter
@@ -175,3 +180,29 @@ def test_bytecode_of_a_job_of_root_is_not_writable_for_others(folder: Path) -> N
     modes = {path: path.lstat().st_mode & 0o777 for path in folder.rglob("*") if not path.is_symlink()}
     assert any(path.suffix == ".pyc" for path in modes)
     assert {path: mode for path, mode in modes.items() if mode & 0o022} == {}
+
+
+@pytest.mark.parametrize(
+    ("folder", "pods", "told"),
+    [
+        ("", False, "--client.directory"),
+        ("/run/gpumem/client", False, "PYTHONPATH=/run/gpumem/client"),
+        ("/run/gpumem/client", True, INJECTION_LABEL),
+    ],
+)
+def test_processes_that_do_not_report_are_counted_with_what_to_do_on_this_node(
+    folder: str, pods: bool, told: str
+) -> None:
+    listed = node(device(processes={1: MIB, 99: 39 * MIB}))
+    if pods:
+        listed = dataclasses.replace(listed, facts={99: ProcessFacts(99, 1, k8s_pod="other-0")})
+    shown = Snapshot(1000.0, listed, (reporting(1),))
+    (found,) = unreported(shown, jobs_of(shown), {}, client_directory=folder)
+    assert found.severity == "info"
+    assert found.sentence.startswith("1 of 2 processes does not report (39.0 MiB).")
+    assert told in found.sentence
+
+
+def test_nothing_is_found_if_every_process_reports() -> None:
+    shown = Snapshot(1000.0, node(device(processes={1: MIB})), (reporting(1),))
+    assert list(unreported(shown, jobs_of(shown), {}, client_directory="")) == []
