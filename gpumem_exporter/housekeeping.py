@@ -64,10 +64,7 @@ def keeping_records(
 
     def run() -> None:
         while not stopped.wait(seconds_to_next()):
-            taken: list[Snapshot] = []
-            _run({"snapshot": lambda taken=taken: taken.append(snapshot())}, failures)
-            for each in taken:
-                _run(chores, failures, each)
+            _run({"snapshot": lambda: _run(chores, failures, snapshot())}, failures)
 
     # A daemon, and no pool: Python waits for the threads of a pool at its exit, however long a chore hangs.
     thread = threading.Thread(target=run, name="gpumem-second", daemon=True)

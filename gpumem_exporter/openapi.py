@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, FastAPI, Query
+from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import PlainTextResponse
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from gpumem_client.wire.protocol import REPORTS_PATH, Reply
 from gpumem_exporter.edge.problems import Problem, problems
-from gpumem_exporter.edge.replies import DESCRIBED_MODELS
+from gpumem_exporter.edge.replies import DESCRIBED_MODELS, json_reply
 from gpumem_exporter.edge.request_guard import is_report, is_restricted
 from gpumem_exporter.reports.report_schema import report_core_schema
 
@@ -42,9 +41,10 @@ def describe(app: FastAPI, telemetry_path: str) -> dict[str, Any]:
         title=app.title,
         version=app.version,
         description=app.description,
-        routes=[*app.routes, *_plain_routes(telemetry_path).routes],
+        routes=app.routes,
         separate_input_output_schemas=False,
     )
+    document["paths"] |= _plain_routes(telemetry_path)
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             # FastAPI's summary is the name of the function.
@@ -64,36 +64,24 @@ def describe(app: FastAPI, telemetry_path: str) -> dict[str, Any]:
     return document
 
 
-def _plain_routes(telemetry_path: str) -> APIRouter:
-    """Return descriptions of the plain ASGI routes; these functions are never called."""
-    router = APIRouter()
+def _plain_routes(telemetry_path: str) -> dict[str, Any]:
+    """Return the descriptions of the plain ASGI routes."""
     text = {"schema": {"type": "string"}}
     page = {"text/plain; version=0.0.4": text, "application/openmetrics-text; version=1.0.0": text}
+    names = {"type": "array", "items": {"type": "string"}, "default": []}
     report = {"application/json": {"schema": {"$ref": _REF.format(model="Report")}}}
-
-    @router.get(
-        telemetry_path,
-        tags=["metrics"],
-        response_class=PlainTextResponse,
-        responses={200: {"content": page}, **problems(400)},
-    )
-    def metrics(collect: Annotated[list[str], Query(alias="collect[]")] = []) -> None:  # noqa: B006 - never called
-        """Prometheus text 0.0.4 or OpenMetrics 1.0, by `Accept`; gzip by `Accept-Encoding`.
-
-        With `collect[]`, only the series of these collectors.
-        """
-
-    @router.post(
-        REPORTS_PATH,
-        tags=["reports"],
-        response_model=Reply,
-        responses=problems(401, 403, 409, 413, 415, 422, 503),
-        openapi_extra={"requestBody": {"required": True, "content": report}},
-    )
-    def report_() -> None:
-        """Receive the samples of a process and reply with its commands.
-
-        The reply waits for a command for up to `hold_seconds`, at most for the report interval.
-        """
-
-    return router
+    scrape = {
+        "tags": ["metrics"],
+        "description": "Prometheus text 0.0.4 or OpenMetrics 1.0, by `Accept`; gzip by `Accept-Encoding`.\n\n"
+        "With `collect[]`, only the series of these collectors.",
+        "parameters": [{"name": "collect[]", "in": "query", "required": False, "schema": names}],
+        "responses": {200: {"description": "Successful Response", "content": page}, **problems(400)},
+    }
+    send = {
+        "tags": ["reports"],
+        "description": "Receive the samples of a process and reply with its commands.\n\n"
+        "The reply waits for a command for up to `hold_seconds`, at most for the report interval.",
+        "requestBody": {"required": True, "content": report},
+        "responses": {200: json_reply(Reply), **problems(401, 403, 409, 413, 415, 422, 503)},
+    }
+    return {telemetry_path: {"get": scrape}, REPORTS_PATH: {"post": send}}
