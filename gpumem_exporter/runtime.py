@@ -190,10 +190,8 @@ class Runtime:
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
-        now, peaks = self.clock(), self.node.cache_peaks
-        return self.store.snapshot(
-            now, ooms=self.node.last_ooms(now), kv_cache_peaks={} if peaks is None else peaks.kv_cache_peaks
-        )
+        now = self.clock()
+        return self.store.snapshot(now, ooms=self.node.last_ooms(now), kv_cache_peaks=self.node.kv_cache_peaks())
 
     def _take_reading(self, reading: NodeReading) -> None:
         """Complete a reading, derive its events and store it; in the poller's thread."""

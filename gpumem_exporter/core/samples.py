@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from operator import attrgetter
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from gpumem_client.wire.protocol import DeviceSample, Report
 from gpumem_exporter.core.container import UNKNOWN, Place
@@ -376,13 +376,6 @@ class Names:
             tuple((name, reporting[name]) for name in sorted(reporting, key=pid_order)),
             tuple((name, silent[name]) for name in sorted(silent.keys() - reporting, key=pid_order)),
         )
-
-
-class CachePeaks(Protocol):
-    """The peaks of key-value caches."""
-
-    kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]]
-    """As in `Snapshot`; replaced as a whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpumem_exporter.core.caller import Caller
     from gpumem_exporter.core.event import Event
     from gpumem_exporter.core.history_series import Past
-    from gpumem_exporter.core.samples import CachePeaks, LastOom, ProcessKey, Snapshot
+    from gpumem_exporter.core.samples import KvCachePeak, LastOom, ProcessKey, Snapshot
     from gpumem_exporter.core.store import Store
     from gpumem_exporter.edge.fair_queue import HeldRequests
     from gpumem_exporter.edge.replies import Renderer
@@ -102,8 +102,8 @@ class Node:
     """Returns the id of the profile of an out-of-memory error, if the caller sees it."""
     profiles_of: Callable[[Caller, str], Sequence[Mapping[str, Any]]] = lambda _, __: ()
     """Returns the profiles of a job's errors that a caller sees, as documents, the newest first."""
-    cache_peaks: CachePeaks | None = None
-    """The peaks of key-value caches for snapshots; None if nobody keeps them."""
+    kv_cache_peaks: Callable[[], Mapping[tuple[str, str], Mapping[str, KvCachePeak]]] = dict
+    """Returns the peaks of key-value caches for snapshots. Thread-safe."""
 
     @property
     def hide_identities_from(self) -> Callers | None:

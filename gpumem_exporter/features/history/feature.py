@@ -22,7 +22,7 @@ def _build(node: Node) -> Parts:
         history.restore(node.past(node.wall_clock()))
     file = HistoryFile(history, node.folder) if node.folder is not None else None
     node.view.minima_of = history.minima
-    node.cache_peaks = history
+    node.kv_cache_peaks = partial(getattr, history, "kv_cache_peaks")
     router = history_router(history, node.renderer, node.snapshot, node.hide_identities_from)
     return Parts(
         routers=[router],
