@@ -71,17 +71,15 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
     """
     model = settings_model()
     known = [setting_key(field) for field in model.model_fields]
-    given: dict[str, tuple[str, Any]] = {}  # the source and the value, by key
     flags = dict(flags or {})
-    config_file = flags.pop("config.file", None) or environ.get(environment_name("config.file"), "")
-    if config_file:
-        given.update(_read_config_file(Path(config_file), known))
-    for key in known:
-        if text := environ.get(environment_name(key), ""):
-            given[key] = (environment_name(key), text)
-    for key, value in flags.items():
-        if value is not None:
-            given[key] = (f"--{key}", value)
+    config_file = flags.pop("config.file", None) or environ.get(environment_name("config.file"))
+    variables = {key: environment_name(key) for key in known}
+    # The source and the value, by key.
+    given: dict[str, tuple[str, Any]] = {
+        **(_read_config_file(Path(config_file), known) if config_file else {}),
+        **{key: (name, environ[name]) for key, name in variables.items() if environ.get(name)},
+        **{key: (f"--{key}", value) for key, value in flags.items() if value is not None},
+    }
     try:
         settings = model.model_validate({key: value for key, (_, value) in given.items()})
     except ValidationError as error:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 from gpumem_exporter.app import create_app
 from gpumem_exporter.edge.connections import Limits
@@ -24,9 +24,6 @@ from gpumem_exporter.node.pid_namespaces import DriverPids
 from gpumem_exporter.node.pod_resources import PodResources
 from gpumem_exporter.runtime import Runtime
 from gpumem_exporter.settings import Settings
-
-if TYPE_CHECKING:
-    from gpumem_exporter.edge.web_access import WebAccess
 
 # The time for running requests when the exporter stops. Requests that wait for a command end at once.
 _STOP_SECONDS = 1
@@ -70,14 +67,21 @@ def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = 
             settings = settings.model_copy(update=found)
         else:
             listeners = stack.enter_context(bind(settings.web_listen_address, settings.web_listen_socket))
-        if demo and not listeners.unix_path:
-            # Where the simulated processes can report without a certificate and a password.
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpumem-demo-"))
-            listeners.add_unix(f"{folder}/exporter.sock")
-        return _run_demo(settings, listeners, demo_processes) if demo else _run_node(settings, listeners)
+        runtime, on_started = _demo(settings, listeners, demo_processes, stack) if demo else _node(settings, listeners)
+        server = build_server(runtime, listeners, on_started=on_started)
+        _limit_heaps()
+        # The objects of imports stay for ever. Without them, a full collection takes milliseconds and not 90 on the
+        # event loop. A collection before would find about 1,000 small objects, and take 40 ms of the start.
+        gc.freeze()
+        gc.enable()
+        # The longest time that another thread, such as the renderer of replies, keeps the event loop waiting for
+        # Python's lock. The default is 5 ms, for each of the ten callbacks of a request.
+        sys.setswitchinterval(0.001)
+        return server.run_until_signal(listeners.sockets)
 
 
-def _run_node(settings: Settings, listeners: Listeners) -> int:
+def _node(settings: Settings, listeners: Listeners) -> tuple[Runtime, Callable[[], None]]:
+    """Return the parts for this machine, and what to call when requests are answered."""
     from gpumem_exporter.node.pynvml_provider import PynvmlProvider
 
     runtime = Runtime(
@@ -89,40 +93,27 @@ def _run_node(settings: Settings, listeners: Listeners) -> int:
         socket_file=listeners.socket_file,
         real_processes=True,
     )
-    return serve(runtime, listeners)
+    return runtime, lambda: None
 
 
-def _run_demo(settings: Settings, listeners: Listeners, processes: int | None) -> int:
+def _demo(
+    settings: Settings, listeners: Listeners, processes: int | None, stack: contextlib.ExitStack
+) -> tuple[Runtime, Callable[[], None]]:
+    """Return the same for a simulated node, which ends with the stack."""
     from gpumem_exporter.demo import DemoNode, workloads_of
 
+    if not listeners.unix_path:
+        # Where the simulated processes can report without a certificate and a password.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpumem-demo-"))
+        listeners.add_unix(f"{folder}/exporter.sock")
     node = DemoNode() if processes is None else DemoNode(workloads=workloads_of(processes))
     # The past of many processes would take seconds.
     past = node.past if processes is None else lambda _: ()
     runtime = Runtime(settings, provider=node.provider, host=node.host, socket_file=listeners.socket_file, past=past)
     token = runtime.reports_rule.token
     report_token = token.value.decode() if token is not None else None
-    url = f"unix://{listeners.unix_path}"
-    try:
-        return serve(runtime, listeners, on_started=lambda: node.start(url, report_token=report_token))
-    finally:
-        node.stop(0.5)
-
-
-def serve(runtime: Runtime, listeners: Listeners, *, on_started: Callable[[], None] = lambda: None) -> int:
-    """Serve on bound sockets until a signal, and return the exit code. In a thread, it handles no signals.
-
-    `on_started` is called once, when requests are answered.
-    """
-    server = build_server(runtime, listeners, on_started=on_started)
-    _limit_heaps()
-    # The objects of imports stay for ever. Without them, a full collection takes milliseconds and not 90 on the event
-    # loop. A collection before would find about 1,000 small objects, and take 40 ms of the start.
-    gc.freeze()
-    gc.enable()
-    # The longest time that another thread, such as the renderer of replies, keeps the event loop waiting for
-    # Python's lock. The default is 5 ms, for each of the ten callbacks of a request.
-    sys.setswitchinterval(0.001)
-    return server.run_until_signal(listeners.sockets)
+    stack.callback(node.stop, 0.5)
+    return runtime, partial(node.start, f"unix://{listeners.unix_path}", report_token=report_token)
 
 
 def build_server(
@@ -140,10 +131,11 @@ def build_server(
     limits = limits or Limits(max_connections=_max_connections(2 * settings.report_max_processes + 256))
     # A reporter sends its next request after one interval, a scraper usually within a minute.
     limits = replace(limits, idle_seconds=max(limits.idle_seconds, int(2 * settings.report_interval) + 1))
-    web: WebAccess | None = runtime.web
+    web = runtime.web
+    tls = web.tls if web is not None else lambda: None
 
     def started() -> None:
-        names = ",".join(listeners.names(tls=web is not None and web.tls() is not None))
+        names = ",".join(listeners.names(tls=tls() is not None))
         _log.info("listening", extra={"fields": {"addresses": names, "version": app.version}})
         if listeners.on_all_addresses:
             fields = {"loopback_only": "--web.listen-address 127.0.0.1:9844"}
@@ -153,7 +145,7 @@ def build_server(
     return LimitedServer(
         app,
         limits=limits,
-        tls=web.tls if web is not None else lambda: None,
+        tls=tls,
         on_started=started,
         on_stopping=runtime.held_requests.stop,
         headers=_HEADERS,
