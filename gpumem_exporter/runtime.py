@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from gpumem_exporter.edge.web_access import WebAccess
 
 
-class Runtime:
+class Runtime(Node):
     """The exporter's parts. Only the event loop changes them.
 
     The poller's thread also writes to the store and to the recorder of processes, and it opens, uses and closes the
     driver (`provider`). `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID
     namespace, and `socket_file` without a unix socket. `real_processes` is false for simulated ones; these have
-    a `past`. The constructor starts nothing.
+    a `past`. The constructor starts nothing. Features get the runtime as their `Node`.
     """
 
     def __init__(
@@ -67,17 +67,14 @@ class Runtime:
         past: Past = lambda _: (),
     ) -> None:
         # A long function, where each part has its line, in the order in which they depend on each other.
-        self.settings = settings
         self.source = provider.source
-        self.clock, self.wall_clock = clock, wall_clock
         self.pods = pods
         self._driver_pids = driver_pids
         self.socket_file = socket_file
-        self.registry = Registry()
-        self.instruments = Instruments(self.registry)
-        self.held_requests = HeldRequests()
-        self.instruments.show_held_requests(self.held_requests.__len__)
-        self.store = Store(
+        registry, held_requests, places = Registry(), HeldRequests(), PeerPlaces()
+        self.instruments = Instruments(registry)
+        self.instruments.show_held_requests(held_requests.__len__)
+        store = Store(
             report_expiry_seconds=settings.report_expiry,
             # Each poll replaces the reading. After three missed polls it no longer describes the node.
             reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
@@ -99,8 +96,8 @@ class Runtime:
             # So that the reading of the driver is as new as the reports.
             poll_soon=self.poller.poll_soon,
         )
-        self.dispatcher = Dispatcher(
-            store=self.store,
+        dispatcher = Dispatcher(
+            store=store,
             allowed=frozenset(settings.action_allow),
             clock=clock,
             wall_clock=wall_clock,
@@ -111,20 +108,12 @@ class Runtime:
             ),
             # Without a disk, no later run of the exporter reads the record.
             record=self.audit.record if self.audit.durable else None,
-            wake=self.held_requests.wake,
+            wake=held_requests.wake,
         )
-        peer_places = PeerPlaces()
-        senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)
-        self.view = NodeView(clock=clock, wall_clock=wall_clock)
-        self.renderer = Renderer()
+        self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
         machine = socket.gethostname()
         listening = [parse_listen_address(address) for address in settings.web_listen_address]
-        self.own_names = OwnNames([machine, machine.partition(".")[0], *(each.host for each in listening)])
-        self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
-        self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)
-        self.web = _web_access(settings)
-        """None without `--web.config.file`."""
-        self.node = Node(
+        super().__init__(
             settings=settings,
             folder=Path(settings.storage_path) if settings.storage_path else None,
             clock=clock,
@@ -132,21 +121,22 @@ class Runtime:
             host=host,
             real_processes=real_processes,
             past=past,
-            snapshot=self.snapshot,
             poll_soon=self.poller.poll_soon,
-            store=self.store,
-            dispatcher=self.dispatcher,
-            registry=self.registry,
-            senders=senders,
-            renderer=self.renderer,
-            held_requests=self.held_requests,
-            callers=self.callers,
-            own_names=self.own_names,
-            view=self.view,
+            store=store,
+            dispatcher=dispatcher,
+            registry=registry,
+            senders=ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=places),
+            renderer=Renderer(),
+            held_requests=held_requests,
+            callers=Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=places),
+            own_names=OwnNames([machine, machine.partition(".")[0], *(each.host for each in listening)]),
+            view=NodeView(clock=clock, wall_clock=wall_clock),
             facts={"host": machine, "allowed_actions": settings.action_allow},
         )
-        self.features = {name: feature.build(self.node) for name, feature in features().items() if feature.build}
-        self.audit.journal = self.node.journal
+        self.web = _web_access(settings)
+        """None without `--web.config.file`."""
+        self.features = {name: feature.build(self) for name, feature in features().items() if feature.build}
+        self.audit.journal = self.journal
         self.view.findings = [finding for parts in self.features.values() for finding in parts.findings]
         self.presence = Presence(
             self.store,
@@ -167,12 +157,12 @@ class Runtime:
         )
         self.reports = ReportsRoute(
             self.store,
-            senders,
-            self.node.complete_report,
+            self.senders,
+            self.complete_report,
             self.presence,
-            self.node.processes,
-            self.node.errors,
-            self.node.journal,
+            self.processes,
+            self.errors,
+            self.journal,
             self.dispatcher,
             self.held_requests,
             self.instruments,
@@ -188,11 +178,6 @@ class Runtime:
             checks=self._checks(),
         )
 
-    def snapshot(self) -> Snapshot:
-        """Return the current snapshot."""
-        now = self.clock()
-        return self.store.snapshot(now, ooms=self.node.last_ooms(now), kv_cache_peaks=self.node.kv_cache_peaks())
-
     def _take_reading(self, reading: NodeReading) -> None:
         """Complete a reading, derive its events and store it; in the poller's thread."""
         if self._driver_pids is not None:
@@ -202,14 +187,14 @@ class Runtime:
         # The events come before the reading is stored: so the event of a process that ends has every value that the
         # page has shown.
         try:
-            self.node.processes.take_reading(reading)
+            self.processes.take_reading(reading)
         finally:
             self.store.put_reading(reading)
 
     def _note_ends(self, ended: Sequence[tuple[ProcessKey, str]]) -> None:
         """Record the ends of processes, which the store still has."""
-        self.node.errors.processes_ended(ended)
-        self.node.processes.processes_ended(ended)
+        self.errors.processes_ended(ended)
+        self.processes.processes_ended(ended)
 
     def note_health(self, snapshot: Snapshot) -> None:
         """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""

@@ -75,7 +75,6 @@ class Node:
     real_processes: bool
     """Whether the processes are of this machine, and not simulated ones."""
     past: Past
-    snapshot: Callable[[], Snapshot]
     poll_soon: Callable[[], None]
     """Lets the driver be read soon."""
     store: Store
@@ -104,6 +103,11 @@ class Node:
     """Returns the profiles of a job's errors that a caller sees, as documents, the newest first."""
     kv_cache_peaks: Callable[[], Mapping[tuple[str, str], Mapping[str, KvCachePeak]]] = dict
     """Returns the peaks of key-value caches for snapshots. Thread-safe."""
+
+    def snapshot(self) -> Snapshot:
+        """Return the current snapshot."""
+        now = self.clock()
+        return self.store.snapshot(now, ooms=self.last_ooms(now), kv_cache_peaks=self.kv_cache_peaks())
 
     @property
     def hide_identities_from(self) -> Callers | None:

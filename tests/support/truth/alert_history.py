@@ -100,7 +100,7 @@ async def _run(seconds: int, workloads: Sequence[Workload], live_at: Collection[
     before_scrape_seconds: dict[SimulatedProcess, float] = {}
     reported_ooms: dict[SimulatedProcess, int] = {}
     history = History()
-    log = runtime.node.journal
+    log = runtime.journal
     assert isinstance(log, EventLog)
     log.start()
     runtime.poller._poll()

@@ -84,9 +84,9 @@ def test_the_memory_of_a_job_is_read_without_the_events_of_other_jobs(exporter: 
 
     for batch in range(20):
         events = [ended(100 * batch + number, "other") for number in range(100)]
-        committed = [exporter.runtime.node.journal.put(event) for event in events]
+        committed = [exporter.runtime.journal.put(event) for event in events]
         assert all(future.result(patient(30)) for future in committed)
-    assert exporter.runtime.node.journal.put(ended(9000, "4711")).result(patient(30))
+    assert exporter.runtime.journal.put(ended(9000, "4711")).result(patient(30))
 
     def read(_: int) -> list[int]:
         return [process["pid"] for process in exporter.document("/api/v1/jobs/4711")["processes"]]
