@@ -37,7 +37,7 @@ from gpumem_exporter.page.live import NodeView
 from gpumem_exporter.reports.process_liveness import Presence
 from gpumem_exporter.reports.report_route import ReportsRoute
 from gpumem_exporter.reports.report_sender import ReportSenders
-from gpumem_exporter.settings import COLLECTORS, CollectorSettings, Settings
+from gpumem_exporter.settings import COLLECTORS, Settings
 
 if TYPE_CHECKING:
     from gpumem_exporter.edge.web_access import WebAccess
@@ -146,13 +146,12 @@ class Runtime(Node):
             report_interval_seconds=settings.report_interval,
             on_ended=self._note_ends,
         )
-        collectors = settings.of(CollectorSettings)
         self.exposition = Exposition(
             self.registry,
             [collector for parts in self.features.values() for collector in parts.collectors],
             version=__version__,
             source=provider.source,
-            off=[name for name in COLLECTORS if not getattr(collectors, f"collector_{name}")],
+            off=[name for name in COLLECTORS if not getattr(settings, f"collector_{name}")],
             hide_identities=settings.web_hide_identities,
         )
         self.reports = ReportsRoute(

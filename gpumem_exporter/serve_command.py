@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, get_origin
 
 import click
-from pydantic import ValidationError, create_model
+from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.core.yaml_file import YamlFile, expected, shown
 from gpumem_exporter.features import features
-from gpumem_exporter.settings import ENVIRONMENT_PREFIX, CollectorSettings, Settings, environment_name, setting_key
+from gpumem_exporter.settings import COLLECTORS, ENVIRONMENT_PREFIX, Settings, environment_name, setting_key
 
 _DESCRIPTION = f"""\
 Run the exporter.
@@ -53,13 +53,17 @@ _METAVARS = {
 
 @functools.cache
 def settings_model() -> type[Settings]:
-    """Return the model of all settings: of the core, of the collectors, and of each feature."""
+    """Return the model of all settings: of the core, of each feature, and of the collectors."""
     of_features = {name: feature.settings for name, feature in features().items() if feature.settings}
     modules = {name: f"gpumem_exporter.features.{name}.{name}_settings" for name in of_features}
     found = [getattr(importlib.import_module(modules[name]), model) for name, model in of_features.items()]
+    collectors: Any = {
+        f"collector_{name}": (bool, Field(default=True, description=f"export the series of {subject}"))
+        for name, subject in COLLECTORS.items()
+    }
     # pydantic orders the fields from the last base to the first one.
-    bases: Any = (*reversed(found), CollectorSettings, Settings)
-    model: type[Settings] = create_model("AllSettings", __base__=bases)
+    bases: Any = (*reversed(found), Settings)
+    model: type[Settings] = create_model("AllSettings", __base__=bases, **collectors)
     return model
 
 

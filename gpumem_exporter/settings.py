@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from gpumem_exporter.actions.action_options import DEFAULT_ACTIONS
 from gpumem_exporter.actions.kinds import COMMAND_NAMES
@@ -116,20 +116,11 @@ COLLECTORS = {
 }
 """The collectors of the metrics, in the order of the page, and what their series are about."""
 
-CollectorSettings: type[SettingsModel] = create_model(  # type: ignore[call-overload]
-    "CollectorSettings",
-    __base__=SettingsModel,
-    **{
-        f"collector_{name}": (bool, Field(default=True, description=f"export the series of {subject}"))
-        for name, subject in COLLECTORS.items()
-    },
-)
-
 Part = TypeVar("Part", bound=SettingsModel)
 
 
 class Settings(SettingsModel):
-    """The settings of the core; `serve_command` adds the fields of the features."""
+    """The settings of the core; `serve_command` adds the fields of the features and of the collectors."""
 
     web_listen_address: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_addresses)] = Field(
         default=(":9844",), description="TCP addresses to listen on; `:9844` is port 9844 of every address"
