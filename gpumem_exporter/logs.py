@@ -52,7 +52,6 @@ def configure_logging(level: str, log_format: str) -> None:
     root.setLevel(level.upper())
     # uvicorn's messages repeat the exporter's own log lines and counters.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
