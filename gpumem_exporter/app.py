@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections import ChainMap
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -60,9 +59,10 @@ def create_app(runtime: Runtime) -> FastAPI:
         reports=runtime.reports_rule,
         callers=runtime.callers,
         on_report_refused=runtime.instruments.count_report,
-        body_limits=ChainMap(
-            {REPORTS_PATH: MAX_REPORT_BYTES}, *(dict(parts.body_limits) for parts in runtime.features.values())
-        ),
+        body_limits={
+            REPORTS_PATH: MAX_REPORT_BYTES,
+            **{path: size for parts in runtime.features.values() for path, size in parts.body_limits.items()},
+        },
         loopback_only=all(parse_listen_address(each).is_loopback for each in settings.web_listen_address),
         web=runtime.web,
     )
@@ -112,29 +112,22 @@ def _routers(runtime: Runtime) -> list[APIRouter]:
 @contextlib.asynccontextmanager
 async def _lifespan(runtime: Runtime) -> AsyncIterator[None]:
     web, pods, features = runtime.web, runtime.pods, tuple(runtime.features.values())
-    with_files = (runtime.reports_rule.token, runtime.callers.rule.token, web)
     if pods is not None:
         pods.start()
     runtime.poller.start()
     for parts in features:
         if parts.start is not None:
             parts.start()
-    chores = {name: chore for parts in features for name, chore in parts.chores.items()}
+    chores = {
+        "beat": lambda: runtime.store.beat(runtime.clock()),
+        "expire_actions": runtime.dispatcher.expire,
+        "remove_ended_processes": runtime.presence.sweep,
+        **{name: chore for parts in features for name, chore in parts.chores.items()},
+    }
     records = {name: chore for parts in features for name, chore in parts.each_second.items()}
-    work = [
-        keep_house(
-            {
-                "beat": lambda: runtime.store.beat(runtime.clock()),
-                "expire_actions": runtime.dispatcher.expire,
-                "remove_ended_processes": runtime.presence.sweep,
-                **chores,
-            }
-        ),
-        release_free_memory(),
-        runtime.audit.restore(runtime.dispatcher),
-        *(task() for parts in features for task in parts.tasks),
-    ]
-    tasks = [asyncio.ensure_future(each) for each in work]
+    work = [keep_house(chores), release_free_memory(), runtime.audit.restore(runtime.dispatcher)]
+    tasks = [asyncio.ensure_future(each) for each in (*work, *(task() for parts in features for task in parts.tasks))]
+    files = (runtime.reports_rule.token, runtime.callers.rule.token, web)
     reloads = [None if web is None else web.reload_on_hangup, *(parts.reload for parts in features)]
     try:
         with (
@@ -144,7 +137,7 @@ async def _lifespan(runtime: Runtime) -> AsyncIterator[None]:
                 clock=runtime.clock,
                 wall_clock=runtime.wall_clock,
             ),
-            refreshing([part.refresh for part in with_files if part is not None]),
+            refreshing([file.refresh for file in files if file is not None]),
             reloading_on_hangup([reload for reload in reloads if reload is not None]),
         ):
             yield

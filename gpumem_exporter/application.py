@@ -96,10 +96,10 @@ def invoke(words: Sequence[str]) -> int:
             try:
                 return int(_application.invoke(context) or 0)
             except ExporterUnreachableError as error:
-                failure = "" if context.obj is None or isinstance(context.obj, str) else context.obj.failure
-                if failure not in str(error):
-                    raise ExporterUnreachableError(f"{error}; {failure}") from None
-                raise
+                forward = kube_forward()
+                if forward is None or forward.failure in str(error):
+                    raise
+                raise ExporterUnreachableError(f"{error}; {forward.failure}") from None
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.UsageError as error:
