@@ -15,7 +15,7 @@ from tests.support.paths import REPOSITORY
 EXPORTER = REPOSITORY / "gpumem_exporter"
 FEATURES = EXPORTER / "features"
 BUDGETS = {
-    "gpumem_exporter": 1_806,
+    "gpumem_exporter": 1_591,
     "gpumem_exporter/actions": 3_553,
     "gpumem_exporter/cli": 3_741,
     "gpumem_exporter/core": 2_477,
@@ -25,7 +25,7 @@ BUDGETS = {
     "gpumem_exporter/node": 2_361,
     "gpumem_exporter/page": 2_316,
     "gpumem_exporter/reports": 771,
-    "gpumem_exporter/features": 146,
+    "gpumem_exporter/features": 150,
     "gpumem_exporter/features/client_directory": 228,
     "gpumem_exporter/features/engines": 1_275,
     "gpumem_exporter/features/events": 1_857,
