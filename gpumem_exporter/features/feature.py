@@ -62,7 +62,7 @@ class Parts:
     """Called on SIGHUP."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
     """The exporter's parts that features use."""
 
