@@ -1,13 +1,14 @@
 """The server: uvicorn with connections counted by owner, TLS on the TCP sockets only, and limits of each client.
 
 This module uses names that uvicorn does not document: the class `HttpToolsProtocol`, its callback
-`on_headers_complete` and its attributes `scope`, `headers` and `pipeline`, and the methods `startup` and `shutdown` of
+`on_headers_complete` and its attributes `scope`, `headers` and `pipeline`, and the methods `main_loop` and `on_tick` of
 the server. A contract test fails with a uvicorn that lacks one. Without them, every request fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,8 +29,8 @@ from gpumem_exporter.edge.fair_queue import FairRequests, Turns
 from gpumem_exporter.edge.peer import Peer
 from gpumem_exporter.edge.problems import ProblemError
 
-# The time between two searches for connections whose time is over.
-_SEARCH_SECONDS = 1.0
+# The time between two searches for connections whose time is over, and between two values of the header Date.
+_TICK_SECONDS = 1.0
 # The time for a client to confirm the end of a TLS connection.
 _SHUTDOWN_SECONDS = 1.0
 # The most bytes that are read of a connection at a time. uvicorn reads until it has 64 KiB of a body.
@@ -64,6 +66,8 @@ class LimitedServer(uvicorn.Server):
         self.tls = tls
         self._on_started = on_started
         self._on_stopping = on_stopping
+        self._should_exit = False
+        self._wake: Callable[[], object] = lambda: None
         self.handshakes = Turns(limits.handshakes, running_of_owner=max(1, limits.handshakes // 4))
         # Of all connections: what was read is parsed at once.
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
@@ -75,6 +79,16 @@ class LimitedServer(uvicorn.Server):
         options["headers"] = list({**headers, **configured_headers}.items())
         super().__init__(uvicorn.Config(FairRequests(app, self.connections, configured_headers), **options))
 
+    @property
+    def should_exit(self) -> bool:
+        """Whether the server is to exit. Any thread, and uvicorn's handler of signals, may set it."""
+        return self._should_exit
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        self._should_exit = value
+        self._wake()
+
     def stop(self) -> None:
         """Let the server exit. Any thread may call this."""
         self.should_exit = True
@@ -85,28 +99,23 @@ class LimitedServer(uvicorn.Server):
             for number in (signal.SIGTERM, signal.SIGINT):
                 # uvicorn handles both while it runs, then restores these handlers and raises the signals again.
                 signal.signal(number, lambda *_: self.stop())
-        try:
+        with contextlib.suppress(SystemExit):
             self.run(sockets=list(sockets))
-        except SystemExit:
-            return 1  # the log has the reason
-        return 0
+        return 0 if self.started else 1  # the log has the reason
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then call `on_started`."""
-        await super().startup(sockets)
-        if self.started:
-            self._end_late_connections()
-            self._on_started()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop: first end the requests that wait."""
+    async def main_loop(self) -> None:
+        """Call `on_started`, run until the server is to exit, and end the requests that wait."""
+        loop, exits = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = partial(loop.call_soon_threadsafe, exits.set)
+        self._on_started()
+        # uvicorn's own loop wakes ten times a second, which takes a third of the CPU of an exporter at rest.
+        while not await self.on_tick(0):  # renews the header Date
+            loop.call_soon(self.connections.end_late)  # apart, so that an error does not end the server
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(exits.wait(), _TICK_SECONDS)
+        self._wake = lambda: None
         # uvicorn waits for all requests to end, and a held one may take a whole report interval.
         self._on_stopping()
-        await super().shutdown(sockets)
-
-    def _end_late_connections(self) -> None:
-        asyncio.get_running_loop().call_later(_SEARCH_SECONDS, self._end_late_connections)
-        self.connections.end_late()
 
 
 class _Requests(HttpToolsProtocol):

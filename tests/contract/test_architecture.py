@@ -31,7 +31,7 @@ from tests.support.waiting import patient, wait_for
 POLLER = "gpumem-poller"
 SECOND = "gpumem-second"
 THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files", SECOND)
-CALLS_BESIDE = re.compile(r"housekeeping\.py:.*|edge/uvicorn_server\.py:(.*\.)?_end_late_connections")
+CALLS_BESIDE = re.compile(r"housekeeping\.py:.*|edge/\w+\.py:(.*\.)?(main_loop|end_late)")
 """What goes on beside requests: threads, and calls that the event loop makes by itself."""
 VALUES = (
     "core/naming.py",

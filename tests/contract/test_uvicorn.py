@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Callable
+import socket
 from typing import Any
 
-import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -47,7 +45,19 @@ async def test_the_protocol_calls_back_for_each_request_and_has_its_scope_its_he
     await asyncio.wait([task])
 
 
-@pytest.mark.parametrize("step", [uvicorn.Server.startup, uvicorn.Server.shutdown])
-def test_the_server_has_a_step_at_its_start_and_before_its_end(step: Callable[..., object]) -> None:
-    assert list(inspect.signature(step).parameters) == ["self", "sockets"]
-    assert inspect.iscoroutinefunction(step)
+async def test_the_server_calls_its_main_loop_once_started_and_exits_when_it_ends() -> None:
+    steps: list[object] = []
+
+    class Server(uvicorn.Server):
+        async def main_loop(self) -> None:
+            steps.append((self.started, await self.on_tick(0), [name for name, _ in self.server_state.default_headers]))
+            self.should_exit = True
+            steps.append(await self.on_tick(0))
+
+    async def application(scope: object, *_: object) -> None:
+        del scope
+
+    config = uvicorn.Config(application, interface="asgi3", lifespan="off", log_config=None, server_header=False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        await Server(config).serve([listening])
+    assert steps == [(True, False, [b"date"]), True]
