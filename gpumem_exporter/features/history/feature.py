@@ -6,9 +6,6 @@ from functools import partial
 
 from gpumem_exporter.features.feature import Feature, Node, Parts
 
-STOP_SECONDS = 2.0
-"""The time for saving the history at the exit, which needs 0.2 s of CPU and what the disk needs."""
-
 
 def _build(node: Node) -> Parts:
     from gpumem_exporter.features.history.history import History
@@ -22,13 +19,13 @@ def _build(node: Node) -> Parts:
         history.restore(node.past(node.wall_clock()))
     file = HistoryFile(history, node.folder) if node.folder is not None else None
     node.view.minima_of = history.minima
-    node.kv_cache_peaks = partial(getattr, history, "kv_cache_peaks")
-    router = history_router(history, node.renderer, node.snapshot, node.hide_identities_from)
+    node.kv_cache_peaks = lambda: history.kv_cache_peaks
     return Parts(
-        routers=[router],
+        routers=[history_router(history, node.renderer, node.hide_identities_from)],
         each_second={"history": history.add},
         start=None if file is None else file.start,
-        stop=None if file is None else partial(file.stop, STOP_SECONDS),
+        # A save needs 0.2 s of CPU, and the time of the disk.
+        stop=None if file is None else partial(file.stop, 2.0),
     )
 
 

@@ -14,12 +14,10 @@ from gpumem_exporter.features.history.points import VALUES, Points, units
 
 MAX_BYTES = 16 << 20
 """The memory of all rows."""
-# The budget of the rows. The rest is for growth between two checks.
-_BUDGET_BYTES = MAX_BYTES - (2 << 20)
-# The part of the budget that devices may use, whatever jobs there are.
+# A full history is freed down to the second size, so that this is seldom. The rest is for growth between two checks.
+_FULL_BYTES, _FREED_BYTES = MAX_BYTES - (2 << 20), MAX_BYTES - (3 << 20)
+# The part that devices may use, whatever jobs there are.
 _DEVICES_SHARE = 0.75
-# The part of the budget that is freed at once when it is used up, so that this is seldom.
-_FREED_SHARE = 0.05
 _MINUTE = 60
 _MINIMA_SECONDS = 3600
 # After a jump of the wall clock, which may be wrong, nothing expires for a while.
@@ -226,15 +224,14 @@ class History:
         self._known = {}
 
     def _make_room(self) -> None:
-        """If the budget is used up, remove the oldest rows of the owners with the most."""
-        if self.size_bytes <= _BUDGET_BYTES:
+        """If the history is full, remove the oldest rows of the owners with the most."""
+        if self.size_bytes <= _FULL_BYTES:
             return
-        target = _BUDGET_BYTES * (1 - _FREED_SHARE)
-        while self.size_bytes > target and (sizes := dict(self._database.execute(_SIZES))):
+        while self.size_bytes > _FREED_BYTES and (sizes := dict(self._database.execute(_SIZES))):
             jobs, devices = Shares(0), sizes.pop("", 0)
             for owner, size in sizes.items():
                 jobs.put(owner, size)
-            loser = jobs.over() if devices <= _DEVICES_SHARE * target else ""
+            loser = jobs.over() if devices <= _DEVICES_SHARE * _FREED_BYTES else ""
             for step in self.kept:
                 self._database.execute(_OLDEST, {"owner": loser or "", "step": step})
             self._drop_unused()

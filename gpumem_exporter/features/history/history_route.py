@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi import Query as QueryParameters
-from pydantic import Field, StringConstraints
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.action_routes import KnownFields
 from gpumem_exporter.core.caller import Rights
 from gpumem_exporter.core.history_series import Subject
-from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.problems import FieldError, ProblemError, problems
 from gpumem_exporter.edge.replies import Renderer, encoded, json_reply, json_response
 from gpumem_exporter.edge.request_guard import HISTORY_PATH, Callers
 from gpumem_exporter.features.history.history import History
 from gpumem_exporter.features.history.points import VALUES
-from gpumem_exporter.page.jobs import jobs_of
 
-MAX_POINTS = 2000
 # The maximum number of points of all series together: then a document has about 4 MB.
 _MAX_DOCUMENT_POINTS = 64_000
 # A second without a row is a gap only if the next row is this late.
 _LATE_SECONDS = 3.0
-_MAX_DEVICES = 128
-_MAX_JOBS = 64
-_DEFAULT_SECONDS = 600.0
-# The end of the year 9999.
-_LAST_UNIX_SECONDS = 253_402_300_799.0
 
-_Device = Annotated[str, StringConstraints(min_length=1, max_length=96)]
-# A workload has up to 128 characters, each up to twelve in the id.
-_Job = Annotated[str, StringConstraints(min_length=1, max_length=2048)]
 _Values = dict[Literal["min", "max"], list[int | None]]
-_UnixSeconds = Annotated[float, Field(ge=0, le=_LAST_UNIX_SECONDS, allow_inf_nan=False)]
+# Until the end of the year 9999.
+_UnixSeconds = Annotated[float, Field(ge=0, le=253_402_300_799.0, allow_inf_nan=False)]
 
 
 class HistoryParameters(KnownFields):
@@ -46,12 +36,12 @@ class HistoryParameters(KnownFields):
         None, alias="from", description="the start in Unix seconds; ten minutes before `to` by default"
     )
     to: _UnixSeconds | None = Field(None, description="the end in Unix seconds; now by default")
-    device: tuple[_Device, ...] = Field(
-        (), max_length=_MAX_DEVICES, description="the UUIDs of devices; without `device` and `job`, every device"
+    device: tuple[str, ...] = Field(
+        (), max_length=128, description="the UUIDs of devices; without `device` and `job`, every device"
     )
-    job: tuple[_Job, ...] = Field((), max_length=_MAX_JOBS, description="the ids of jobs, as in /api/v1/live")
+    job: tuple[str, ...] = Field((), max_length=64, description="the ids of jobs, as in /api/v1/live")
     points: int = Field(
-        600, ge=1, le=MAX_POINTS, description="the maximum number of steps; the finest steps that fit are sent"
+        600, ge=1, le=2000, description="the maximum number of steps; the finest steps that fit are sent"
     )
 
 
@@ -79,16 +69,8 @@ class HistoryDocument(TypedDict):
     series: list[SeriesDocument]
 
 
-def history_router(
-    history: History,
-    renderer: Renderer,
-    snapshot: Callable[[], Snapshot],
-    hide_identities_from: Callers | None,
-) -> APIRouter:
-    """Return the route of the history.
-
-    `hide_identities_from` identifies the viewers from whom the commands of others' jobs are hidden.
-    """
+def history_router(history: History, renderer: Renderer, hide_identities_from: Callers | None) -> APIRouter:
+    """Return the route of the history. `hide_identities_from` identifies the viewers from whom commands are hidden."""
     router = APIRouter(tags=["state"])
 
     @router.get(HISTORY_PATH, responses={200: json_reply(HistoryDocument), **problems(403, 422)})
@@ -99,21 +81,18 @@ def history_router(
         several minutes if more than `points` minutes are requested. Longer steps have minimum and maximum. Devices and
         jobs of which nothing is known have no series.
 
-        With `--web.hide-identities`, a job without a workload is named by its pid for a caller that may not act on it,
-        and for every caller without all rights once it has ended.
+        With `--web.hide-identities`, a job without a workload is named by its pid for a caller without all rights.
         """
         viewer = await hide_identities_from.of(request.scope) if hide_identities_from is not None else None
         end = history.wall_clock() if parameters.to is None else parameters.to
-        start = max(0.0, end - _DEFAULT_SECONDS) if parameters.start is None else parameters.start
+        start = max(0.0, end - 600.0) if parameters.start is None else parameters.start
         if start >= end:
             raise ProblemError.invalid([FieldError("from", f"{start:.0f} must be before `to`, {end:.0f}")])
 
         def build() -> bytes:
-            names = None
-            if viewer is not None and viewer.rights is not Rights.ALL:
-                names = {job.id: job.name for job in jobs_of(snapshot(), viewer)}
             chosen = [*parameters.device, *parameters.job] or history.uuids()
-            document = history_document(history, chosen, (start, end), parameters.points, names)
+            with_commands = viewer is None or viewer.rights is Rights.ALL
+            document = history_document(history, chosen, (start, end), parameters.points, with_commands=with_commands)
             return encoded(document, separators=(",", ":"))
 
         return json_response(await renderer.render(build))
@@ -126,19 +105,18 @@ def history_document(
     keys: Iterable[str],
     span: tuple[float, float],
     points: int,
-    names: Mapping[str, str] | None = None,
+    *,
+    with_commands: bool = True,
 ) -> dict[str, Any]:
     """Return devices and jobs, by uuid and id, as JSON. A device or a job without a row has no series.
 
-    The steps are the shortest ones that reach back to the start of the time and are at most `points`. `names` has the
-    names of the jobs whose commands may be shown; None shows all.
+    The steps are the shortest ones that reach back to the start of the time and are at most `points`.
     """
     keys = dict.fromkeys(keys)
     points = max(1, min(points, _MAX_DOCUMENT_POINTS // max(1, len(keys))))
-    now_seconds = history.wall_clock()
+    now_seconds, recorded_seconds = history.wall_clock(), history.recorded_seconds
     # The present second is not a gap.
-    late = now_seconds - history.recorded_seconds
-    newest_seconds = history.recorded_seconds if 0 < late < _LATE_SECONDS else now_seconds
+    newest_seconds = recorded_seconds if 0 < now_seconds - recorded_seconds < _LATE_SECONDS else now_seconds
     from_seconds = max(span[0], now_seconds - max(history.kept.values()))
     to_seconds = max(from_seconds, min(span[1], newest_seconds))
     # A step is in the range if its end is.
@@ -156,14 +134,14 @@ def history_document(
         "to_unix_seconds": round(to_seconds, 3),
         "step_seconds": width,
         "unix_seconds": [min(at + width, end) for at in steps],
-        "series": [_series(*series, names, is_range=width > 1) for series in found],
+        "series": [_series(*series, with_commands=with_commands, is_range=width > 1) for series in found],
     }
 
 
 def _series(
-    subject: Subject, columns: Sequence[Sequence[int | None]], names: Mapping[str, str] | None, *, is_range: bool
+    subject: Subject, columns: Sequence[Sequence[int | None]], *, with_commands: bool, is_range: bool
 ) -> dict[str, Any]:
-    shown = subject.name or (subject.command if names is None else names.get(subject.job, ""))
+    shown = subject.name or (subject.command if with_commands else "")
     highs, lows = columns[: len(VALUES)], columns[len(VALUES) :] if is_range else []
     return {
         "device": subject.uuid or None,

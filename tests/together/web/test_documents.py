@@ -112,7 +112,7 @@ HISTORY = "/api/v1/history"
     "query",
     [
         *("points=2001", "points=x", "from=-1", "from=nan", "from=1e300", "to=1e12", "from=20&to=20"),
-        *(f"device={97 * 'x'}", f"job={2049 * 'x'}", "jobs=x", "&".join(["device=GPU-1"] * 129)),
+        *("jobs=x", "&".join(["device=GPU-1"] * 129)),
     ],
 )
 def test_invalid_parameters_are_a_problem(exporter: RunningExporter, query: str) -> None:

@@ -35,7 +35,6 @@ def restarted(bench: HistoryBench, folder: Path) -> HistoryBench:
 
 
 def test_a_restart_loses_nothing(bench: HistoryBench, tmp_path: Path) -> None:
-    (tmp_path / "new" / "history.gz").write_bytes(b"of 0.3")
     names = [(points, of) for points in (600, 60, 10) for of in (None, ())]
     before = [bench.document(600, points=points, uuids=of) for points, of in names]
     after = restarted(bench, tmp_path)
