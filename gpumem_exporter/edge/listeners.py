@@ -71,14 +71,11 @@ class SocketFile:
 
     def error(self) -> str:
         """Return why clients do not reach this exporter by the path; empty if they do."""
-        restart = "restart the exporter, or the socket unit of systemd that made it"
-        try:
-            found = os.lstat(self.path)
-        except OSError as error:
-            return f"the socket {self.path} was removed ({_reason(error)}): {restart}"
-        if os.path.samestat(found, self._status):
-            return ""
-        return f"the socket {self.path} was replaced by {user_name(found.st_uid)}: remove that file and {restart}"
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.lstat(self.path), self._status):
+                return ""
+        fix = "remove what is there now, and restart the exporter or the socket unit of systemd that made it"
+        return f"the socket {self.path} was removed or replaced: {fix}"
 
     def remove(self) -> None:
         """Delete the file, unless it was replaced."""

@@ -107,8 +107,7 @@ def test_a_replaced_socket_degrades_the_health_and_is_kept(tmp_path: Path) -> No
                     with socket.socket(socket.AF_UNIX) as other:
                         other.bind(str(exporter.socket))
                 check = json.loads(tcp.request("GET", "/health").body)["checks"]["socket"]
-                assert check["status"] == "degraded"
-                assert change in check["detail"]
+                assert check["status"] == "degraded", change
         assert exporter.stop() == 0
         assert exporter.socket.exists(), "the file of another process"
 
