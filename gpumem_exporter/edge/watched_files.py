@@ -26,16 +26,15 @@ class WatchedFiles(Generic[Value]):
     """What some files contain. Used in any thread; the constructor and `refresh` may block on the disk.
 
     `read` raises ConfigurationError if a file is invalid. The constructor passes the error on, after `where`. Later,
-    `when_invalid` is in force until the files are valid again, or what they contained before if it is None.
+    `value` stays what they contained before, until the files are valid again.
     """
 
-    def __init__(
-        self, where: str, files: Iterable[Path], read: Callable[[], Value], *, when_invalid: Value | None = None
-    ) -> None:
+    in_force_if_invalid = "what it contained before"
+
+    def __init__(self, where: str, files: Iterable[Path], read: Callable[[], Value]) -> None:
         self._where = where
         self._files = tuple(files)
         self._read = read
-        self._when_invalid = when_invalid
         self.error = ""
         """Why the files are invalid; empty if they are valid."""
         # The version is older than the content if a file changes in between; the next refresh then reads it again.
@@ -54,11 +53,8 @@ class WatchedFiles(Generic[Value]):
         try:
             self.value = self._read()
         except ConfigurationError as error:
-            if self._when_invalid is not None:
-                self.value = self._when_invalid
             if str(error) != self.error:
-                in_force = "what it contained before" if self._when_invalid is None else "nothing"
-                _log.error("%s: %s; %s is in force", self._where, error, in_force)
+                _log.error("%s: %s; %s is in force", self._where, error, self.in_force_if_invalid)
             self.error = str(error)
         else:
             self.error = ""
@@ -84,13 +80,15 @@ class TokenFile(WatchedFiles[bytes]):
     While the file has no valid token, no token matches: the previous one may have been revoked by its removal.
     """
 
+    in_force_if_invalid = "nothing"
+
     def __init__(self, flag: str, path: Path) -> None:
         self.path = path
-        super().__init__(f"{flag} {str(path)!r}", [path], self._token, when_invalid=b"")
+        super().__init__(f"{flag} {str(path)!r}", [path], self._token)
 
     def matches(self, presented: bytes) -> bool:
         """Return whether this is the token. The comparison takes constant time and never touches the disk."""
-        return bool(self.value) and hmac.compare_digest(presented, self.value)
+        return not self.error and hmac.compare_digest(presented, self.value)
 
     def _token(self) -> bytes:
         try:
