@@ -51,18 +51,17 @@ class Users:
     async def authenticate(self, authorization: bytes, owner: Owner) -> None:
         """Check the `Authorization` header of a request. Raises ProblemError: 401, or 503 if too many logins wait."""
         scheme, _, encoded = authorization.partition(b" ")
-        if scheme.lower() == b"bearer":
-            advice = "send the token of the exporter's --action.token-file, or a name and a password"
-            raise ProblemError(
-                ProblemCode.WRONG_TOKEN, f"the token does not open this route; {advice}", _CHALLENGE_BEARER
-            )
         code, reason = ProblemCode.PASSWORD_REQUIRED, "basic authentication with a name and a password is required"
-        if scheme.lower() == b"basic":
+        challenge = _CHALLENGE_BASIC
+        if scheme.lower() == b"bearer":
+            code, reason = ProblemCode.WRONG_TOKEN, "the token does not open this route: send another one or a password"
+            challenge = _CHALLENGE_BEARER
+        elif scheme.lower() == b"basic":
             code, reason = ProblemCode.WRONG_PASSWORD, "wrong name or password"
             with contextlib.suppress(binascii.Error):
                 if await self.admit(base64.b64decode(encoded.strip(), validate=True), owner):
                     return
-        raise ProblemError(code, f"{reason}; the users are in the exporter's --web.config.file", _CHALLENGE_BASIC)
+        raise ProblemError(code, f"{reason}; the users are in the exporter's --web.config.file", challenge)
 
     async def admit(self, credentials: bytes, owner: Owner) -> bool:
         """Return whether `name:password` belongs to one of the users.
