@@ -147,7 +147,6 @@ async def _lifespan(runtime: Runtime) -> AsyncIterator[None]:
             task.cancel()
         if pods is not None:
             pods.stop()
-        runtime.renderer.close()
         await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
         # The poller records events until it has stopped, so the features stop after it.
         await asyncio.gather(*(asyncio.to_thread(parts.stop) for parts in features if parts.stop is not None))

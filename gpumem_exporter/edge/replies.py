@@ -44,10 +44,6 @@ class Renderer:
             del self._waiting[key]
             return await asyncio.get_running_loop().run_in_executor(self._thread, build)
 
-    def close(self) -> None:
-        """End the thread without waiting for it."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
 
 def encoded(document: Mapping[str, object], *, separators: tuple[str, str] = (", ", ": ")) -> bytes:
     """Return a document as JSON; the items of its lists are encoded one by one."""

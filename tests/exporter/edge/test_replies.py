@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import threading
@@ -84,7 +83,6 @@ async def test_waiting_calls_share_a_result_and_later_ones_get_a_new_one() -> No
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             await renderer.render_shared("a", lambda: b"%d" % (1 // 0))
-    renderer.close()
 
 
 @pytest.mark.parametrize("separators", [(", ", ": "), (",", ":")])
@@ -196,26 +194,24 @@ class Bench:
 
 def test_pages_share_a_recent_rendering() -> None:
     bench = Bench()
-    with contextlib.closing(bench.renderer):
-        first, second = bench.read(None, ROOT)
-        bench.now += 0.4
-        assert first is second is bench.read(None)[0]
-        assert json.loads(first.time) == {"clock_seconds": 100.0, "unix_seconds": 105.0}
-        bench.now += 0.2
-        (later,) = bench.read(None)
-        assert bench.view.count == 2
-        assert (later.digest, later.time) == (first.digest, b'{"clock_seconds": 100.6, "unix_seconds": 105.6}')
-        bench.now, bench.view.value = 102.0, 1
-        assert bench.read(None)[0].digest != first.digest
+    first, second = bench.read(None, ROOT)
+    bench.now += 0.4
+    assert first is second is bench.read(None)[0]
+    assert json.loads(first.time) == {"clock_seconds": 100.0, "unix_seconds": 105.0}
+    bench.now += 0.2
+    (later,) = bench.read(None)
+    assert bench.view.count == 2
+    assert (later.digest, later.time) == (first.digest, b'{"clock_seconds": 100.6, "unix_seconds": 105.6}')
+    bench.now, bench.view.value = 102.0, 1
+    assert bench.read(None)[0].digest != first.digest
 
 
 def test_viewers_with_other_rights_never_share_a_rendering() -> None:
     bench = Bench()
-    with contextlib.closing(bench.renderer):
-        viewers = (ROOT, STRANGER, ADA, EVE, ADA, STRANGER, ROOT)
+    viewers = (ROOT, STRANGER, ADA, EVE, ADA, STRANGER, ROOT)
 
-        async def read_at_once() -> list[Rendering]:
-            return await asyncio.gather(*(bench.routes.rendering(viewer, "") for viewer in viewers))
+    async def read_at_once() -> list[Rendering]:
+        return await asyncio.gather(*(bench.routes.rendering(viewer, "") for viewer in viewers))
 
-        for seen in (bench.read(*viewers), asyncio.run(read_at_once())):
-            assert [json.loads(each.document)["viewer"] for each in seen] == [0, None, 1000, 1001, 1000, None, 0]
+    for seen in (bench.read(*viewers), asyncio.run(read_at_once())):
+        assert [json.loads(each.document)["viewer"] for each in seen] == [0, None, 1000, 1001, 1000, None, 0]
