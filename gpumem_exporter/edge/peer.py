@@ -67,11 +67,6 @@ class Peer:
         owner = tcp_peer_owner(sock) if is_loopback(host) else None
         return cls(host) if owner is None else cls(host, uid=_known(owner.uid), tcp=owner)
 
-    @property
-    def on_unix_socket(self) -> bool:
-        """Whether the peer is connected to the unix socket, whose peer the kernel always knows."""
-        return not self.host and self.uid is not None
-
 
 class PeerPlaces:
     """Finds the place of a peer, once for each connection. Used on the event loop, except `of_holder`."""

@@ -302,8 +302,9 @@ class Guard:
 
         The token of actions opens every route, the token of reports only their route.
         """
-        # The unix socket is exempt: the kernel identifies its clients.
-        if self.web is None or not len(self.web.users) or exchange.peer.on_unix_socket:
+        # A client of the unix socket whom the kernel identifies is exempt.
+        on_socket = not exchange.peer.host and exchange.peer.uid is not None
+        if self.web is None or not len(self.web.users) or on_socket:
             return
         # A request has either a password or a token in its one `Authorization` header: a token stands for both.
         if self.callers.rule.matches_token(headers) or (reports and self.reports.matches_token(headers)):
