@@ -251,29 +251,18 @@ def take_systemd_sockets(environ: MutableMapping[str, str] = os.environ) -> List
         )
     listeners = Listeners()
     for descriptor in range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(count)):
-        _add_from_systemd(listeners, descriptor)
+        with contextlib.suppress(OSError, ValueError):  # it is no socket, or has no path
+            # systemd passes descriptors that children inherit: they would keep the port open.
+            os.set_inheritable(descriptor, False)
+            listeners.add(sock := socket.socket(fileno=descriptor))
+            streams = sock.type == socket.SOCK_STREAM and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if streams and sock.family == socket.AF_UNIX and not listeners.unix_path:
+                listeners.socket_file = SocketFile(sock.getsockname())
+                continue
+            if streams and sock.family in (socket.AF_INET, socket.AF_INET6):
+                continue
+        raise BindError(
+            f"--web.systemd-socket: file descriptor {descriptor} of systemd is not a listening TCP socket, nor the one "
+            "unix stream socket, with a path: use ListenStream= and Accept=no in the socket unit"
+        )
     return listeners
-
-
-def _add_from_systemd(listeners: Listeners, descriptor: int) -> None:
-    """Add a socket. Its address family tells a TCP socket from a unix socket."""
-    wrong = BindError(
-        f"--web.systemd-socket: file descriptor {descriptor} of systemd is not a listening TCP or unix stream socket: "
-        "use ListenStream= and Accept=no in the socket unit"
-    )
-    try:
-        # systemd passes descriptors that children inherit: they would keep the port open.
-        os.set_inheritable(descriptor, False)
-        sock = socket.socket(fileno=descriptor)
-    except OSError:
-        raise wrong from None
-    listeners.add(sock)
-    listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    families = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
-    if not listening or sock.type != socket.SOCK_STREAM or sock.family not in families:
-        raise wrong
-    if sock.family == socket.AF_UNIX:
-        path = sock.getsockname()
-        if listeners.unix_path or not os.path.lexists(path):
-            raise BindError("--web.systemd-socket: the exporter takes one unix socket, and it must have a path")
-        listeners.socket_file = SocketFile(path)
