@@ -92,9 +92,9 @@ class Connection:
         self._permitted_bytes = self.limits.head_bytes
         self.wait(self.limits.request_seconds)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, *, is_idle: bool = False) -> None:
         """Note that the client has the next step, and this time for it."""
-        self._is_idle = False
+        self._is_idle = is_idle
         self.waiting_since_seconds = self.clock()
         self.due_seconds = self.waiting_since_seconds + seconds
 
@@ -106,8 +106,7 @@ class Connection:
     def rest(self) -> None:
         """Note that a request is answered."""
         # uvicorn closes an idle connection after the same time, but waits until its client has read the last reply.
-        self.wait(self.limits.idle_seconds)
-        self._is_idle = True
+        self.wait(self.limits.idle_seconds, is_idle=True)
 
     def start_request(self, body_bytes: int) -> None:
         """Note that the headers of a request have arrived."""
@@ -129,15 +128,12 @@ class Exchange:
     """A request, who sent it, and its turn."""
 
     connection: Connection
-    peer: Peer = field(init=False)
+    peer: Peer
     """The process at the other end; without a user if that process is a proxy."""
     caller: Caller = field(init=False)
     """The caller of an action. Missing on the routes where the guard identifies no caller."""
     turn: AsyncExitStack = field(default_factory=AsyncExitStack)
     """The turn of a long body or of a read. `turn.aclose()` ends it before the reply does."""
-
-    def __post_init__(self) -> None:
-        self.peer = self.connection.peer
 
     @classmethod
     def of(cls, scope: Mapping[str, Any]) -> Exchange:
@@ -159,9 +155,8 @@ class Connections:
     with a request that the exporter works on is ended for another owner only.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._clock = clock
         # The connections of each owner, the oldest first.
         self._owners: dict[Owner, dict[Connection, None]] = {}
 
@@ -172,7 +167,6 @@ class Connections:
         """Count a new connection, and make room for it. Return False if there is no room: it must be ended."""
         if not self._has_room(connection.owner):
             _log.debug("no room for a connection of %s", connection.owner)
-            connection.is_open = False
             return False
         self._owners.setdefault(connection.owner, {})[connection] = None
         return True
@@ -187,8 +181,7 @@ class Connections:
 
     def end_late(self) -> None:
         """End the connections whose time is over."""
-        now = self._clock()
-        for late in [each for owned in self._owners.values() for each in owned if each.due_seconds < now]:
+        for late in [each for owned in self._owners.values() for each in owned if each.due_seconds < each.clock()]:
             self._end(late, "its client took too long")
 
     def start_reply(self, connection: Connection, size: int) -> None:

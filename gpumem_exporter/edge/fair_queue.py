@@ -20,7 +20,7 @@ T = TypeVar("T")
 _SHORT_BODY_BYTES = 64 << 10
 # A longer reply is sent in pieces of this size.
 _PIECE_BYTES = 64 << 10
-# What is read of a body that the application does not want.
+# The most that is read of a body that the application does not want.
 _DROPPED_BYTES = 4 << 20
 
 
@@ -162,9 +162,12 @@ class FairRequests:
             if self._replaced and message["type"] == "http.response.start":
                 kept = [header for header in message["headers"] if header[0].lower() not in self._replaced]
                 message = {**message, "headers": kept}
-            # A client that expects a reply sends the body only afterwards.
+            # The rest of an unwanted body is read before the reply: if a socket is closed while bytes are unread, the
+            # kernel sends a reset, and the client never sees the reply. A client with `Expect` sends its body later.
             if not arrived and message["type"] == "http.response.start" and not is_chunked and b"expect" not in headers:
-                await _drop_body(receive_in_turn)
+                dropped = 0
+                while dropped <= _DROPPED_BYTES and (part := await receive_in_turn()).get("more_body"):
+                    dropped += len(part["body"])
             await self._send(connection, message, send)
 
         app = self._app
@@ -211,11 +214,3 @@ def _pieces(message: Message) -> Iterator[Message]:
         end = start + _PIECE_BYTES
         # A copy: a view would keep all of the body.
         yield {**message, "body": body[start:end], "more_body": more_body or end < len(body)}
-
-
-async def _drop_body(receive: Receive) -> None:
-    """Read the rest of a body that the application did not want, up to a limit, before the reply."""
-    # If a socket is closed while bytes are unread, the kernel sends a reset, and the client never sees the reply.
-    dropped = 0
-    while dropped <= _DROPPED_BYTES and (message := await receive()).get("more_body"):
-        dropped += len(message["body"])

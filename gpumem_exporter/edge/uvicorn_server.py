@@ -128,7 +128,7 @@ class _Requests(HttpToolsProtocol):
         if len(self.pipeline) >= self.connection.limits.pipelined_requests:
             raise OverflowError("too many requests wait for an earlier one")
         self.connection.start_request(int(dict(self.headers).get(b"content-length", b"0")))
-        self.scope["state"]["exchange"] = Exchange(self.connection)
+        self.scope["state"]["exchange"] = Exchange(self.connection, self.connection.peer)
         super().on_headers_complete()
 
 

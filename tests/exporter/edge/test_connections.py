@@ -23,8 +23,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def connections(clock: Clock) -> Connections:
-    return Connections(LIMITS, clock)
+def connections() -> Connections:
+    return Connections(LIMITS)
 
 
 ENDED: list[Connection] = []
@@ -127,6 +127,7 @@ def answer_and_receive_two_bytes(connection: Connection) -> None:
     connection.receive(1)
     connection.clock = lambda: clock() + 9  # the second byte gives the client no more time
     connection.receive(1)
+    connection.clock = clock
 
 
 @pytest.mark.parametrize(

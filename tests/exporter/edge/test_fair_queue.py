@@ -91,7 +91,7 @@ LIMITS = Limits(8, reads=1, bodies=1)
 
 def scope(path: str, method: str = "GET", **headers: str) -> dict[str, Any]:
     sent = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    exchange = Exchange(Connection(Peer(), LIMITS))
+    exchange = Exchange(Connection(Peer(), LIMITS), Peer())
     return {"type": "http", "method": method, "path": path, "headers": sent, "state": {"exchange": exchange}}
 
 

@@ -10,4 +10,4 @@ from gpumem_exporter.edge.peer import Peer
 
 def state_from(peer: Peer) -> dict[str, Any]:
     """Return the `state` of the ASGI scope of a request of this peer."""
-    return {"exchange": Exchange(Connection(peer, Limits(8)))}
+    return {"exchange": Exchange(Connection(peer, Limits(8)), peer)}
