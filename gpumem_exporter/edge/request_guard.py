@@ -270,8 +270,17 @@ class Guard:
             # The kernel names the proxy, on a socket too, whose user is not the caller.
             exchange.peer = peer = Peer(peer.host)
         reports = is_report(scope["method"], path)
-        await self._require_password(reports, exchange, headers)
         rule = self.reports if reports else self.callers.rule
+        # Every route over TCP is restricted to the users, as of Prometheus' own exporters. A client of the unix socket
+        # whom the kernel identifies is exempt. A request has either a password or a token in its one `Authorization`
+        # header, so a token stands for both: of actions on every route, of reports on theirs.
+        if (
+            self.web is not None
+            and len(self.web.users)
+            and (peer.host or peer.uid is None)
+            and not (self.callers.rule.matches_token(headers) or rule.matches_token(headers))
+        ):
+            await self.web.users.authenticate(headers.get(b"authorization", b""), exchange.owner)
         if not reports and not is_restricted(path):
             # What these show depends on the caller, so another site's page must not ask in the user's name.
             if path in (CALLER_PATH, HISTORY_PATH, LIVE_PATH):
@@ -296,20 +305,6 @@ class Guard:
         if scope["method"] == "POST" and path != RELOAD_PATH:
             _require_json(headers, b"gzip" if path == PROFILES_PATH else b"identity")
         return True
-
-    async def _require_password(self, reports: bool, exchange: Exchange, headers: Mapping[bytes, bytes]) -> None:
-        """Restrict every route over TCP to the users, as Prometheus' own exporters do.
-
-        The token of actions opens every route, the token of reports only their route.
-        """
-        # A client of the unix socket whom the kernel identifies is exempt.
-        on_socket = not exchange.peer.host and exchange.peer.uid is not None
-        if self.web is None or not len(self.web.users) or on_socket:
-            return
-        # A request has either a password or a token in its one `Authorization` header: a token stands for both.
-        if self.callers.rule.matches_token(headers) or (reports and self.reports.matches_token(headers)):
-            return
-        await self.web.users.authenticate(headers.get(b"authorization", b""), exchange.owner)
 
 
 def _require_json(headers: Mapping[bytes, bytes], encoding: bytes) -> None:
