@@ -174,11 +174,9 @@ def view_of(snapshot: Snapshot, *, hide_identities: bool = False) -> View:
     return View(snapshot, node, devices, gpu_by_uuid, snapshot.names, hide_identities)
 
 
-def _device_order(device: DeviceReading) -> tuple[tuple[int, ...], str, str]:
-    """Return a sort key: by number, with `0:2` (a MIG device) after `0` and before `1`; other texts come first."""
-    parts = device.gpu.split(":")
-    numbers = tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
-    return numbers, device.gpu, device.uuid
+def _device_order(device: DeviceReading) -> tuple[list[int], str]:
+    """Return a sort key: by index, with `0:2` (a MIG device) after `0` and before `1`; without an index first."""
+    return [int(number) for number in device.gpu.split(":") if number], device.uuid
 
 
 class Rendered(NamedTuple):
