@@ -25,7 +25,6 @@ _OWNERS = {
     "kv_cache": ("kv_cache", "GPUModelRunner.kv_caches.{}"),
     "runtime": ("tensors", "attribute _workspace_buffer of a FlashInferMetadataBuilder"),
 }
-_GARBAGE = Owner("tensors", "attribute outputs of a Result")
 
 
 def take_profiles(process: SimulatedProcess, send: Callable[[bytes], str]) -> None:
@@ -82,7 +81,7 @@ class SimulatedHeap(HeapReader):
         for index, slot in enumerate(self._process.slots):
             for tensor in slot.live:
                 if tensor in garbage:
-                    owners[index, tensor.block.address] = _GARBAGE
+                    owners[index, tensor.block.address] = Owner("tensors", "attribute outputs of a Result")
                 elif tensor.component in _OWNERS:
                     kind, name = _OWNERS[tensor.component]
                     named = name.format(counts[kind]), f"4096x{tensor.block.size_bytes // 8192}", "bfloat16"

@@ -107,7 +107,7 @@ class SimulatedProcess:
         self.until_run_up = until_run_up
         """Returns the ticks until every program runs. Before, programs may only count their steps."""
         self.slots = tuple(DeviceSlot(device) for device in devices)
-        self.ended = self.crashed = False
+        self.crashed = False
         self.reports_soon = False
         """Whether a report is due earlier than by the second."""
         self.busy_ratio = 0.0
@@ -146,7 +146,6 @@ class SimulatedProcess:
 
     def end(self) -> None:
         """End the process and release its memory on all devices."""
-        self.ended = True
         for slot in self.slots:
             slot.allocator.close()
             slot.device.free(slot.non_torch_bytes - slot.unmapped.reserved_bytes)

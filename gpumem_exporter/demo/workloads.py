@@ -15,6 +15,8 @@ from gpumem_client.engines.engine_state import CacheUse, EngineFacts
 from gpumem_exporter.demo.memory import Tensor
 from gpumem_exporter.demo.process import GIB, MIB, SimulatedProcess, Workload
 
+DEVICES = 8
+
 
 def indexing_with_a_leak(process: SimulatedProcess) -> Iterator[int]:
     """Leaks the new items of each batch, until no memory is left.
@@ -202,9 +204,6 @@ def train(
         process.free(gradients)
         # Three half seconds, so that rows of each second show every phase in turn. A heap takes time to fragment.
         yield process.end_step(3, skips=process.step >= 200 or not process.garbage)
-
-
-DEVICES = 8
 
 
 DEMO_WORKLOADS = (

@@ -116,17 +116,17 @@ async def _run(seconds: int, workloads: Sequence[Workload], live_at: Collection[
             for process, seconds_before in list(before_scrape_seconds.items()):
                 # A report is up to a second old when it is scraped. Reports between the scrapes are left out, except
                 # those with news.
-                due = seconds_before == to_scrape
+                due, ended = seconds_before == to_scrape, process.pid not in node.processes
                 ooms = sum(slot.allocator.statistics.ooms for slot in process.slots)
-                if not process.crashed and (due or process.ended or ooms > reported_ooms.get(process, 0)):
-                    report = process.loop.final_report() if process.ended else process.loop.next_report()
+                if not process.crashed and (due or ended or ooms > reported_ooms.get(process, 0)):
+                    report = process.loop.final_report() if ended else process.loop.next_report()
                     # Without a hold, which would last forever: the clock stands still during a request.
                     await request(app, "POST", REPORTS_PATH, to_wire(replace(report, hold_seconds=0.0)))
                     process.loop.answered(report, Outcome.ACCEPTED, None)
                     reported_ooms[process] = ooms
                 if due:
                     before_scrape_seconds[process] = rng.choice((0.0, TICK_SECONDS))
-                if process.ended:
+                if ended:
                     del before_scrape_seconds[process]
             if to_scrape == 0:
                 runtime.poller._poll()
