@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.caller import Caller, Rights
@@ -29,6 +29,7 @@ from gpumem_exporter.core.samples import (
     plan_error_ratio,
 )
 
+Document: TypeAlias = dict[str, Any]
 _SAMPLE_MAPPINGS = ("phase_peak_bytes", "component_bytes", "component_unmapped_bytes", "kv_cache_bytes")
 _SAMPLE_NUMBERS = tuple(f.name for f in fields(DeviceSample) if f.name not in ("uuid", *_SAMPLE_MAPPINGS))
 _SHOWN_NUMBERS = (
@@ -41,7 +42,7 @@ _FACTS = tuple(name for name in IDENTITY_FIELDS if name not in ("command", *_FAC
 JOB_NUMBERS = ("slurm_job_id", "ray_job_id")
 
 
-def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
+def devices_document(snapshot: Snapshot, source: str) -> Document:
     """Return every device that the driver lists, with its memory and its ledger."""
     node = snapshot.node
     shares, ledgers = node_shares(snapshot), node_ledgers(snapshot)
@@ -60,9 +61,7 @@ def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
     }
 
 
-def device_document(
-    device: DeviceReading, ledger: DeviceLedger | None, shares: Sequence[ProcessShare]
-) -> dict[str, Any]:
+def device_document(device: DeviceReading, ledger: DeviceLedger | None, shares: Sequence[ProcessShare]) -> Document:
     """Return a device with its memory and its ledger; null where they are unknown."""
     return {
         **{name: getattr(device, name) for name in _DEVICE},
@@ -186,13 +185,13 @@ def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[See
     return seen
 
 
-def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = None) -> dict[str, Any]:
+def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = None) -> Document:
     """Return the processes with all of their values; see `seen_processes`."""
     processes = [process_document(process, snapshot, whole=True) for process in seen_processes(snapshot, viewer)]
     return {"source": source, "processes": processes}
 
 
-def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool) -> dict[str, Any]:
+def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool) -> Document:
     """Return a process with its values for each device: all values, or the values that every reader needs."""
     # The shorter form has few values: a node has hundreds of processes, each second, and reports wait meanwhile.
     reporter, known = process.reporter, process.known
@@ -232,7 +231,7 @@ def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool) -
     }
 
 
-def orphan_document(process: SeenProcess, node: NodeReading | None) -> dict[str, Any] | None:
+def orphan_document(process: SeenProcess, node: NodeReading | None) -> Document | None:
     """Return what an orphan has lost, and since when; None for any other process."""
     lost = process.orphan
     if lost is None or node is None:
@@ -246,7 +245,7 @@ def orphan_document(process: SeenProcess, node: NodeReading | None) -> dict[str,
     }
 
 
-def _process_device(part: Part, snapshot: Snapshot, *, whole: bool) -> dict[str, Any]:
+def _process_device(part: Part, snapshot: Snapshot, *, whole: bool) -> Document:
     sample, reporter = part.sample, part.process.reporter
     document = {
         "gpu": snapshot.gpus.get(part.uuid),

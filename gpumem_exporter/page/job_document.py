@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, KV_CACHE_STATES, DeviceSample, EngineState
 from gpumem_exporter.actions.action_options import ActionRequest, Target
@@ -13,14 +12,12 @@ from gpumem_exporter.actions.sentences import stays_free
 from gpumem_exporter.actions.timing import turns_of_job
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.samples import Snapshot, kv_cache_size_bytes
-from gpumem_exporter.page.documents import SeenProcess, process_document
+from gpumem_exporter.page.documents import Document, SeenProcess, process_document
 from gpumem_exporter.page.growth import GrowingPart
 from gpumem_exporter.page.jobs import STATES_OF_ENGINES, Job, common, job_uuids
 
 _TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 _CLEAR = ActionRequest("empty_cache", Target(all=True))
-
-Document = dict[str, Any]
 
 
 def job_document(

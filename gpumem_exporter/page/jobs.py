@@ -55,8 +55,6 @@ VALUES: Mapping[str, Callable[[Part], int | None]] = {
     "unmapped_bytes": lambda part: part.sample.unmapped_bytes if part.sample else None,
 }
 """The values of a part that a job sums up; None where a value is unknown."""
-# Values that only some processes have; one without the value lacks nothing.
-_PARTIAL = ("unmapped_bytes",)
 
 
 @dataclass(eq=False)
@@ -99,7 +97,9 @@ class Job:
         return [
             name
             for name, value in VALUES.items()
-            if name not in _PARTIAL and self.sums[name] is not None and any(value(part) is None for part in self.parts)
+            if self.sums[name] is not None
+            and any(value(part) is None for part in self.parts)
+            and name != "unmapped_bytes"  # only some processes have it: one without it lacks nothing
         ]
 
     def state(self, now_seconds: float, starting: Iterable[int | None]) -> str:
@@ -159,10 +159,10 @@ class Job:
 
     def steps(self, snapshot: Snapshot, now_unix_seconds: float) -> dict[str, Any]:
         """Return the last step of the process that is furthest, its duration, and when its end was first seen."""
-        stepping = [each for each in self.reporters if each.report.step is not None]
-        if not stepping:
+        stepping = (each for each in self.reporters if each.report.step is not None)
+        last = max(stepping, key=lambda each: (each.report.step or 0, -each.stepped_seconds), default=None)
+        if last is None:
             return {"step": None, "step_seconds": None, "last_step_unix_seconds": None}
-        last = max(stepping, key=lambda each: (each.report.step or 0, -each.stepped_seconds))
         ago_seconds = snapshot.taken_seconds - last.stepped_seconds
         return {
             "step": last.report.step,
@@ -240,8 +240,5 @@ def sums_of(parts: Sequence[Part], names: Iterable[str]) -> dict[str, int | None
 
 def job_uuids(job: Job, gpus: Mapping[str, str]) -> Sequence[str]:
     """Return the devices of a job, in the order of their indexes."""
-    return sorted(dict.fromkeys(part.uuid for part in job.parts), key=lambda uuid: _index(gpus.get(uuid, "")))
-
-
-def _index(gpu: str) -> tuple[tuple[int, str], ...]:
-    return tuple((int(part), "") if part.isdecimal() else (1 << 30, part) for part in gpu.split(":"))
+    indexes = {part.uuid: [int(index or 1 << 30) for index in gpus.get(part.uuid, "").split(":")] for part in job.parts}
+    return sorted(indexes, key=indexes.__getitem__)

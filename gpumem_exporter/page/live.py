@@ -8,11 +8,11 @@ from typing import Any
 from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.ledger import DeviceLedger, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import PartKey, Snapshot
-from gpumem_exporter.page.documents import Part, device_document
+from gpumem_exporter.page.documents import Document, Part, device_document
 from gpumem_exporter.page.findings import Finding, FindingsOf, Since, find
 from gpumem_exporter.page.growth import GrowingPart, Growth, growing_parts, growth
 from gpumem_exporter.page.job_document import clear_document, job_document
-from gpumem_exporter.page.jobs import Hues, Job, jobs_by_device, jobs_of, sums_of
+from gpumem_exporter.page.jobs import VALUES, Hues, Job, jobs_by_device, jobs_of, sums_of
 from gpumem_exporter.page.oom import OF_DEVICE, jobs_beside, uses_of
 from gpumem_exporter.page.words import WORDS
 
@@ -22,8 +22,6 @@ _NEAR_SECONDS = 5.0
 # The minima of minutes change no more often.
 _GROWTH_SECONDS = 30.0
 _FINDING = ("id", "kind", "severity", "title", "sentence", "gpu", "uuid", "idle_cache_bytes", "next")
-
-Document = dict[str, Any]
 
 
 class NodeView:
@@ -184,14 +182,14 @@ def _totals(devices: Sequence[Document], jobs: Sequence[Job], *, listed: bool) -
         **{name: [memory.get(name) for memory in memories] for name in ("total_bytes", "used_bytes", "free_bytes")},
         **{name: [device[name] for device in devices] for name in ("idle_cache_bytes", "allocatable_bytes")},
     }
-    shares = [(part.process.reporter is not None, part.share) for job in jobs for part in job.parts]
-    used = [(reports, share.used_bytes) for reports, share in shares if share is not None]
-    by_processes = sum_of_known([size for _, size in used] or [None])
+    parts = [part for job in jobs for part in job.parts]
+    used = [part.share.used_bytes for part in parts if part.share is not None]
+    by_processes = sum_of_known(used or [None])
     # On a lost device the use of a process is unknown: that is not 0.
-    reporting = [None if share is None else share.used_bytes for reports, share in shares if reports]
+    reporting = [VALUES["used_bytes"](part) for part in parts if part.process.reporter is not None]
     reported = sum_of_known(reporting) if by_processes is not None else None
     # The use of a process that the driver does not show may be the larger part.
-    known = listed and all(size is not None for _, size in used)
+    known = listed and None not in used
     coverage = round(reported / by_processes, 4) if known and by_processes and reported is not None else None
     return {
         "devices": len(devices),

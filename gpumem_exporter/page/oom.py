@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.core.samples import Snapshot, once_per_snapshot
-from gpumem_exporter.page.documents import Part
-from gpumem_exporter.page.jobs import Job, jobs_by_device, jobs_of, sums_of
+from gpumem_exporter.page.documents import Document, Part
+from gpumem_exporter.page.jobs import jobs_by_device, jobs_of, sums_of
 
 OF_DEVICE = ("used_bytes", "idle_cache_bytes")
 """What a device shows of each job on it."""
@@ -19,7 +19,6 @@ _MAX_JOBS = 32
 # names of their jobs: a character of a name takes up to 12 bytes.
 _MAX_JOBS_BYTES = 32 << 10
 
-Document = dict[str, Any]
 _Use: TypeAlias = Sequence[tuple[Sequence[Part], Document]]
 """The processes of each job on a device, and what an event stores of the job."""
 
@@ -29,10 +28,12 @@ def uses_of(snapshot: Snapshot) -> Mapping[str, _Use]:
     """Return the jobs on each device with what an event stores of them, by uuid."""
     # Once for all errors: one report has up to 64 of them, and with 512 processes on 8 devices this takes 20 ms of the
     # event loop.
-    return {
-        uuid: [(parts, _document(job, parts)) for job, parts in there]
-        for uuid, there in jobs_by_device(jobs_of(snapshot)).items()
-    }
+    found: dict[str, list[tuple[Sequence[Part], Document]]] = {}
+    for uuid, there in jobs_by_device(jobs_of(snapshot)).items():
+        for job, parts in there:
+            named = {"job": job.id, "workload": job.workload, "command": job.command, "user": job.owner["user"]}
+            found.setdefault(uuid, []).append((parts, {**named, **_values(parts)}))
+    return found
 
 
 def jobs_beside(there: _Use, failed: Part | None) -> Document:
@@ -48,11 +49,6 @@ def jobs_beside(there: _Use, failed: Part | None) -> Document:
     sizes = accumulate(len(json.dumps(job)) for job in jobs[:_MAX_JOBS])
     kept = [job for job, size in zip(jobs, sizes, strict=False) if size <= _MAX_JOBS_BYTES]
     return {"jobs": kept, "jobs_left_out": len(jobs) - len(kept)}
-
-
-def _document(job: Job, parts: Sequence[Part]) -> Document:
-    named = {"job": job.id, "workload": job.workload, "command": job.command, "user": job.owner["user"]}
-    return {**named, **_values(parts)}
 
 
 def _values(parts: Sequence[Part]) -> Document:

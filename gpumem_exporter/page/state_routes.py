@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from fastapi import APIRouter, Query, Request, Response
@@ -152,10 +152,8 @@ class StateRoutes:
     """Identifies the viewers from whom the identities of others' processes are hidden."""
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
-
-    def __post_init__(self) -> None:
-        # The last rendering for pages whose viewers see every name, and for pages whose viewers see none.
-        self._recent: dict[Rights, Rendering] = {}
+    _recent: dict[Rights, Rendering] = field(default_factory=dict, init=False)
+    """The last rendering for pages whose viewers see every name, and for pages whose viewers see none."""
 
     def router(self) -> APIRouter:
         """Return the routes."""

@@ -24,7 +24,6 @@ WORDS: dict[str, dict[str, str]] = {
         ("torch_allocated", "Allocated", "In tensors."),
         ("torch_reclaimable", "Reclaimable", "Cache that a clear would free at this instant. A job may need it again."),
         ("torch_fragmented", "Fragmented", "Cache that a clear cannot free."),
-        ("coverage", "Coverage", "The share of the processes' memory that belongs to processes that report."),
         ("engine", "Engine", "The inference engine, its version and its model."),
         ("kv_cache", "KV cache", "The key-value cache of an inference engine, of a fixed size."),
         ("kv_used", "Used", "Key-value cache of running requests."),
