@@ -78,12 +78,7 @@ def fragmented_bytes(sample: DeviceSample) -> int | None:
 
 def idle_cache_bytes(shares: Iterable[ProcessShare]) -> int | None:
     """Return the idle cache of a device: the sum over the processes whose idle cache is known; None if none is."""
-    known = [
-        share.sample.idle_cache_bytes
-        for share in shares
-        if share.sample is not None and share.sample.idle_cache_bytes is not None
-    ]
-    return sum(known) if known else None
+    return sum_of_known([share.sample.idle_cache_bytes for share in shares if share.sample is not None] or [None])
 
 
 @once_per_snapshot
