@@ -18,7 +18,6 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.serve_command import load_settings
 from gpumem_exporter.settings import environment_name
 from tests.support.paths import REPOSITORY
-from tests.support.processes.running_command import run_tool
 from tests.support.servers.helm import CHART, Cluster, Objects, running_cluster
 
 helm = pytest.importorskip("helm_sdkpy", reason="Helm's engine is not installed")
@@ -146,9 +145,7 @@ def test_the_service_monitor_scrapes_as_the_pod_monitor(releases: dict[str, Obje
 # --- Rules and dashboards
 
 
-def test_the_rules_are_those_of_prometheus_with_the_urls_of_the_values(
-    releases: dict[str, Objects], tmp_path: Path
-) -> None:
+def test_the_rules_are_those_of_prometheus_with_the_urls_of_the_values(releases: dict[str, Objects]) -> None:
     for path in sorted((REPOSITORY / "deploy" / "prometheus" / "rules").rglob("*.yml")):
         wanted = read(path)
         for group in wanted["groups"]:
@@ -159,11 +156,7 @@ def test_the_rules_are_those_of_prometheus_with_the_urls_of_the_values(
                     assert url.count("http://{{") == url.count("}}/runbooks/") == 1
                     url = url.replace("http://{{", "https://{{").replace("}}/runbooks/", "}}.gpumem.example/runbooks/")
                     rule["annotations"]["runbook_url"] = url
-        rule_object = releases["operator"]["PrometheusRule", f"gpumem-exporter-{path.stem}"]
-        assert rule_object["spec"] == wanted
-        (tmp_path / path.name).write_text(yaml.safe_dump(rule_object["spec"]))
-    checked = run_tool("promtool", "check", "rules", *sorted(tmp_path.glob("*.yml")))
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+        assert releases["operator"]["PrometheusRule", f"gpumem-exporter-{path.stem}"]["spec"] == wanted
     everything = [each["spec"] for (kind, _), each in releases["everything"].items() if kind == "PrometheusRule"]
     alerts = [rule for spec in everything for group in spec["groups"] for rule in group["rules"] if "alert" in rule]
     urls = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in alerts}
