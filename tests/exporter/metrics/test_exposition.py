@@ -37,11 +37,6 @@ EMPTY = Snapshot(10.0, None)
 SAMPLE = DeviceSample(UUIDS[0], allocated_bytes=60, reserved_bytes=100, reclaimable_bytes=30, ooms=2)
 
 
-def lines(snapshot: Snapshot, *starts: str) -> list[str]:
-    """Return the lines that start so."""
-    return [line for line in text_of(exposition(), snapshot).splitlines() if line.startswith(starts)]
-
-
 def known(*processes: ReportingProcess, on: NodeReading | None = None) -> Snapshot:
     return Snapshot(10.0, on, processes)
 
@@ -81,13 +76,6 @@ def test_a_value_is_shown_until_its_check_or_its_rule_is_gone() -> None:
     assert 'rule="a"' in page
     policy.remove("acted", "a")
     assert 'rule="a"' not in text_of(writer, EMPTY)
-
-
-@pytest.mark.parametrize("reserved", [0, None])
-def test_ratios_are_absent_while_nothing_is_reserved(reserved: int | None) -> None:
-    sample = DeviceSample(UUIDS[0], allocated_bytes=0, reserved_bytes=reserved, reclaimable_bytes=0)
-    snapshot = known(reporting(7, devices=(sample,)))
-    assert lines(snapshot, "gpumem_torch_slack_ratio", "gpumem_torch_fragmentation_ratio") == []
 
 
 class Label(str):
