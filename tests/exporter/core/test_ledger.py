@@ -57,31 +57,6 @@ def test_categories_add_up_to_the_total_for_any_values(
     assert list(ledger.categories) == [name for name in CATEGORIES if name in ledger.categories]
 
 
-def test_each_byte_is_in_the_category_of_its_owner() -> None:
-    reading = device(total=1000, used=700, reserved=50, processes={1: 400, 2: 250})
-    trainer = reporting(1, devices=(sample(allocated=200, reclaimable=70, fragmented=30),))
-    ledger = device_ledger(reading, [trainer])
-    assert ledger.categories == {
-        "torch_allocated": 200,
-        "torch_reclaimable": 70,
-        "torch_fragmented": 30,
-        "non_torch": 100,
-        "other_processes": 250,
-        "driver_reserved": 50,
-        "unattributed": 50,
-        "free": 250,
-    }
-
-
-def test_a_reporter_whose_host_pid_is_unknown_is_not_counted_twice() -> None:
-    reading = device(total=1000, used=400, processes={4711: 400})
-    contained = reporting(7, host_pid=None, devices=(sample(allocated=300),))
-    ledger = device_ledger(reading, [contained])
-    assert ledger.categories["other_processes"] == 400
-    assert ledger.categories["torch_allocated"] == 0
-    assert ledger.categories["unattributed"] == 0
-
-
 def test_memory_that_the_driver_hides_is_unattributed() -> None:
     """There are two reporters and two other processes; the driver has values for all, some or none of them."""
     trainers = [reporting(pid, devices=(sample(allocated=100, reclaimable=50),)) for pid in (1, 2)]
