@@ -89,10 +89,12 @@ def golden_page(*, openmetrics: bool) -> str:
     results = (
         ActionResult(4711, "llm-pretrain", "0", "0", GPU_0, "done", freed_bytes=2 * GIB),
         ActionResult(4711, "llm-pretrain", "0", "1", GPU_1, "done", freed_bytes=0),
-        ActionResult(52, "notebook", "", "1:0", MIG, "refused", "a CUDA graph is being captured"),
+        ActionResult(52, "notebook", "", "1:0", MIG, "refused", "a CUDA graph is being captured", freed_bytes=-GIB),
     )
     request = ActionRequest("empty_cache", Target(all=True))
-    instruments.observe_action(Action("a1", request, "failed", "alice", 1.7e9, results=results, duration_seconds=0.003))
+    acted = Action("a1", request, "failed", "alice", 1.7e9, results=results, duration_seconds=0.003)
+    for dry_run in (False, True):  # a dry run counts nothing
+        instruments.observe_action(replace(acted, request=replace(request, dry_run=dry_run)))
     exposition = Exposition(registry, (OOM, ORPHANS, ENGINE), version="1.2.3", source="nvml", clock=lambda: 0.0)
     page = whole_text_of(exposition, RICH, openmetrics=openmetrics)
     page = re.sub(r"^((?:process_|python_gc_)\S+) .*", r"\1 0", page, flags=re.MULTILINE)

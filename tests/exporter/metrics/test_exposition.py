@@ -19,8 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.actions.action import Action, ActionResult
-from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.features.policy import policy_routes
@@ -158,38 +156,6 @@ def test_workload_metadata_is_on_info_series_only() -> None:
     assert [metric.name for metric in METRICS if metadata & set(metric.labels)] == ["gpumem_process_info"]
 
 
-def action(*results: ActionResult, dry_run: bool = False) -> Action:
-    request = ActionRequest("empty_cache", Target(all=True), dry_run=dry_run)
-    return Action("id", request, "done", "me", 0.0, results=results, duration_seconds=0.02)
-
-
-def result(pid: int, uuid: str, outcome: str = "done", freed: int | None = None) -> ActionResult:
-    return ActionResult(pid, "w", "0", "0", uuid, outcome, freed_bytes=freed)
-
-
-def value(registry: Registry, name: str, **labels: str) -> float:
-    """Return the value of a series on a page."""
-    page = text_of(exposition(registry), EMPTY)
-    return read(text_string_to_metric_families(page))[1][name, frozenset(labels.items())]
-
-
-def test_an_action_counts_once_per_process_and_its_freed_bytes_add_up() -> None:
-    registry = Registry()
-    instruments = Instruments(registry)
-    assert "gpumem_action_duration_seconds" not in text_of(exposition(registry), EMPTY), "nothing before an action"
-    instruments.observe_action(
-        action(result(1, "a", freed=5), result(1, "b", freed=6), result(2, "a", freed=-4), result(3, "a", "expired"))
-    )
-    instruments.observe_action(action(result(1, "a", freed=100), dry_run=True))
-    assert value(registry, "gpumem_actions_total", action="empty_cache", outcome="done") == 2
-    assert value(registry, "gpumem_actions_total", action="empty_cache", outcome="expired") == 1
-    assert value(registry, "gpumem_action_freed_bytes_total", action="empty_cache") == 11
-    assert value(registry, "gpumem_action_duration_seconds_count", action="empty_cache") == 1
-    assert value(registry, "gpumem_action_duration_seconds_sum", action="empty_cache") == 0.02
-    for bound, count in (("0.01", 0), ("0.025", 1), ("60.0", 1), ("+Inf", 1)):
-        assert value(registry, "gpumem_action_duration_seconds_bucket", action="empty_cache", le=bound) == count
-
-
 def test_what_alerts_read_starts_at_0() -> None:
     registry = Registry()
     own(registry)
@@ -199,4 +165,5 @@ def test_what_alerts_read_starts_at_0() -> None:
     counters = {metric.name for metric in METRICS if metric.type == "counter"} - of_snapshots - of_policies
     assert counters <= {name for (name, _), count in shown.items() if count == 0}
     assert ("gpumem_events_total", frozenset({("type", "policy_stopped")})) in shown
+    assert "gpumem_action_duration_seconds_count" not in {name for name, _ in shown}, "18 series for each action"
     assert ("gpumem_actions_total", frozenset({("action", "empty_cache"), ("outcome", "failed")})) in shown
