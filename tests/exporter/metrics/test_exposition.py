@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import Metric as Family
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpumem_client.wire.protocol import DeviceSample
@@ -159,7 +158,7 @@ def test_workload_metadata_is_on_info_series_only() -> None:
 def test_what_alerts_read_starts_at_0() -> None:
     registry = Registry()
     own(registry)
-    shown = read(text_string_to_metric_families(text_of(exposition(registry), EMPTY)))[1]
+    shown = read(parse_text(text_of(exposition(registry), EMPTY)))[1]
     of_policies = {each.name for each in policy_routes.METRICS}
     of_snapshots = {each.name for each in SCRAPED}
     counters = {metric.name for metric in METRICS if metric.type == "counter"} - of_snapshots - of_policies

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import trustme
 
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
-from gpumem_exporter.edge.web_access import WebAccess
 from gpumem_exporter.node.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.page.health import Health, HealthDocument
 from gpumem_exporter.page.live import NodeView
@@ -81,19 +79,3 @@ def test_an_invalid_token_file_is_degraded_until_it_is_fixed(tmp_path: Path, mon
         monkeypatch.delattr(NodeView, "notice")  # the metric does not depend on the findings
         path.chmod(0o600)
         wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 1, "the metric")
-
-
-def test_an_invalid_new_certificate_is_degraded(tmp_path: Path) -> None:
-    certificate = trustme.CA().issue_cert("localhost")
-    certificate.cert_chain_pems[0].write_to_path(tmp_path / "certificate.pem")
-    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
-    file = tmp_path / "web.yml"
-    file.write_text("tls_server_config: {cert_file: certificate.pem, key_file: key.pem}")
-    access = WebAccess(file)
-    assert access.error() == ""
-    (tmp_path / "key.pem").write_text("nothing")
-    access.refresh()
-    assert access.error() == "the new certificate is invalid, the previous one stays in force: see the log"
-    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
-    access.refresh()
-    assert access.error() == ""

@@ -163,7 +163,13 @@ def test_sighup_loads_users_and_certificate_and_refuses_other_changes(
     assert "level=error" in line
     assert f"{folder}/tls.key" in line
     assert handshake(exporter.port, client_context(folder)) == renewed
+
+    def is_degraded() -> bool:
+        return b"the new certificate is invalid" in exporter.request("/health", user=IN_URL).body
+
+    wait_for(is_degraded, "the check")
     issue(authority, folder)
+    wait_for(lambda: not is_degraded(), "the new certificate")
     assert exporter.request("/metrics", user=IN_URL).status == 200
     other = {"bob": bcrypt.hashpw(b"x", bcrypt.gensalt(4)).decode()}
     headers = {"http_server_config": {"headers": {"X-Frame-Options": "sameorigin"}}, "tls_server_config": TLS}
