@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.claims.place import COMPARED, Bench, Place
-from tests.claims.values import SameNumber, Value, Values, equal, measured
+from tests.claims.values import Value, Values, equal, measured, same
 
 MIB = 1 << 20
 PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
@@ -55,7 +55,7 @@ def random_heaps_of_streams(bench: Bench, heaps: int = 8, *, by_pages: bool = Fa
     With `by_pages`, all segments are expandable and have pages of PAGE_BYTES, and the freed bytes also equal the pages
     that no block in the snapshot uses.
     """
-    number = SameNumber()
+    rounds = []
     for seed in range(heaps):
         bench.process.call("free")
         bench.exec(
@@ -69,8 +69,8 @@ def random_heaps_of_streams(bench: Bench, heaps: int = 8, *, by_pages: bool = Fa
         counted: dict[str, float | None] = {}
         if by_pages:
             counted["pages that no block uses"] = _untouched_pages(bench.process.call("snapshot"))
-        number.add({**counted, **bench.clear()})
-    values = number.values(at_least=math.ceil(0.8 * heaps))
+        rounds.append({**counted, **bench.clear()})
+    values = same(*rounds, at_least=math.ceil(0.8 * heaps))
     return {**values, "inactive split": equal(bench.series("inactive_split_bytes")[0], 0)} if by_pages else values
 
 
@@ -104,10 +104,8 @@ def memory_fraction(place: Place) -> Values:
         block = total // 256 >> 20 << 20
         bench.exec("for n in range(1, 40): torch.empty(n * block, dtype=torch.uint8, device='cuda')", block=block)
         segments_freed = bench.stats()["segment.all.freed"]
-        number = SameNumber()
-        number.add(bench.clear())
         return {
-            **number.values(),
+            **same(bench.clear()),
             "the allocator freed segments by itself": equal(segments_freed > 0, True),
             "segments freed by the allocator": measured(segments_freed),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.claims.place import SETTINGS, Bench, Place, pools_of
-from tests.claims.values import NotAvailableError, SameNumber, Value, Values, equal, measured
+from tests.claims.values import NotAvailableError, Value, Values, equal, measured, same
 from tests.support.torch_release import torch_release
 
 MIB = 1 << 20
@@ -18,12 +18,11 @@ def living_mem_pool(bench: Bench) -> Values:
         "    torch.empty(70 << 20, dtype=torch.uint8, device='cuda')\n"
         "torch.empty(100 << 20, dtype=torch.uint8, device='cuda')"
     )
-    freed = SameNumber()
-    freed.add({"cache outside of the pool": 100 * MIB, **bench.clear()})
+    freed = same({"cache outside of the pool": 100 * MIB, **bench.clear()})
     _, living = bench.settle()
     stats, held = bench.stats(), bench.reserved()
     values: dict[str, Value] = {
-        **freed.values(),
+        **freed,
         "private pools while it lives": equal(living["private_pools_bytes"], pools_of(bench, stats)),
         "reserved while it lives": equal(living["reserved_bytes"], held),
     }
@@ -70,9 +69,8 @@ def graphs_living_and_dead(bench: Bench) -> Values:
         ("the output was deleted", "del output", 40 * MIB),
     ):
         bench.exec(code)
-        freed = SameNumber()
-        freed.add({"expected": nbytes, **bench.clear()})
-        values |= {f"{name}, {what}": value for name, value in freed.values(at_least=0).items()}
+        freed = same({"expected": nbytes, **bench.clear()}, at_least=0)
+        values |= {f"{name}, {what}": value for name, value in freed.items()}
         held = pools_of(bench, bench.stats())
         values[f"private pools afterwards, {what}"] = equal(bench.once("private_pools_bytes", held), held)
     _, at_the_end = bench.settle()
@@ -90,12 +88,11 @@ def pending_on_another_stream(bench: Bench) -> Values:
     )
     _, found = bench.settle()
     pending = found["active_bytes"] - found["allocated_bytes"]
-    freed = SameNumber()
-    freed.add(bench.clear())
+    freed = same(bench.clear())
     _, after = bench.settle()
     return {
         "pending before": equal(pending, 64 * MIB + 512),
-        **freed.values(),
+        **freed,
         "pending after": equal(after["active_bytes"] - after["allocated_bytes"], 0),
         "allocated after": equal(after["allocated_bytes"], 512),
     }
@@ -150,8 +147,7 @@ def asynchronous_backend(place: Place) -> Values:
         beside = sorted(set(found) - {"slack_ratio", "non_torch_bytes", "peak_resets_total"})
         values["series without a value of torch"] = equal(" ".join(beside) or "none", "none")
         row = bench.result(bench.exporter.act("empty_cache", target={"pid": bench.pid}))
-        freed = SameNumber()
-        freed.add(
+        freed = same(
             {
                 "reserved fell": stats["reserved_bytes.all.current"] - bench.reserved(),
                 "reserved fell in the action": row["reserved_before_bytes"] - row["reserved_after_bytes"],
@@ -166,7 +162,7 @@ def asynchronous_backend(place: Place) -> Values:
         return {
             **values,
             "outcome of a clear": equal(row["outcome"], "done"),
-            **freed.values(),
+            **freed,
             "outcome of a reset of peaks": equal(reset["outcome"], "done"),
             "gpumem_torch_allocated_peak_bytes after it": equal(found["allocated_peak_bytes"], truth),
             "allocated": measured(bench.stats()["allocated_bytes.all.current"]),

@@ -62,36 +62,28 @@ class Claim:
     measure: Callable[[Place], Values]
 
 
-class SameNumber:
-    """One number from several sources, measured in several rounds; the first source is the expected value."""
+def same(*rounds: Mapping[str, float | None], at_least: int = 1) -> Values:
+    """Return the sum over all rounds of each source of one number, and the rounds in which the sources differ.
 
-    def __init__(self) -> None:
-        self._sums: dict[str, int] = {}
-        self._differences: list[str] = []
-        self._rounds = 0
-        self._nonzero_rounds = 0
-
-    def add(self, sources: Mapping[str, float | None]) -> int:
-        """Add a round; None differs from every number. Returns the expected value."""
-        self._rounds += 1
-        expected, *_ = sources.values()
-        assert expected is not None
-        for name, number in sources.items():
-            self._sums[name] = self._sums.get(name, 0) + int(number or 0)
-            if number != expected:
-                self._differences.append(f"{name} in round {self._rounds}: {number}, not {expected}")
-        self._nonzero_rounds += expected > 0
-        return int(expected)
-
-    def values(self, *, at_least: int = 1) -> Values:
-        """Return the sum of each source over all rounds, and the rounds in which sources differ.
-
-        Fails if the number was above zero in fewer than `at_least` rounds: nothing was tested.
-        """
-        assert self._nonzero_rounds >= at_least, f"above zero in {self._nonzero_rounds} of {self._rounds} rounds only"
-        expected = next(iter(self._sums.values()))
-        sums = {name: equal(number, expected) for name, number in self._sums.items()}
-        return {**sums, "differences": equal("; ".join(self._differences), "")}
+    The first source of a round has the expected value; None differs from every number. Fails if the number is above
+    zero in fewer than `at_least` rounds: nothing was tested.
+    """
+    expected = [next(iter(sources.values())) for sources in rounds]
+    assert None not in expected
+    above = sum(number != 0 for number in expected)
+    assert above >= at_least, f"above zero in {above} of {len(rounds)} rounds only"
+    differences = [
+        f"{name} in round {number}: {value}, not {wanted}"
+        for number, (sources, wanted) in enumerate(zip(rounds, expected, strict=True), start=1)
+        for name, value in sources.items()
+        if value != wanted
+    ]
+    sums = {name: sum(int(sources[name] or 0) for sources in rounds) for name in rounds[0]}
+    first = next(iter(sums.values()))
+    return {
+        **{name: equal(number, first) for name, number in sums.items()},
+        "differences": equal("; ".join(differences), ""),
+    }
 
 
 def require(values: Values) -> None:

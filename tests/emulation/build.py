@@ -202,7 +202,8 @@ def _build_into(tools: _Toolchain, folder: Path) -> None:
         _link(tools, NVML, objects[NVML], folder / version, f"-Wl,--version-script={script}")
 
 
-def build() -> Path:
+@functools.cache
+def built() -> Path:
     """Return the folder of the four libraries; builds them if necessary.
 
     Processes may call it concurrently: each builds in a folder of its own, and the first result is kept.
@@ -230,11 +231,5 @@ def build() -> Path:
     return folder
 
 
-@functools.cache
-def built() -> Path:
-    """Return the folder of `build`, cached for this process."""
-    return build()
-
-
 if __name__ == "__main__":
-    print(build())
+    print(built())

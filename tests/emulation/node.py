@@ -21,7 +21,6 @@ MIB = 1 << 20
 ANY_DEVICE = -1
 _ERROR, _DELAY, _HANG = 1, 2, 3
 
-NVML_ERROR_NOT_SUPPORTED = 3
 NVML_ERROR_NO_PERMISSION = 4
 NVML_ERROR_DRIVER_NOT_LOADED = 9
 NVML_ERROR_GPU_IS_LOST = 15
@@ -68,7 +67,6 @@ class DeviceBook:
         used_bytes: NVML's used: the bytes of the processes and the unattributed bytes.
         unattributed_bytes: used bytes that belong to no process; may be negative, as with a real driver.
         processes: the bytes of each process, including its context, by the pid in NVML.
-        gone: whether the device is a MIG device that was destroyed.
     """
 
     index: int
@@ -80,7 +78,6 @@ class DeviceBook:
     used_bytes: int
     unattributed_bytes: int
     processes: Mapping[int, int]
-    gone: bool = False
 
     @property
     def free_bytes(self) -> int:
@@ -153,7 +150,6 @@ class EmulatedNode:
         devices: the number of GPUs.
         total_bytes: NVML's total of all GPUs, or one value for each.
         reserved_bytes: the bytes that the driver reserves on each GPU, and not on MIG devices.
-        shared_bytes: the used bytes of no process on each GPU that a process uses.
         context_bytes: the bytes of the context of a process on a device.
         mig: the MIG devices of a GPU, by the GPU's index.
         nvml: the version of the library: "v2" lacks the third version of the process lists; "v1" also lacks the second
@@ -167,7 +163,6 @@ class EmulatedNode:
         total_bytes: int | Sequence[int] = 8 * GIB,
         *,
         reserved_bytes: int = RESERVED_BYTES,
-        shared_bytes: int = SHARED_BYTES,
         context_bytes: int = CONTEXT_BYTES,
         name: str = "NVIDIA H100 80GB HBM3",
         driver_version: str = "580.159.04",
@@ -189,7 +184,7 @@ class EmulatedNode:
             _ControlDevice(
                 total=total,
                 reserved=reserved_bytes,
-                shared=shared_bytes,
+                shared=SHARED_BYTES,
                 parent=-1,
                 uuid=f"GPU-{index + 16:08x}-1111-2222-3333-{index + 0x444400000000:012x}".encode(),
                 name=name.encode(),
@@ -279,7 +274,6 @@ class EmulatedNode:
                     used_bytes=entry.used,
                     unattributed_bytes=entry.unattributed,
                     processes=processes[index],
-                    gone=bool(entry.gone),
                 )
                 for index, entry in enumerate(devices)
             )
@@ -348,10 +342,6 @@ class EmulatedNode:
     def set_utilization(self, device: int, percent: int | None) -> None:
         """Set the GPU utilization in NVML; None for not supported."""
         self._control.emu_control_set_utilization(self._handle, self._entry(device), -1 if percent is None else percent)
-
-    def set_unattributed(self, device: int, nbytes: int) -> None:
-        """Set the bytes that NVML counts as used and that belong to no process; may be negative."""
-        self._control.emu_control_set_unattributed(self._handle, self._entry(device), nbytes)
 
     # Processes
 
@@ -436,7 +426,6 @@ def _load_control(path: Path) -> ctypes.CDLL:
         ("create_mig", (node, devices), number),
         ("destroy_mig", (node, number), number),
         ("set_utilization", (node, number, code), None),
-        ("set_unattributed", (node, number, ctypes.c_int64), None),
         ("add_rule", (node, text, number, code, code), number),
         ("remove_rule", (node, number), None),
         ("rule_hits", (node, number), ctypes.c_uint32),

@@ -260,12 +260,6 @@ API void emu_control_set_utilization(struct emu_node *node, int device, int32_t 
     __atomic_store_n(&node->state->device[device].utilization, percent, __ATOMIC_RELEASE);
 }
 
-API void emu_control_set_unattributed(struct emu_node *node, int device, int64_t bytes) {
-    emu_lock(node->state);
-    node->state->device[device].unattributed = bytes;
-    emu_unlock(node->state);
-}
-
 /* Returns the rule's number, or -1 if there is no room. Not thread-safe. */
 API int emu_control_add_rule(struct emu_node *node, const char *function, int device, int32_t action, int32_t value) {
     struct emu_state *state = node->state;

@@ -11,7 +11,7 @@ import pytest
 
 from tests.claims.place import EXPANDABLE, SETTINGS, Bench, Place
 from tests.claims.table import CLAIMS, check
-from tests.claims.values import Claim, SameNumber, require
+from tests.claims.values import Claim, require, same
 from tests.emulation.node import MIB
 from tests.support.torch_release import since_torch, torch_release
 from tests.support.waiting import wait_for
@@ -34,10 +34,9 @@ def begin(place: Place) -> Iterator[Any]:
 
 def cleared(bench: Bench) -> int:
     """Return the bytes that a clear has freed, and check that all sources report the same."""
-    number = SameNumber()
-    freed = number.add(bench.clear())
-    require(number.values(at_least=0))
-    return freed
+    freed = bench.clear()
+    require(same(freed, at_least=0))
+    return int(freed["reserved fell"] or 0)
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)

@@ -23,7 +23,7 @@ from gpumem_client.wire.protocol import (
     Report,
     to_wire,
 )
-from tests.emulation.node import MIB, EmulatedNode
+from tests.emulation.node import MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
 from tests.support.builders.builders import sample
 from tests.support.processes.local_users import NEW_USER_NAMESPACE, LocalUser
 from tests.support.processes.namespaces import needs_namespaces
@@ -34,7 +34,6 @@ from tests.support.waiting import wait_for
 pytestmark = [needs_root, needs_namespaces]
 
 ADA, EVE = OTHER_UID, OTHER_UID + 1
-NVML_ERROR_DRIVER_NOT_LOADED = 9
 PAGES = ("/metrics", "/api/v1/processes")
 
 
