@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import http.server
 import json
-import socketserver
 import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 from gpumem_client.profile.profile_types import MAX_COMPRESSED_BYTES
 from gpumem_client.wire.protocol import PROFILES_PATH
+from tests.support.servers.http_servers import serving
 
 
 class RecordingExporter:
@@ -36,7 +36,7 @@ class RecordingExporter:
         self._closing = threading.Event()
         outer = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             wbufsize = -1
 
@@ -69,21 +69,7 @@ class RecordingExporter:
                 except OSError:
                     self.close_connection = True
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-            def address_string(self) -> str:
-                return "unix"
-
-        class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-            daemon_threads = True
-            block_on_close = False
-
-            def handle_error(self, *_: Any) -> None:
-                pass
-
-        self._server = Server(str(path), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._serving = serving(Handler, path)
 
     def _keep_profile(self, received: bytes) -> bytes:
         assert len(received) <= MAX_COMPRESSED_BYTES
@@ -97,11 +83,9 @@ class RecordingExporter:
         return next((result for result in results if result["id"] == command_id), None)
 
     def __enter__(self) -> RecordingExporter:
-        self._thread.start()
+        self._serving.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._server.shutdown()
-        self._thread.join(30)
-        self._server.server_close()
+        self._serving.__exit__(None, None, None)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.support.processes.live_page import LivePage, OpenPage, browser, open_page
-from tests.support.servers.prefix_proxy import prefix_proxy
+from tests.support.servers.http_servers import prefix_proxy
 from tests.support.servers.still_demo import StillDemo
 
 __all__ = ["browser", "open_page"]

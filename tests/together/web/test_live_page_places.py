@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -109,13 +108,10 @@ def test_a_lost_exporter_leaves_its_last_values_with_their_time(tmp_path: Path, 
         live.until("document.body.dataset.mode === 'live'")
 
 
-__all__ = ["browser", "open_page"]
-
-
 def test_a_profile_is_taken_on_the_page_and_compared_with_the_one_before(open_page: OpenPage) -> None:
     with running_exporter() as exporter:
         thread = takes(exporter, training(leaked=300), training(leaked=900))
-        live = open_page(SimpleNamespace(tcp_url=exporter.url), path="?workload=train")
+        live = open_page(exporter, path="?workload=train")
         for choice, words in (("Now", "Take"), ("Record for 30 s", "Take")):
             live.page.get_by_role("button", name="Take a profile").click()
             live.page.get_by_label(choice).check()
@@ -139,7 +135,7 @@ def test_a_profile_is_taken_on_the_page_and_compared_with_the_one_before(open_pa
 def test_a_profile_that_was_refused_says_why(open_page: OpenPage) -> None:
     with running_exporter() as exporter:
         takes(exporter)
-        live = open_page(SimpleNamespace(tcp_url=exporter.url), path="?workload=train")
+        live = open_page(exporter, path="?workload=train")
         live.page.get_by_role("button", name="Take a profile").click()
         live.page.get_by_role("button", name="Take the profile").click()
         live.page.get_by_role("button", name="Cancel the profile").click()
