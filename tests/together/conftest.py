@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,10 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
     """A demo for the tests of a module. A test may clear it, and leaves it running."""
-    from tests.support.processes.live_page import serving  # imports Playwright
-
-    with serving(tmp_path_factory.mktemp("demo"), "--demo") as exporter:
+    with closing(ExporterProcess(tmp_path_factory.mktemp("demo"), "--demo")) as exporter:
         wait_for(lambda: len(exporter.processes()) >= 12, "the demo's processes")
         yield exporter
+        print(exporter.log())
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -14,9 +12,6 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.support.builders.builders import MIB, UUIDS, report, sample
-from tests.support.ports import free_port
-from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import patient
 
 NBSP = "\u00a0"
@@ -148,22 +143,3 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     finally:
         for live in opened:
             live.page.context.close()
-
-
-@contextlib.contextmanager
-def serving(folder: Path, *flags: str, **options: Any) -> Iterator[ExporterProcess]:
-    """Run a real exporter on a fixed port."""
-    port = free_port()
-    exporter = ExporterProcess(folder, "--web.listen-address", f"127.0.0.1:{port}", *flags, **options)
-    try:
-        yield exporter
-    finally:
-        print(exporter.log())
-        exporter.close()
-
-
-def send(exporter: ExporterProcess, pid: int, allocated: int, **changes: Any) -> None:
-    """Send a report of a process with 1 MiB reclaimable."""
-    changes = {"session": f"of {pid}", **changes}
-    device = sample(UUIDS[0], allocated, reclaimable=MIB, fragmented=2 * MIB)
-    exporter.report(report(pid, devices=(device,), **changes))
