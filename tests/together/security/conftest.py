@@ -1,10 +1,26 @@
-"""The two ways to the exporter of a shared node."""
+"""The users of a module's shared node, and the two ways to its exporter."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.processes.shared_node import SharedNode
+from tests.support.processes.local_users import LocalUser
+from tests.support.processes.shared_node import ADA, EVE, SharedNode
+
+
+@pytest.fixture(scope="module")
+def root(node: SharedNode) -> LocalUser:
+    return node.user(0)
+
+
+@pytest.fixture(scope="module")
+def ada(node: SharedNode) -> LocalUser:
+    return node.user(ADA, workload="ada")
+
+
+@pytest.fixture(scope="module")
+def eve(node: SharedNode) -> LocalUser:
+    return node.user(EVE)
 
 
 @pytest.fixture(params=["socket", "loopback"])

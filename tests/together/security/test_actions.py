@@ -27,21 +27,6 @@ def node() -> Iterator[SharedNode]:
 
 
 @pytest.fixture(scope="module")
-def root(node: SharedNode) -> LocalUser:
-    return node.user(0)
-
-
-@pytest.fixture(scope="module")
-def ada(node: SharedNode) -> LocalUser:
-    return node.user(ADA, workload="ada")
-
-
-@pytest.fixture(scope="module")
-def eve(node: SharedNode) -> LocalUser:
-    return node.user(EVE)
-
-
-@pytest.fixture(scope="module")
 def container(node: SharedNode) -> LocalUser:
     """Root of another PID namespace."""
     return node.user(0, NEW_PID_NAMESPACE)
