@@ -25,7 +25,7 @@ from tests.support.waiting import patient
 
 from .node import EmulatedNode
 
-_PREAMBLE = """
+SAY_AND_WAIT = """
 import json, os, sys, threading, time
 def say(value):
     sys.stdout.write(json.dumps(value) + "\\n")
@@ -35,7 +35,7 @@ def wait():
 """
 
 CUDA = (
-    _PREAMBLE
+    SAY_AND_WAIT
     + """
 import ctypes
 cuda = ctypes.CDLL(None)  # the preloaded runtime
@@ -51,7 +51,7 @@ def memory():
 )
 
 NVML = (
-    _PREAMBLE
+    SAY_AND_WAIT
     + """
 import pynvml as nvml
 nvml.nvmlInit()

@@ -1,14 +1,9 @@
-"""Skips tests that need a real device if there is none, and starts PyTorch processes on this machine."""
+"""Skips tests that need a real device if there is none; processes start on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
-from tests.emulation.fixtures import StartTorch
-from tests.emulation.torch_process import TorchProcess
 from tests.gpu.driver import why_no_device
 
 
@@ -22,14 +17,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def start_torch() -> Iterator[StartTorch]:
-    """Return a function that starts a PyTorch process on the real devices: `start_torch(NAME="value")`."""
-    processes: list[TorchProcess] = []
-
-    def start(launcher: tuple[str, ...] = (), **environment: Any) -> TorchProcess:
-        processes.append(TorchProcess(None, environment, launcher))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.close()
+def node() -> None:
+    """No emulated node: `start_torch` starts PyTorch processes on the real devices."""

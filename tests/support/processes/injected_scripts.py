@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.node import EmulatedNode
-from tests.emulation.programs import Program
+from tests.emulation.programs import SAY_AND_WAIT, Program
 from tests.support.paths import REPOSITORY
 from tests.support.processes.running_command import CONSOLE_SCRIPT, environment_without
 from tests.support.servers.exporter_process import QUICK, ExporterProcess
@@ -22,17 +22,11 @@ ISOLATED_RUN = (sys.executable, "-I", "-c", CONSOLE_SCRIPT, "run", "--")
 BOOTSTRAP = REPOSITORY / "client" / "gpumem_client" / "bootstrap"
 MIB = 1 << 20
 
-PREAMBLE = """
-import json, os, sys, threading
-def say(value):
-    sys.stdout.write(json.dumps(value) + "\\n")
-    sys.stdout.flush()
-def wait():
-    sys.stdin.readline()
+PREAMBLE = f"""{SAY_AND_WAIT}
 def hold(mebibytes, device=0):
     import torch
     global held
-    held = torch.empty(mebibytes << 20, dtype=torch.uint8, device=f"cuda:{device}")
+    held = torch.empty(mebibytes << 20, dtype=torch.uint8, device=f"cuda:{{device}}")
 def threads():
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("gpumem"))
 def modules():

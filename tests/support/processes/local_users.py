@@ -1,6 +1,6 @@
-"""Processes of other users and namespaces on this machine that send requests.
+"""A node that several users and containers share: a real exporter of root, and processes of users that send requests.
 
-They are forks of the test: another user may not be allowed to read this repository, and a fork needs no import.
+The processes are forks: another user may not be allowed to read this repository, and a fork needs no import.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ import encodings.idna  # noqa: F401 - imported by the first connection; a fork o
 import json
 import multiprocessing
 import os
+import shutil
 import struct
+import tempfile
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import pytest
 
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
-from gpumem_client.wire.protocol import REPORTS_PATH, Report, to_wire
-from tests.support.builders.builders import report
+from gpumem_client.wire.protocol import MODES, REPORTS_PATH, Report, to_wire
+from tests.support.builders.builders import MIB, UUIDS, report, sample
+from tests.support.servers.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 NEW_PID_NAMESPACE = 0x20000000
@@ -198,3 +203,73 @@ def _sent(url: str, method: str, path: str, document: Any, headers: dict[str, st
     finally:
         connection.close()
     return answer.status, json.loads(answer.body)
+
+
+ACTIONS = "/api/v1/actions"
+ADA, EVE = 1001, 1002
+CONTAINER = NEW_PID_NAMESPACE | NEW_MOUNT_NAMESPACE
+KINDS = {
+    "docker": (CONTAINER, True),
+    "docker --pid host": (NEW_MOUNT_NAMESPACE, True),
+    "namespaces only": (CONTAINER, False),
+}
+"""The namespaces of a container, and whether its cgroup names it."""
+_FLAGS = (*QUICK, "--report.expiry", "600", "--action.allow", "default,set_memory_fraction,terminate")
+
+
+def open_folder(owner: int = 0) -> Path:
+    """Return a new folder that every user can search, which the folders of pytest are not."""
+    folder = Path(tempfile.mkdtemp(prefix="gpumem-"))
+    folder.chmod(0o755)
+    os.chown(folder, owner, owner)
+    return folder
+
+
+class SharedNode:
+    """An exporter that allows every action, users of the host, and containers.
+
+    `launcher` starts the exporter, as in `ExporterProcess`; `owner` is the user of the socket's folder.
+    """
+
+    def __init__(self, *flags: str, launcher: Sequence[str] = (), owner: int = 0) -> None:
+        self.folder = open_folder(owner)
+        self.exporter = ExporterProcess(self.folder, *_FLAGS, *flags, launcher=launcher)
+        self.url, self.tcp = self.exporter.url, self.exporter.tcp_url
+        self.users: list[LocalUser] = []
+        self.cgroups: list[Cgroup] = []
+
+    def user(self, uid: int, namespaces: int = 0, cgroup: Cgroup | None = None, **report: Any) -> LocalUser:
+        """Start a process of a user, which reports itself."""
+        user = LocalUser(uid, namespaces, cgroup)
+        self.users.append(user)
+        reply = self.report(user, **report)
+        assert reply.status == 200, reply
+        return user
+
+    def container(self, kind: str = "docker") -> dict[str, Any]:
+        """Return the place of a new container, for `user`. It has the namespaces of its first process."""
+        namespaces, has_cgroup = KINDS[kind]
+        if has_cgroup:
+            self.cgroups.append(Cgroup(uuid4().hex * 2))
+        return {"namespaces": namespaces, "cgroup": self.cgroups[-1] if has_cgroup else None}
+
+    def report(self, sender: LocalUser, about: LocalUser | None = None, url: str = "", **changes: Any) -> Reply:
+        """Let a user report about a process, by default about its own."""
+        known = {"modes": MODES, "devices": (sample(UUIDS[0], 0, MIB),)}
+        return sender.send(url or self.url, (about or sender).report(**{**known, **changes}))
+
+    def close(self) -> None:
+        """End all processes."""
+        for user in self.users:
+            user.close()
+        for cgroup in reversed(self.cgroups):
+            cgroup.close()
+        self.exporter.close()
+        shutil.rmtree(self.folder)
+
+
+def act(user: LocalUser, url: str, action: str = "empty_cache", **request: Any) -> Reply:
+    """Let a user request an action, by default a dry run; `key` is its idempotency key."""
+    headers = {"Idempotency_Key": request.pop("key")} if "key" in request else {}
+    document = {"action": action, "wait_seconds": 0, "dry_run": True, **request}
+    return user.request(url, "POST", ACTIONS, document, **headers)

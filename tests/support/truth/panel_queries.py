@@ -8,7 +8,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import promql_parser as promql
@@ -166,20 +166,12 @@ def resolve(dashboard: Mapping[str, Any], prometheus: Prometheus, scope: Scope) 
         if variable.get("includeAll"):
             chosen[name] = variable["allValue"]
             continue
-        values = variable_values(variable, prometheus, scope, chosen)
+        match = _LABEL_VALUES.fullmatch(variable["query"])
+        assert match is not None, f"no label_values: {variable['query']}"
+        selector = replace(scope, variables=chosen).fill(match["match"])
+        values = prometheus.label_values(selector, match["label"], scope.start, scope.end)
         chosen[name] = values[0] if values else ""
     return chosen
-
-
-def variable_values(
-    variable: Mapping[str, Any], prometheus: Prometheus, scope: Scope, chosen: Mapping[str, str]
-) -> list[str]:
-    """Return the choices of a variable, given the values of the variables before it."""
-    match = _LABEL_VALUES.fullmatch(variable["query"])
-    if match is None:
-        raise ValueError(f"no label_values: {variable['query']}")
-    selector = Scope(scope.end, scope.range_seconds, variables=chosen).fill(match["match"])
-    return prometheus.label_values(selector, match["label"], scope.start, scope.end)
 
 
 def _duration(seconds: float) -> str:

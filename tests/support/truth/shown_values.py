@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 import time
-import urllib.parse
-import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +14,7 @@ from tests.claims.place import COMPARED
 from tests.support.paths import REPOSITORY
 from tests.support.servers.exporter_process import ExporterProcess, Metrics
 from tests.support.truth.device_truth import shown
+from tests.support.truth.panel_queries import Prometheus
 from tests.support.truth.true_values import MEMORY, OF_JOB, OF_PROCESS, IdleCaches, Values, flat_values, sum_of
 from tests.support.waiting import patient
 
@@ -113,11 +112,9 @@ def of_history(exporter: ExporterProcess, uuids: Iterable[str], ids: Mapping[str
 
 def of_rules(prometheus: str, names: Iterable[str]) -> Values:
     """Return the last values of recorded series."""
-    query = urllib.parse.urlencode({"query": f'{{__name__=~"{"|".join(names)}"}}'})
-    with urllib.request.urlopen(f"{prometheus}/api/v1/query?{query}", timeout=patient(30)) as answer:
-        found = json.load(answer)["data"]["result"]
+    found = Prometheus(prometheus, patient(30)).instant(f'{{__name__=~"{"|".join(names)}"}}', time.time())
     return {
-        (series["metric"]["__name__"], *_subject(series["metric"])): round(float(series["value"][1]), 9)
+        (series["metric"]["__name__"], *_subject(series["metric"])): round(float(series["values"][0][1]), 9)
         for series in found
     }
 

@@ -19,15 +19,9 @@ IdleCaches = Callable[[int, str, "int | None"], bool]
 """Whether a process can have an idle cache of this size on the device of a uuid."""
 
 ALLOCATOR = {
-    "allocated_bytes": "allocated_bytes.all.current",
-    "reserved_bytes": "reserved_bytes.all.current",
-    "active_bytes": "active_bytes.all.current",
-    "inactive_split_bytes": "inactive_split_bytes.all.current",
-    "requested_bytes": "requested_bytes.all.current",
-    "allocated_peak_bytes": "allocated_bytes.all.peak",
-    "reserved_peak_bytes": "reserved_bytes.all.peak",
-    "alloc_retries": "num_alloc_retries",
-    "ooms": "num_ooms",
+    name.removeprefix("gpumem_torch_").removesuffix("_total"): key
+    for name, key in COMPARED.items()
+    if "segments" not in name and "flushes" not in name
 }
 """The values of a process on a device in JSON, and their keys in `memory_stats`."""
 SUMS = ("used_bytes", "non_torch_bytes", "allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes")

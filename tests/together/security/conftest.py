@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.processes.local_users import LocalUser
-from tests.support.processes.shared_node import ADA, EVE, SharedNode
+from tests.support.processes.local_users import ADA, EVE, LocalUser, SharedNode
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,18 @@ import pytest
 
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
 from tests.support.builders.builders import MIB, UUIDS, sample
-from tests.support.processes.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser, Reply
+from tests.support.processes.local_users import (
+    ACTIONS,
+    ADA,
+    EVE,
+    NEW_PID_NAMESPACE,
+    NEW_USER_NAMESPACE,
+    LocalUser,
+    Reply,
+    SharedNode,
+    act,
+)
 from tests.support.processes.other_user import needs_root
-from tests.support.processes.shared_node import ACTIONS, ADA, EVE, SharedNode, act
 from tests.support.servers.exporter_process import token_file
 
 pytestmark = needs_root

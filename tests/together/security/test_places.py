@@ -14,9 +14,20 @@ from uuid import uuid4
 import pytest
 
 from gpumem_client.wire.protocol import MODES, CommandResult
-from tests.support.processes.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, Cgroup, LocalUser, needs_cgroups
+from tests.support.processes.local_users import (
+    ADA,
+    CONTAINER,
+    EVE,
+    KINDS,
+    NEW_PID_NAMESPACE,
+    NEW_USER_NAMESPACE,
+    Cgroup,
+    LocalUser,
+    SharedNode,
+    act,
+    needs_cgroups,
+)
 from tests.support.processes.other_user import needs_root
-from tests.support.processes.shared_node import ADA, CONTAINER, EVE, KINDS, SharedNode, act
 from tests.support.waiting import patient
 
 pytestmark = [needs_root, needs_cgroups]

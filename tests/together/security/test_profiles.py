@@ -15,10 +15,9 @@ from gpumem_client.wire.protocol import PROFILES_PATH, OutOfMemory
 from gpumem_exporter.actions.kinds import PROFILES_PER_MINUTE
 from tests.support.builders.builders import MIB, UUIDS
 from tests.support.builders.profile_documents import body, document, profile
-from tests.support.processes.local_users import NEW_PID_NAMESPACE, LocalUser, Reply
+from tests.support.processes.local_users import ADA, EVE, NEW_PID_NAMESPACE, LocalUser, Reply, SharedNode
 from tests.support.processes.namespaces import needs_namespaces
 from tests.support.processes.other_user import needs_root
-from tests.support.processes.shared_node import ADA, EVE, SharedNode
 
 pytestmark = [needs_root, needs_namespaces]
 

@@ -22,10 +22,9 @@ from gpumem_client.wire.protocol import (
     to_wire,
 )
 from tests.support.builders.builders import UUIDS
-from tests.support.processes.local_users import NEW_USER_NAMESPACE, LocalUser
+from tests.support.processes.local_users import EVE, NEW_USER_NAMESPACE, LocalUser, SharedNode
 from tests.support.processes.namespaces import needs_namespaces
 from tests.support.processes.other_user import needs_root
-from tests.support.processes.shared_node import EVE, SharedNode
 from tests.support.servers.exporter_process import token_file
 from tests.support.waiting import wait_for
 
