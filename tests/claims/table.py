@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.claims import actions, device, heaps, pools
+from tests.claims import actions, device, heaps
 from tests.claims.place import EXPANDABLE, Bench, Place
 from tests.claims.values import Claim, NotAvailableError, Values, require
 
@@ -40,18 +40,18 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim("a clear frees the reclaimable bytes: max_split_size_mb", heaps.max_split_size),
     Claim("a clear frees the reclaimable bytes: a memory fraction", heaps.memory_fraction),
-    Claim("a clear frees a MemPool only after it is deleted: classic", _on(pools.living_mem_pool)),
-    Claim("a clear frees a MemPool only after it is deleted: expandable", _on(pools.living_mem_pool, EXPANDABLE)),
-    Claim("a dead CUDA graph's memory is reclaimable: classic", _on(pools.graphs_living_and_dead)),
-    Claim("a dead CUDA graph's memory is reclaimable: expandable", _on(pools.graphs_living_and_dead, EXPANDABLE)),
-    Claim("memory that another stream uses is reclaimable: classic", _on(pools.pending_on_another_stream)),
+    Claim("a clear frees a MemPool only after it is deleted: classic", _on(heaps.living_mem_pool)),
+    Claim("a clear frees a MemPool only after it is deleted: expandable", _on(heaps.living_mem_pool, EXPANDABLE)),
+    Claim("a dead CUDA graph's memory is reclaimable: classic", _on(heaps.graphs_living_and_dead)),
+    Claim("a dead CUDA graph's memory is reclaimable: expandable", _on(heaps.graphs_living_and_dead, EXPANDABLE)),
+    Claim("memory that another stream uses is reclaimable: classic", _on(heaps.pending_on_another_stream)),
     Claim(
         "memory that another stream uses is reclaimable: expandable",
-        _on(pools.pending_on_another_stream, EXPANDABLE),
+        _on(heaps.pending_on_another_stream, EXPANDABLE),
     ),
-    Claim("pinned host memory equals torch's value and is on no device", _on(pools.pinned_host_memory)),
-    Claim("cudaMallocAsync: values are right or absent", pools.asynchronous_backend),
-    Claim("memory allocated past a disabled cache is non-torch", _on(pools.past_the_cache)),
+    Claim("pinned host memory equals torch's value and is on no device", _on(heaps.pinned_host_memory)),
+    Claim("cudaMallocAsync: values are right or absent", heaps.asynchronous_backend),
+    Claim("memory allocated past a disabled cache is non-torch", _on(heaps.past_the_cache)),
     Claim("ledgers add up in every scrape", device.ledgers_add_up),
     Claim("an out-of-memory error has its memory values", _on(actions.values_of_an_error)),
     Claim("a memory fraction is the limit of an error", _on(actions.limit_of_a_fraction)),

@@ -1,49 +1,29 @@
 from __future__ import annotations
 
-import os
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from gpumem_exporter.demo import DemoNode
+from tests.conftest import StartExporter
 from tests.support.ports import free_port
-from tests.support.servers.exporter_process import ExporterProcess, token_file
-from tests.support.waiting import eventually, patient
-
-REPORTING = 12
-"""The number of processes that always report; the nightly evaluation is between two runs at times."""
+from tests.support.servers.exporter_process import token_file
+from tests.support.waiting import patient, wait_for
 
 
-@contextmanager
-def demo(folder: Path, *flags: str) -> Iterator[ExporterProcess]:
-    """Run a demo until the end of the block; starts the block when all processes report."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
-    process = ExporterProcess(folder, "--demo", *flags, environment=environment)
-    try:
-        eventually(lambda: reporting(process), lambda known: len(known) >= REPORTING)
-        yield process
-    finally:
-        process.close()
-
-
-def reporting(exporter: ExporterProcess) -> list[Mapping[str, Any]]:
-    return [process for process in exporter.get("/api/v1/processes")["processes"] if process["reporting"]]
-
-
-def test_its_reports_have_the_token_that_the_exporter_requires_and_it_stops_without_a_warning(tmp_path: Path) -> None:
+def test_its_reports_have_the_token_that_the_exporter_requires_and_it_stops_without_a_warning(
+    start_exporter: StartExporter, tmp_path: Path
+) -> None:
     token = token_file(tmp_path, "a-secret-that-is-long-enough-to-be-one")
-    with demo(tmp_path, "--report.token-file", token) as guarded:
-        metrics = guarded.metrics()
-        accepted = metrics.value("gpumem_reports_total", outcome="accepted")
-        assert accepted == sum(metrics.values("gpumem_reports_total"))
-        assert guarded.stop() == 0
-        log = guarded.log()
+    guarded = start_exporter(None, "--demo", "--report.token-file", token)
+    wait_for(lambda: len(guarded.processes()) >= 12, "the processes that always report")
+    metrics = guarded.metrics()
+    accepted = metrics.value("gpumem_reports_total", outcome="accepted")
+    assert accepted == sum(metrics.values("gpumem_reports_total"))
+    assert guarded.stop() == 0
     # Some of its workloads run out of memory, and the exporter warns of that.
-    log = "\n".join(line for line in log.splitlines() if " workload=demo-" not in line)
+    log = "\n".join(line for line in guarded.log().splitlines() if " workload=demo-" not in line)
     assert re.search(r"Traceback|level=(warning|error)", log) is None, log
 
 
