@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import DeviceBook, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.servers.exporter_process import ExporterProcess, Metrics
@@ -17,6 +18,18 @@ FOREIGN_PID = 4_000_001
 """The pid of a process without a reporter, above every real pid."""
 
 Truth = Mapping[str, Any]
+
+
+def start_reporting(
+    start_torch: StartTorch, exporter: ExporterProcess, devices: Iterable[int] = (0,), **options: Any
+) -> TorchProcess:
+    """Return a process that reports, with a heap on each of these devices."""
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, **options)
+    process.call("start_client")
+    for device in devices:
+        process.call("random_heap", device=device, seed=device, blocks=60, largest_bytes=16 << 20)
+    exporter.wait_for_processes(process.pid)
+    return process
 
 
 def truth(book: DeviceBook, stats: Mapping[int, Mapping[str, int]]) -> Truth:

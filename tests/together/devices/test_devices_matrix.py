@@ -1,15 +1,15 @@
-"""MIG, lost, old, integrated and reordered devices: every exported byte is right, or absent."""
+"""MIG, lost, old, integrated and reordered devices, and values of different times: each exported byte is right."""
 
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode, MigSlice
-from tests.emulation.torch_process import TorchProcess
 from tests.support.servers.exporter_process import QUICK, ExporterProcess, Metrics
 from tests.support.truth.device_truth import (
     ATTACH_SECONDS,
@@ -17,18 +17,10 @@ from tests.support.truth.device_truth import (
     scrape,
     series_of,
     shown,
+    start_reporting,
     wait_until_right,
 )
 from tests.support.waiting import wait_for, wait_until_equal
-
-
-def start_reporting(start_torch: StartTorch, node: EmulatedNode, exporter: ExporterProcess, **env: str) -> TorchProcess:
-    """A process that reports, with a heap on its first device."""
-    process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url, **env)
-    process.call("start_client")
-    process.call("random_heap", device=0, seed=0, blocks=40, largest_bytes=16 * MIB)
-    exporter.wait_for_processes(process.pid)
-    return process
 
 
 def gpu_of(metrics: Metrics, uuid: str) -> str:
@@ -54,7 +46,7 @@ def test_series_of_mig_devices_follow_their_creation_removal_and_loss(
     node = make_node(mig={1: [MigSlice("1g.10gb", 2 * GIB), MigSlice("1g.10gb", 3 * GIB)]})
     first, second = 2, 3
     exporter = start_exporter(node, *QUICK)
-    process = start_reporting(start_torch, node, exporter, CUDA_VISIBLE_DEVICES=node.uuid(second))
+    process = start_reporting(start_torch, exporter, on=node, CUDA_VISIBLE_DEVICES=node.uuid(second))
     node.set_process(FOREIGN_PID, first, 100 * MIB)
     node.set_process(FOREIGN_PID, 0, 7 * MIB)
     metrics = wait_until_right(exporter, node, (0, first, second), {second: [process]})
@@ -94,7 +86,7 @@ def test_series_follow_the_uuid_when_the_driver_s_order_changes(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
-    processes = [start_reporting(start_torch, node, exporter, CUDA_VISIBLE_DEVICES=node.uuid(i)) for i in (0, 1)]
+    processes = [start_reporting(start_torch, exporter, on=node, CUDA_VISIBLE_DEVICES=node.uuid(i)) for i in (0, 1)]
     node.set_process(FOREIGN_PID, 1, 11 * MIB)
     reporting = {0: [processes[0]], 1: [processes[1]]}
     metrics = wait_until_right(exporter, node, (0, 1), reporting)
@@ -145,3 +137,33 @@ def test_values_are_on_the_right_device_whatever_its_cuda_index(
     sizes = {places[uuid]: (device + 1) * 7 * MIB for device, uuid in enumerate(visible_uuids)}
     books = {places[book.uuid]: book.processes[process.pid] for book in node.books().devices if book.processes}
     wait_until_equal(shown, [sizes, books], "the bytes of each device")
+
+
+def test_after_an_action_the_driver_is_read_immediately(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, "--report.interval", "0.2", "--collect.interval", "600")
+    process = start_reporting(start_torch, exporter)
+    uuid, pid = node.uuid(0), process.pid
+    # The only poll may have been before the start of the process; the first action causes another.
+    exporter.act("empty_cache", target={"pid": pid})
+    wait_until_right(exporter, node, (0,), {0: [process]})
+    context_bytes = node.books()[0].processes[pid] - process.call("stats")["reserved_bytes.all.current"]
+
+    process.call("free")
+    reserved = process.call("stats")["reserved_bytes.all.current"]
+    wait_for(
+        lambda: scrape(exporter).ledgers()[uuid]["torch_reclaimable"] == reserved > 0, "a report of the free cache"
+    )
+    assert exporter.act("empty_cache", target={"pid": pid})["freed_bytes"] == reserved
+    seen: list[Any] = []
+    while not seen or seen[-1] != (0, reserved):
+        metrics = scrape(exporter)
+        ledger = metrics.ledgers()[uuid]
+        used = int(metrics.value("gpumem_process_memory_used_bytes", pid=str(pid), uuid=uuid))
+        reported = ledger["torch_allocated"] + ledger["torch_reclaimable"] + ledger["torch_fragmented"]
+        # The context alone, if report and reading have the same time; otherwise the difference between them too.
+        assert ledger["non_torch"] - context_bytes == (used - context_bytes) - reported
+        seen.append((reported, context_bytes + reserved - used))
+        assert set(seen[-1]) <= {0, reserved}, seen
+    wait_until_right(exporter, node, (0,), {0: [process]})

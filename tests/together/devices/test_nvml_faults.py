@@ -19,8 +19,15 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_NO_PERMISSION, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.servers.exporter_process import QUICK, ExporterProcess, Metrics
-from tests.support.truth.device_truth import ATTACH_SECONDS, FOREIGN_PID, scrape, truth, wait_until_right
-from tests.support.waiting import patient, wait_for, wait_until_equal
+from tests.support.truth.device_truth import (
+    ATTACH_SECONDS,
+    FOREIGN_PID,
+    scrape,
+    start_reporting,
+    truth,
+    wait_until_right,
+)
+from tests.support.waiting import eventually, patient, wait_for, wait_until_equal
 
 ANSWER_SECONDS = patient(20.0)
 """The limit for an answer while a driver call hangs."""
@@ -47,17 +54,12 @@ class Watched:
     def scrape(self) -> Metrics:
         return scrape(self.exporter)
 
-    def wait_for_health(self, status: int, word: str) -> dict[str, Any]:
-        last: dict[str, Any] = {}
-
+    def wait_for_health(self, status: int, word: str) -> Any:
         def read() -> tuple[int, Any]:
-            nonlocal last
             answer = self.exporter.request("GET", "/health")
-            last = json.loads(answer.body)
-            return answer.status, last["status"]
+            return answer.status, json.loads(answer.body)
 
-        wait_until_equal(read, (status, word), "this health")
-        return last
+        return eventually(read, lambda found: (found[0], found[1]["status"]) == (status, word), what=word)[1]
 
     def devices_up(self) -> list[int]:
         """Return the values of `gpumem_device_up` in the driver's order; empty without devices."""
@@ -85,12 +87,7 @@ def watch(start_exporter: StartExporter, start_torch: StartTorch) -> Callable[..
 
     def watched(node: EmulatedNode, devices: tuple[int, ...] = (0,)) -> Watched:
         exporter = start_exporter(node, *QUICK)
-        process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
-        process.call("start_client", workload="faults")
-        for device in devices:
-            process.call("random_heap", device=device, seed=device, blocks=60)
-        exporter.wait_for_processes(process.pid)
-        return Watched(node, exporter, process)
+        return Watched(node, exporter, start_reporting(start_torch, exporter, devices))
 
     return watched
 

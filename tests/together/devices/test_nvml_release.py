@@ -12,7 +12,7 @@ from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
 from tests.support.processes.running_command import run_command
 from tests.support.servers.exporter_process import QUICK, ExporterProcess
-from tests.support.truth.device_truth import FOREIGN_PID, scrape, series_of, wait_until_right
+from tests.support.truth.device_truth import FOREIGN_PID, scrape, series_of, start_reporting, wait_until_right
 from tests.support.waiting import wait_for
 
 RELEASE, ATTACH = "/api/v1/nvml/release", "/api/v1/nvml/attach"
@@ -37,10 +37,7 @@ def test_after_a_release_no_driver_file_is_open_and_torch_series_remain(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
-    process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
-    process.call("start_client")
-    process.call("random_heap", blocks=30)
-    exporter.wait_for_processes(process.pid)
+    process = start_reporting(start_torch, exporter)
     wait_until_right(exporter, node, (0, 1), {0: [process]})
     assert held(exporter, node) == {"library", "device file"}
 

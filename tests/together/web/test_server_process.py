@@ -76,10 +76,6 @@ def leave_a_socket_file(path: Path) -> None:
         sock.bind(str(path))
 
 
-def write_a_file(path: Path) -> None:
-    path.write_text("precious")
-
-
 def test_the_socket_of_a_killed_exporter_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "exporter.sock"
     leave_a_socket_file(path)
@@ -122,7 +118,7 @@ def test_the_socket_of_a_running_exporter_is_kept(tmp_path: Path) -> None:
             sock.connect(str(path))
 
 
-@pytest.mark.parametrize("make", [write_a_file, Path.mkdir])
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
 def test_a_file_that_is_not_a_socket_is_kept(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "exporter.sock"
     make(path)
@@ -132,10 +128,6 @@ def test_a_file_that_is_not_a_socket_is_kept(tmp_path: Path, make: Callable[[Pat
 
 
 SERVE = [sys.executable, "-m", "gpumem_exporter", "serve", "--web.systemd-socket"]
-
-
-def tcp_socket() -> socket.socket:
-    return socket.create_server(("127.0.0.1", 0))
 
 
 def unix_socket(path: Path | str) -> socket.socket:
@@ -195,7 +187,7 @@ def request(url: str, path: str, document: object = None) -> Answer:
 
 def test_a_passed_tcp_and_a_passed_unix_socket_serve_scrapes_and_reports(tmp_path: Path) -> None:
     path = tmp_path / "exporter.sock"
-    with tcp_socket() as tcp, unix_socket(path) as unix:
+    with socket.create_server(("127.0.0.1", 0)) as tcp, unix_socket(path) as unix:
         with activated([tcp, unix]) as process:
             for pid, sock in enumerate((tcp, unix), start=1):
                 assert b"gpumem_exporter_build_info" in request(url_of(sock), "/metrics").body
@@ -220,25 +212,14 @@ def test_a_passed_tcp_and_a_passed_unix_socket_serve_scrapes_and_reports(tmp_pat
                 assert waiting.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
-def datagram_socket() -> socket.socket:
-    return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-
-
-def socket_that_does_not_listen() -> socket.socket:
-    return socket.socket(socket.AF_UNIX)
-
-
-def abstract_socket() -> socket.socket:
-    return unix_socket(f"\0gpumem-test-{os.getpid()}")
-
-
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (datagram_socket, r"\b3\b.*ListenStream="),
-        (socket_that_does_not_listen, r"\b3\b.*Accept=no"),
-        (abstract_socket, "path"),
+        (lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM), r"\b3\b.*ListenStream="),
+        (lambda: socket.socket(socket.AF_UNIX), r"\b3\b.*Accept=no"),
+        (lambda: unix_socket(f"\0gpumem-test-{os.getpid()}"), "path"),
     ],
+    ids=["datagrams", "does not listen", "abstract"],
 )
 def test_a_socket_that_the_exporter_cannot_use_is_an_error(make: Callable[[], socket.socket], named: str) -> None:
     with make() as sock:
