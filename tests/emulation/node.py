@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -285,21 +284,13 @@ class EmulatedNode:
 
     # Failures of the driver
 
-    def set_device_error(self, device: int, code: int) -> None:
-        """Make every NVML call on the device, including that for its handle, return a code; 0 restores the device.
-
-        A lost device (15) that is restored stays lost in each NVML session that was open at the time, until the program
-        initializes NVML again.
-        """
-        self._control.emu_control_set_device_error(self._handle, self._entry(device), code)
-
     def lose_device(self, device: int) -> None:
-        """Make the device fall off the bus."""
-        self.set_device_error(device, NVML_ERROR_GPU_IS_LOST)
+        """Make the device fall off the bus: every NVML call on it fails, including that for its handle."""
+        self._control.emu_control_set_device_error(self._handle, self._entry(device), NVML_ERROR_GPU_IS_LOST)
 
     def heal_device(self, device: int) -> None:
-        """Restore the device."""
-        self.set_device_error(device, 0)
+        """Restore the device, which stays lost in each open NVML session until the program initializes NVML again."""
+        self._control.emu_control_set_device_error(self._handle, self._entry(device), 0)
 
     def set_init_error(self, code: int) -> None:
         """Make nvmlInit return a code (9: the driver is not loaded; 0: success). Open sessions are not affected."""
@@ -348,7 +339,7 @@ class EmulatedNode:
     def set_process(self, pid: int, device: int, nbytes: int) -> None:
         """Add an artificial process (any pid) that uses this number of bytes until it is removed.
 
-        Raises MemoryError if the device does not have enough free memory.
+        Raises OSError, ENOMEM, if the device does not have enough free memory.
         """
         _check(self._control.emu_control_set_foreign(self._handle, pid, self._entry(device), nbytes), f"process {pid}")
 
@@ -397,8 +388,6 @@ class EmulatedNode:
 
 
 def _check(code: int, what: object) -> None:
-    if code == errno.ENOMEM:
-        raise MemoryError(f"{what}: the device does not have enough free memory")
     if code:
         raise OSError(code, os.strerror(code), str(what))
 

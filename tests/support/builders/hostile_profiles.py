@@ -1,10 +1,16 @@
-"""Valid profiles that any local user can send, made to take as much memory and time as possible."""
+"""Valid profiles that any local user can send, made to take as much memory and time as possible.
+
+`python -m` compares the profiles in two files and renders the difference in each format, as the exporter does. It
+prints the highest memory that it took, in MiB.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from gpumem_client.profile.profile_types import FORMAT, MAX_LISTS, MAX_ROWS, MAX_VALUES
@@ -98,3 +104,24 @@ HOSTILE: Mapping[str, Callable[[int], bytes]] = {
     each.__name__: each for each in (deep_stacks, many_frames, long_texts, long_tables, long_kinds)
 }
 """Each returns the body of a profile; another number makes another profile of the same shape."""
+
+
+def main(*files: str) -> None:
+    """Render the difference of two profiles, and print the highest memory; `ru_maxrss` also has that of the parent."""
+    import gpumem_exporter.app  # noqa: F401 - an exporter has it loaded
+    from gpumem_exporter.features.profiles.profile_diff import difference
+    from gpumem_exporter.features.profiles.profile_formats import SUFFIXES, render
+    from gpumem_exporter.features.profiles.stored_profile import StoredProfile
+    from tests.support.builders.profile_documents import facts
+
+    before, after = (
+        StoredProfile.of(facts(reported_pid=i), Path(file).read_bytes()).at("live") for i, file in enumerate(files)
+    )
+    for form in SUFFIXES:
+        render([difference(before, after)], form)
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    print(int(status.partition("VmHWM:")[2].split()[0]) / 1024)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

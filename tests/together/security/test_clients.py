@@ -8,6 +8,7 @@ import json
 import resource
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.support.servers.exporter_process import ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20
+MOST_BYTES = 160 * MIB
 PROCESSES = 64
 CONNECTIONS = 2 * PROCESSES + 256
 """The limit of an exporter with `--report.max-processes`; half of them may be of one user."""
@@ -171,3 +173,35 @@ def is_closed(sock: socket.socket) -> bool:
         return False
     except OSError:
         return True
+
+
+def flood(opened: list[socket.socket], sent: bytes) -> None:
+    """Send to every connection as much as the exporter reads."""
+    left = {connection: memoryview(sent) for connection in opened}
+    quiet_since = time.monotonic()
+    while left and time.monotonic() - quiet_since < 0.5:
+        for connection in tuple(left):
+            try:
+                part = connection.send(left[connection])
+            except BlockingIOError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                part = len(left[connection])
+            quiet_since = time.monotonic()
+            left[connection] = left[connection][part:]
+            if not left[connection]:
+                del left[connection]
+
+
+def test_half_sent_bodies_use_little_memory(tmp_path: Path) -> None:
+    with contextlib.closing(ExporterProcess(tmp_path, fresh=True)) as exporter:
+        for size in (250 << 10, MIB - 1):
+            with contextlib.ExitStack() as stack:
+                opened = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(400)]
+                for connection in opened:
+                    connection.settimeout(patient(30))
+                    connection.connect(str(exporter.socket))
+                    connection.setblocking(False)
+                flood(opened, POST + b"Content-Length: 1048576\r\n\r\n" + b" " * size)
+                assert exporter.peak_bytes() < MOST_BYTES
+            wait_for(lambda: exporter.request("POST", "/api/v1/reports", {}).status == 422, "an answer to another one")

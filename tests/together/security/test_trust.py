@@ -13,7 +13,10 @@ import pytest
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterUntrustedError
 from gpumem_client.wire.http import Answer, Connection
+from gpumem_client.wire.peer import user_name
 from gpumem_client.wire.trust import Trust
+from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.edge.listeners import BindError, bind
 from tests.emulation.fixtures import StartTorch
 from tests.support.processes.other_user import OTHER_UID, RogueServer, needs_root, rogue_server
 from tests.support.waiting import patient, wait_for
@@ -121,3 +124,26 @@ def test_a_reporter_sends_nothing_to_a_server_of_another_user_and_says_so_once(
     wait_for(lambda: rogue.connected() > 2, "further attempts")
     assert process.stderr().count("is not trusted") == 1
     assert rogue.received() == b""
+
+
+def test_a_taken_address_names_the_user(tmp_path: Path) -> None:
+    user = user_name(OTHER_UID)
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        os.chown(made, OTHER_UID, OTHER_UID)
+        path = Path(made, "exporter.sock")
+        with rogue_server(tmp_path, path), pytest.raises(BindError, match=f"pid [0-9]+ of {user}"):
+            bind([], str(path))
+    with rogue_server(tmp_path) as server:
+        address = server.url.removeprefix("http://")
+        for taken in (address, address.replace("127.0.0.1", "")):
+            with pytest.raises(BindError, match=f"a process of {user}"):
+                bind([taken])
+
+
+def test_a_token_is_for_actions_at_a_trusted_exporter(tmp_path: Path) -> None:
+    with rogue_server(tmp_path) as server, ExporterApi((server.url,), token="secret", token_for_reads=False) as api:
+        api.get("/api/v1/devices")
+        with pytest.raises(ExporterUntrustedError, match=f"uid {OTHER_UID}"):
+            api.submit({"action": "empty_cache", "target": {"all": True}})
+        assert b"/api/v1/devices" in server.received()
+        assert b"secret" not in server.received()

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ import pytest
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.edge.listeners import BindError, bind
+from tests.conftest import StartExporter
 from tests.support.builders.builders import report
 from tests.support.processes.running_command import environment_without, run_command
 from tests.support.servers.exporter_process import ExporterProcess
@@ -87,14 +89,6 @@ def test_the_socket_of_a_killed_exporter_is_replaced(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_socket_that_another_process_replaced_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "exporter.sock"
-    with bind([], str(path)):
-        path.unlink()
-        leave_a_socket_file(path)
-    assert path.exists()
-
-
 def test_only_the_last_folder_of_the_sockets_path_is_created_with_mode_0755(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir(mode=0o700)
@@ -125,6 +119,54 @@ def test_a_file_that_is_not_a_socket_is_kept(tmp_path: Path, make: Callable[[Pat
     with pytest.raises(BindError, match=re.escape(str(path))):
         bind([], str(path))
     assert path.exists()
+
+
+@pytest.mark.parametrize(("mode", "accepted"), [(0o775, False), (0o757, False), (0o1777, True)])
+def test_a_socket_needs_a_folder_that_others_cannot_write(tmp_path: Path, mode: int, accepted: bool) -> None:
+    tmp_path.chmod(mode)
+    path = tmp_path / "exporter.sock"
+    if accepted:
+        bind([], str(path)).close()
+    else:
+        with pytest.raises(BindError, match=f"chmod go-w {tmp_path}"):
+            bind([], str(path))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_a_socket_has_its_mode_from_the_start(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "chmod", None)
+    monkeypatch.setattr(os, "chmod", None)
+    before = os.umask(umask)
+    try:
+        with bind([], str(tmp_path / "exporter.sock")):
+            assert stat.S_IMODE((tmp_path / "exporter.sock").stat().st_mode) == 0o666
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+
+
+def test_a_replaced_socket_degrades_the_health_and_is_kept(start_exporter: StartExporter) -> None:
+    exporter = start_exporter()
+    assert exporter.get("/health")["checks"]["socket"] == {"status": "ok", "detail": str(exporter.socket)}
+    with closing(Connection(exporter.tcp_url, timeout_seconds=patient(30))) as tcp:
+        for change in ("removed", "replaced"):
+            exporter.socket.unlink(missing_ok=True)
+            if change == "replaced":
+                with socket.socket(socket.AF_UNIX) as other:
+                    other.bind(str(exporter.socket))
+            check = json.loads(tcp.request("GET", "/health").body)["checks"]["socket"]
+            assert check["status"] == "degraded", change
+    assert exporter.stop() == 0
+    assert exporter.socket.exists(), "the file of another process"
+
+
+def test_a_rebound_name_reads_nothing_on_loopback(start_exporter: StartExporter) -> None:
+    exporter = start_exporter()
+    with closing(Connection(exporter.tcp_url, timeout_seconds=patient(30))) as tcp:
+        for path in ("/", "/metrics", "/api/v1/processes", "/api/v1/live", "/health"):
+            assert tcp.request("GET", path, headers={"Host": "evil.example"}).status == 403
+            assert tcp.request("GET", path).status in (200, 503)
 
 
 SERVE = [sys.executable, "-m", "gpumem_exporter", "serve", "--web.systemd-socket"]

@@ -22,6 +22,6 @@ def test_a_difference_of_hostile_profiles_stays_within_the_memory_of_the_pod(sha
         file = tmp_path / str(number)
         file.write_bytes(HOSTILE[shape](number))
         files.append(str(file))
-    command = [sys.executable, "-m", "tests.programs.rendered_profile", *files]
+    command = [sys.executable, "-m", "tests.support.builders.hostile_profiles", *files]
     done = subprocess.run(command, check=True, capture_output=True, timeout=patient(120))
     assert float(done.stdout) <= MOST_MIB
