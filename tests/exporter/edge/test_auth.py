@@ -19,7 +19,7 @@ from gpumem_exporter.edge.problems import ProblemError
 from gpumem_exporter.edge.request_guard import Callers, Rule
 from gpumem_exporter.edge.watched_files import TokenFile, WatchedFiles, refreshing
 from gpumem_exporter.node.sockets import SocketHolders
-from tests.support.builders.exchanges import state_from
+from tests.support.builders.builders import state_from
 from tests.support.waiting import patient
 
 OWNER = 1000

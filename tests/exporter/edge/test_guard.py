@@ -26,7 +26,7 @@ from gpumem_exporter.edge.request_guard import (
     Rule,
 )
 from gpumem_exporter.edge.watched_files import TokenFile
-from tests.support.builders.exchanges import state_from
+from tests.support.builders.builders import state_from
 
 REPORTS = "/api/v1/reports"
 LIMITS = {REPORTS: 1 << 20, PROFILES_PATH: 2 << 20}

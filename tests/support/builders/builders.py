@@ -17,6 +17,8 @@ from gpumem_exporter.core.samples import (
     ProcessMemory,
     ReportingProcess,
 )
+from gpumem_exporter.edge.connections import Connection, Exchange, Limits
+from gpumem_exporter.edge.peer import Peer
 
 MIB = 1 << 20
 UNLIMITED = RateLimits(per_caller=10**9, per_process=10**9, clock=lambda: 0.0)
@@ -97,6 +99,11 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+
+
+def state_from(peer: Peer) -> dict[str, Any]:
+    """Return the `state` of the ASGI scope of a request of this peer that has passed the edge."""
+    return {"exchange": Exchange(Connection(peer, Limits(8)), peer)}
 
 
 class NobodyHost:

@@ -34,7 +34,7 @@ from gpumem_exporter.edge.peer import Peer
 from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.runtime import Runtime
 from gpumem_exporter.serve_command import load_settings
-from tests.support.builders.exchanges import state_from
+from tests.support.builders.builders import state_from
 from tests.support.paths import REPOSITORY
 
 RULES = sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml"), reverse=True)

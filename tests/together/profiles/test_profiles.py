@@ -15,8 +15,7 @@ from gpumem_client.profile.profile_types import ProfiledDevice, Row
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.main import main
 from tests.support.builders.builders import MIB, UUIDS
-from tests.support.builders.made_up_profiles import training
-from tests.support.builders.profile_documents import Reporter, profile, takes
+from tests.support.builders.profile_documents import Reporter, profile, takes, training
 from tests.support.processes.running_command import run_command
 from tests.support.servers.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
 from tests.support.truth.pprof_reader import read_pprof
@@ -25,6 +24,15 @@ from tests.support.waiting import eventually, patient
 PROFILES = "/api/v1/profiles"
 EVENTS = "/api/v1/events"
 MEDIA_TYPES = {"pprof": "application/octet-stream", "html": "text/html"}
+
+
+@pytest.fixture
+def exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningExporter]:
+    """Run an exporter, which the commands of the test use."""
+    monkeypatch.chdir(tmp_path)
+    with running_exporter() as exporter:
+        monkeypatch.setenv("GPUMEM_EXPORTER_URL", exporter.url)
+        yield exporter
 
 
 def asked(exporter: RunningExporter, **changes: Any) -> Any:
@@ -44,25 +52,24 @@ def listed(exporter: RunningExporter, query: str = "") -> list[str]:
     return [each["id"] for each in exporter.document(f"{PROFILES}{query}")["profiles"]]
 
 
-def test_a_profile_for_a_command_is_listed_and_named_in_the_result() -> None:
-    with running_exporter() as exporter:
-        reporter = Reporter(exporter)
-        action = asked(exporter, duration_seconds=5)
-        command = reporter.command()
-        assert (command["action"], command["duration_seconds"]) == ("profile", 5)
-        profile_id = sent(reporter.send(profile(command["id"])))
-        assert sent(reporter.send(profile(command["id"]))) == profile_id
-        reporter.finish(command, "another")
-        (row,) = exporter.document(f"{ACTIONS}/{action['id']}")["results"]
-        assert (row["outcome"], row["profile"]) == ("done", profile_id)
-        (shown,) = exporter.document(PROFILES)["profiles"]
-        assert (shown["id"], shown["cause"], shown["pid"]) == (profile_id, "action", 100)
-        assert shown["devices"][0]["gpu"] == "0"
-        found = exporter.document(f"{PROFILES}/{profile_id}")
-        assert sum(row["bytes"] for row in found["rows"]) == 700
-        (event,) = exporter.document(f"{EVENTS}?type=action")["events"]
-        assert event["detail"]["results"][0]["profile"] == profile_id
-        problem(reporter.send(profile(command["id"])), 409)  # the command has ended
+def test_a_profile_for_a_command_is_listed_and_named_in_the_result(exporter: RunningExporter) -> None:
+    reporter = Reporter(exporter)
+    action = asked(exporter, duration_seconds=5)
+    command = reporter.command()
+    assert (command["action"], command["duration_seconds"]) == ("profile", 5)
+    profile_id = sent(reporter.send(profile(command["id"])))
+    assert sent(reporter.send(profile(command["id"]))) == profile_id
+    reporter.finish(command, "another")
+    (row,) = exporter.document(f"{ACTIONS}/{action['id']}")["results"]
+    assert (row["outcome"], row["profile"]) == ("done", profile_id)
+    (shown,) = exporter.document(PROFILES)["profiles"]
+    assert (shown["id"], shown["cause"], shown["pid"]) == (profile_id, "action", 100)
+    assert shown["devices"][0]["gpu"] == "0"
+    found = exporter.document(f"{PROFILES}/{profile_id}")
+    assert sum(row["bytes"] for row in found["rows"]) == 700
+    (event,) = exporter.document(f"{EVENTS}?type=action")["events"]
+    assert event["detail"]["results"][0]["profile"] == profile_id
+    problem(reporter.send(profile(command["id"])), 409)  # the command has ended
 
 
 def test_a_process_that_was_silent_while_it_took_a_profile_may_send_it() -> None:
@@ -80,60 +87,56 @@ def test_a_process_that_was_silent_while_it_took_a_profile_may_send_it() -> None
         assert (row["outcome"], row["profile"]) == ("done", profile_id)
 
 
-def test_the_formats_and_the_difference_of_two_profiles() -> None:
-    with running_exporter() as exporter:
-        reporter = Reporter(exporter)
-        ids = []
-        for recorded in (True, False):
-            asked(exporter)
-            command = reporter.command()
-            now: dict[str, Any] = {
-                "devices": (ProfiledDevice(UUIDS[0], 100),),
-                "rows": (Row(0, "default", None, 1, 100, 1, None, None),),
-            }
-            ids.append(sent(reporter.send(profile(command["id"], **({} if recorded else now)))))
-            reporter.finish(command)
-        assert listed(exporter) == ids[::-1]
-        assert listed(exporter, "?limit=1&pid=100&workload=train&job=train") == ids[1:]
-        assert (
-            listed(exporter, "?pid=101") == listed(exporter, "?workload=other") == listed(exporter, "?job=pid~1") == []
-        )
-        first = f"{PROFILES}/{ids[0]}"
-        for form, media_type in MEDIA_TYPES.items():
-            for path in (first, f"{first}/diff/{ids[1]}"):
-                answer = exporter.get(f"{path}?format={form}")
-                assert answer.status == 200, answer.body
-                assert answer.headers["content-type"].startswith(media_type)
-                assert answer.headers["cache-control"] == "no-store"
-                policy = answer.headers.get("content-security-policy", "")
-                assert policy.startswith("sandbox allow-scripts") is (form == "html")
-                assert "allow-same-origin" not in policy
-        problem(exporter.get(f"{PROFILES}/{ids[1]}?moment=peak"), 422)  # taken without a recording
-        (wrong,) = problem(exporter.get(f"{first}?format=folded"), 422)["errors"]
-        assert all(form in wrong["message"] for form in ("json", "pprof", "html"))
-        problem(exporter.get(f"{PROFILES}/{'0' * 32}"), 404)
-        problem(exporter.get(f"{first}/diff/{'0' * 32}"), 404)
-        problem(exporter.get(f"{PROFILES}/..%2f..%2fevents.db"), 404)
-
-
-def test_a_profile_that_no_command_and_no_error_explains_is_refused() -> None:
-    with running_exporter() as exporter:
-        reporter = Reporter(exporter)
-        problem(reporter.send(profile()), 409)
-        problem(reporter.send(profile(cause="another")), 422)
-        clear = exporter.act(action="snapshot", target={"all": True}, wait_seconds=0)
-        problem(reporter.send(profile(json.loads(clear.body)["id"])), 409)
-        waiting = asked(exporter)
-        problem(reporter.send(profile(waiting["id"])), 409)  # the process does not have the command yet
+def test_the_formats_and_the_difference_of_two_profiles(exporter: RunningExporter) -> None:
+    reporter = Reporter(exporter)
+    ids = []
+    for recorded in (True, False):
+        asked(exporter)
         command = reporter.command()
-        neighbor = Reporter(exporter, 101)
-        problem(neighbor.send(profile(command["id"])), 409)
-        reporter.changes["session"] = "unknown"
-        problem(reporter.send(profile(command["id"])), 409)
-        assert listed(exporter) == []
-        for body, status in ((b"", 422), (b"x" * ((1 << 20) + 1), 413)):
-            problem(neighbor.post(body), status)
-        problem(exporter.request("POST", PROFILES, {"id": "x"}), 415)
+        now: dict[str, Any] = {
+            "devices": (ProfiledDevice(UUIDS[0], 100),),
+            "rows": (Row(0, "default", None, 1, 100, 1, None, None),),
+        }
+        ids.append(sent(reporter.send(profile(command["id"], **({} if recorded else now)))))
+        reporter.finish(command)
+    assert listed(exporter) == ids[::-1]
+    assert listed(exporter, "?limit=1&pid=100&workload=train&job=train") == ids[1:]
+    assert listed(exporter, "?pid=101") == listed(exporter, "?workload=other") == listed(exporter, "?job=pid~1") == []
+    first = f"{PROFILES}/{ids[0]}"
+    for form, media_type in MEDIA_TYPES.items():
+        for path in (first, f"{first}/diff/{ids[1]}"):
+            answer = exporter.get(f"{path}?format={form}")
+            assert answer.status == 200, answer.body
+            assert answer.headers["content-type"].startswith(media_type)
+            assert answer.headers["cache-control"] == "no-store"
+            policy = answer.headers.get("content-security-policy", "")
+            assert policy.startswith("sandbox allow-scripts") is (form == "html")
+            assert "allow-same-origin" not in policy
+    problem(exporter.get(f"{PROFILES}/{ids[1]}?moment=peak"), 422)  # taken without a recording
+    (wrong,) = problem(exporter.get(f"{first}?format=folded"), 422)["errors"]
+    assert all(form in wrong["message"] for form in ("json", "pprof", "html"))
+    problem(exporter.get(f"{PROFILES}/{'0' * 32}"), 404)
+    problem(exporter.get(f"{first}/diff/{'0' * 32}"), 404)
+    problem(exporter.get(f"{PROFILES}/..%2f..%2fevents.db"), 404)
+
+
+def test_a_profile_that_no_command_and_no_error_explains_is_refused(exporter: RunningExporter) -> None:
+    reporter = Reporter(exporter)
+    problem(reporter.send(profile()), 409)
+    problem(reporter.send(profile(cause="another")), 422)
+    clear = exporter.act(action="snapshot", target={"all": True}, wait_seconds=0)
+    problem(reporter.send(profile(json.loads(clear.body)["id"])), 409)
+    waiting = asked(exporter)
+    problem(reporter.send(profile(waiting["id"])), 409)  # the process does not have the command yet
+    command = reporter.command()
+    neighbor = Reporter(exporter, 101)
+    problem(neighbor.send(profile(command["id"])), 409)
+    reporter.changes["session"] = "unknown"
+    problem(reporter.send(profile(command["id"])), 409)
+    assert listed(exporter) == []
+    for body, status in ((b"", 422), (b"x" * ((1 << 20) + 1), 413)):
+        problem(neighbor.post(body), status)
+    problem(exporter.request("POST", PROFILES, {"id": "x"}), 415)
 
 
 def test_the_event_of_an_error_has_its_profile_whichever_arrives_first(tmp_path: Path) -> None:
@@ -164,17 +167,16 @@ def test_the_event_of_an_error_has_its_profile_whichever_arrives_first(tmp_path:
         assert (unknown.returncode, "no-such-user" in unknown.stderr) == (2, True)
 
 
-def test_a_profile_that_names_an_unknown_device_is_refused() -> None:
-    with running_exporter() as exporter:
-        reporter = Reporter(exporter)
-        reporter.fail(1)
-        known = reporter.error_profile(1)
-        unknown = replace(known.devices[0], uuid="GPU-of-another-node", allocated_bytes=0, peak_bytes=0)
-        for devices in ((unknown, *known.devices), (*known.devices, unknown)):
-            rows = [row._replace(device=devices.index(known.devices[0])) for row in known.rows]
-            answer = reporter.send(replace(known, devices=devices, rows=tuple(rows)))
-            assert "GPU-of-another-node" in problem(answer, 422)["detail"]
-        assert listed(exporter) == []
+def test_a_profile_that_names_an_unknown_device_is_refused(exporter: RunningExporter) -> None:
+    reporter = Reporter(exporter)
+    reporter.fail(1)
+    known = reporter.error_profile(1)
+    unknown = replace(known.devices[0], uuid="GPU-of-another-node", allocated_bytes=0, peak_bytes=0)
+    for devices in ((unknown, *known.devices), (*known.devices, unknown)):
+        rows = [row._replace(device=devices.index(known.devices[0])) for row in known.rows]
+        answer = reporter.send(replace(known, devices=devices, rows=tuple(rows)))
+        assert "GPU-of-another-node" in problem(answer, 422)["detail"]
+    assert listed(exporter) == []
 
 
 def test_a_scraper_gets_a_new_profile_that_is_not_kept() -> None:
@@ -201,15 +203,6 @@ def test_a_scraper_gets_a_new_profile_that_is_not_kept() -> None:
         assert exporter.sample("gpumem_actions_total", action="profile", outcome="done") == 1
         problem(exporter.get("/api/v1/processes/4711/profile"), 404)
         problem(exporter.get("/api/v1/processes/x/profile"), 422)
-
-
-@pytest.fixture
-def exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningExporter]:
-    """Run an exporter, which the commands of the test use."""
-    monkeypatch.chdir(tmp_path)
-    with running_exporter() as exporter:
-        monkeypatch.setenv("GPUMEM_EXPORTER_URL", exporter.url)
-        yield exporter
 
 
 def test_a_profile_is_a_table_of_owners_and_lines(

@@ -18,8 +18,9 @@ from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.core.event import Event
 from gpumem_exporter.core.samples import ProcessMemory
+from tests.conftest import StartExporter
 from tests.support.builders.builders import MIB, UUIDS, report, sample
-from tests.support.servers.exporter_process import QUICK, ExporterProcess, token_file
+from tests.support.servers.exporter_process import QUICK, token_file
 from tests.support.servers.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually, patient
 
@@ -136,9 +137,9 @@ def test_hidden_commands_and_slurm_jobs_are_shown_with_the_token_only(tmp_path: 
             assert b'"4712"' not in exporter.get(path).body
 
 
-def test_the_history_of_the_real_process_survives_a_restart(tmp_path: Path) -> None:
+def test_the_history_of_the_real_process_survives_a_restart(start_exporter: StartExporter, tmp_path: Path) -> None:
     folder, begun = tmp_path / "storage", int(time.time())
-    exporter = ExporterProcess(tmp_path, "--demo", "--storage.path", str(folder), *QUICK)
+    exporter = start_exporter(None, "--demo", "--storage.path", str(folder), *QUICK)
 
     def shown() -> dict[int, int | None]:
         document = exporter.get(f"{HISTORY}?from={begun}")
@@ -146,15 +147,12 @@ def test_the_history_of_the_real_process_survives_a_restart(tmp_path: Path) -> N
         used = series["used"]["max"]
         return {unix: value for unix, value in zip(document["unix_seconds"], used, strict=False) if value is not None}
 
-    try:
-        before = eventually(shown, lambda values: len(values) > 2)
-        assert exporter.stop() == 0
-        assert [path.name for path in folder.glob("history*")] == ["history.db"]
-        exporter.start()
-        after = eventually(shown, lambda values: max(values, default=0) > max(before) and min(values) <= min(before))
-        assert after.items() >= before.items()
-        assert exporter.stop(signal.SIGKILL) != 0
-        exporter.start()
-        assert eventually(shown, lambda values: min(values, default=2**40) <= min(before)).items() >= before.items()
-    finally:
-        exporter.close()
+    before = eventually(shown, lambda values: len(values) > 2)
+    assert exporter.stop() == 0
+    assert [path.name for path in folder.glob("history*")] == ["history.db"]
+    exporter.start()
+    after = eventually(shown, lambda values: max(values, default=0) > max(before) and min(values) <= min(before))
+    assert after.items() >= before.items()
+    assert exporter.stop(signal.SIGKILL) != 0
+    exporter.start()
+    assert eventually(shown, lambda values: min(values, default=2**40) <= min(before)).items() >= before.items()

@@ -15,8 +15,7 @@ from playwright.sync_api import Request
 from gpumem_client.wire.protocol import MODES
 from tests.conftest import StartExporter
 from tests.support.builders.builders import MIB, UUIDS, report, sample
-from tests.support.builders.made_up_profiles import training
-from tests.support.builders.profile_documents import takes
+from tests.support.builders.profile_documents import takes, training
 from tests.support.ports import free_port
 from tests.support.processes.live_page import LivePage, OpenPage, browser, open_page
 from tests.support.servers.exporter_process import ExporterProcess, token_file

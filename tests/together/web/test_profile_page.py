@@ -20,7 +20,7 @@ from gpumem_exporter.features.profiles.profile_lines import ShownProfile
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.support.builders.builders import MIB
-from tests.support.builders.made_up_profiles import MAIN, made_up, stored, training
+from tests.support.builders.profile_documents import MAIN, made_up, stored, training
 from tests.support.processes.live_page import browser
 from tests.support.torch_release import torch_release
 from tests.support.waiting import patient

@@ -8,7 +8,7 @@ from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_formats import json_document, read_saved
 from gpumem_exporter.features.profiles.profile_lines import ShownProfile
 from tests.support.builders.builders import MIB, UUIDS
-from tests.support.builders.made_up_profiles import LINEAR, MAIN, SCRIPT, Block, made_up, stored
+from tests.support.builders.profile_documents import LINEAR, MAIN, SCRIPT, Block, made_up, stored
 
 WEIGHT = Owner("parameters", "model.weight", "4x4", "float32")
 

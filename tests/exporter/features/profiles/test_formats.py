@@ -12,7 +12,7 @@ from gpumem_exporter.features.profiles.profile_diff import difference
 from gpumem_exporter.features.profiles.profile_lines import Format, Moment
 from gpumem_exporter.features.profiles.stored_profile import StoredProfile
 from tests.support.builders.builders import MIB, UUIDS
-from tests.support.builders.made_up_profiles import (
+from tests.support.builders.profile_documents import (
     CALL,
     FORWARD,
     LINEAR,
