@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,16 +114,10 @@ class World:
             self.torches[self.starting.pop()] = [process.call("alloc", nbytes=MIB)]
             self.workloads[process] = workload
             self.starts[process.pid] += 1
-            self._started(process.pid)
+            self.started(process.pid)
         self.exporter.wait_for_processes(*[process.pid for process in self.torches])
 
-    def start_program(self, rng: random.Random) -> None:
-        """Start a program without torch."""
-        self.programs.append(Program(self.node, PROGRAM.format(seed=rng.getrandbits(32))))
-        self.programs[-1].heard()
-        self._started(self.programs[-1].pid)
-
-    def _started(self, pid: int) -> None:
+    def started(self, pid: int) -> None:
         """Forget an earlier process with the same pid."""
         self.ending.pop(pid, None)
         self.non_torch = {key: values for key, values in self.non_torch.items() if key[0] != str(pid)}
@@ -334,7 +327,10 @@ class Steps:
         return f"{program.pid} holds {program.heard()}"
 
     def start_program(self) -> None:
-        self.world.start_program(self.rng)
+        program = Program(self.world.node, PROGRAM.format(seed=self.rng.getrandbits(32)))
+        self.world.programs.append(program)
+        program.heard()
+        self.world.started(program.pid)
 
     def kill_program(self) -> int:
         return self.world.end(self.rng.choice(self.world.programs))
@@ -372,18 +368,13 @@ class Steps:
 
     def pause_exporter(self) -> str:
         ends_seconds = time.monotonic() + self._pause_seconds
-        with self._paused():
-            self._in_the_dark(self.rng.randrange(_MAX_STEPS_IN_THE_DARK))
-            time.sleep(max(0.0, ends_seconds - time.monotonic()))
-        return f"{self._pause_seconds:g} s"
-
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
         self.world.exporter.signal(signal.SIGSTOP)
         try:
-            yield
+            self._in_the_dark(self.rng.randrange(_MAX_STEPS_IN_THE_DARK))
+            time.sleep(max(0.0, ends_seconds - time.monotonic()))
         finally:
             self.world.exporter.signal(signal.SIGCONT)
+        return f"{self._pause_seconds:g} s"
 
     def _in_the_dark(self, steps: int) -> None:
         """Take steps that the exporter does not see."""

@@ -10,6 +10,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,38 +134,32 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
     plan.write_text(json.dumps({"reserved_peak_bytes": PLANNED_BYTES}))
     policy = ("--policy.file", str(folder / "policy.yml"))
     Path(policy[1]).write_text(POLICY)
-    exporters: list[ExporterProcess] = []
-    processes: dict[str, TorchProcess] = {}
-    with EmulatedNode(folder / "node") as node:
-        try:
-            flags = (*policy, "--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "3")
-            on_node: dict[str, Any] = {"environment": node.environment()}
-            exporters.append(
-                ExporterProcess(
-                    folder / "exporter", "--web.listen-address", f"127.0.0.1:{ports[EMULATED]}", *flags, **on_node
-                )
-            )
-            for name, rank in (("leaks", "0"), ("steady", "1"), ("stopped", "")):
-                own = {"GPUMEM_EXPORTER_URL": exporters[0].url, "GPUMEM_RANK": rank, "GPUMEM_PLAN": str(plan)}
-                processes[name] = TorchProcess(node, own)
-            exporters.append(
-                ExporterProcess(folder / "demo", "--demo", *policy, "--web.listen-address", f"127.0.0.1:{ports[DEMO]}")
-            )
-            targets = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
-            targets[ALSO_DEMO] = targets[DEMO]
-            with RunningPrometheus(folder / "prometheus", targets, clusters={ALSO_DEMO: "second"}) as prometheus:
-                found = Scraped(Prometheus(prometheus.url), node, processes)
-                _begin_to_work(node, processes)
-                _wait_for_scrapes(found)
-                _make_things_happen(found, exporters, processes)
-                _ask_until_all_is_answered(found)
-                yield found
-        finally:
-            for process in processes.values():
-                process.close()
-            for exporter in exporters:
-                print(exporter.log()[-4000:])
-                exporter.close()
+    with ExitStack() as stack:
+
+        def start(name: str, port: int, *flags: str, **options: Any) -> ExporterProcess:
+            address = ("--web.listen-address", f"127.0.0.1:{port}")
+            exporter = ExporterProcess(folder / name, *policy, *address, *flags, **options)
+            stack.callback(exporter.close)
+            stack.callback(lambda: print(exporter.log()[-4000:]))
+            return exporter
+
+        node = stack.enter_context(EmulatedNode(folder / "node"))
+        flags = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "3")
+        exporters = [start("exporter", ports[EMULATED], *flags, environment=node.environment())]
+        processes: dict[str, TorchProcess] = {}
+        for name, rank in (("leaks", "0"), ("steady", "1"), ("stopped", "")):
+            own = {"GPUMEM_EXPORTER_URL": exporters[0].url, "GPUMEM_RANK": rank, "GPUMEM_PLAN": str(plan)}
+            processes[name] = stack.enter_context(TorchProcess(node, own))
+        exporters.append(start("demo", ports[DEMO], "--demo"))
+        targets = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+        targets[ALSO_DEMO] = targets[DEMO]
+        running = RunningPrometheus(folder / "prometheus", targets, clusters={ALSO_DEMO: "second"})
+        found = Scraped(Prometheus(stack.enter_context(running).url), node, processes)
+        _begin_to_work(node, processes)
+        _wait_for_scrapes(found)
+        _make_things_happen(found, exporters, processes)
+        _ask_until_all_is_answered(found)
+        yield found
 
 
 def _begin_to_work(node: EmulatedNode, processes: Mapping[str, TorchProcess]) -> None:

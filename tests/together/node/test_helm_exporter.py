@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +154,14 @@ def test_a_user_other_than_root_works_in_the_folders_that_the_init_container_giv
         environment["GPUMEM_CLIENT_DIRECTORY"] = str(node / "run" / "client")
         uid, gid = owner.split(":")
         user = ("setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--bounding-set=-all")
-        exporter = ExporterProcess(node / "run", environment=environment, launcher=user, ready="/-/healthy")
-        try:
+        with closing(
+            ExporterProcess(node / "run", environment=environment, launcher=user, ready="/-/healthy")
+        ) as exporter:
             caller = json.loads(exporter.request("GET", "/api/v1/caller").body)
             assert caller["rights"] == "all", "root on the socket, in a folder that root gave to the exporter's user"
             events = list((node / "gpumem" / "events").iterdir())
             assert {path.stat().st_uid for path in events} == {int(uid)}
             assert (node / "run" / "client" / "sitecustomize.py").is_file()
-        finally:
-            exporter.close()
         subprocess.run([*capabilities, *give], check=True)  # before the next exporter starts
 
 
@@ -172,8 +172,7 @@ def test_a_socket_without_a_folder_of_the_host_is_in_a_folder_of_the_exporter(tm
     empty_dir = tmp_path / mount["mountPath"].lstrip("/")
     empty_dir.mkdir(parents=True)
     empty_dir.chmod(0o777)
-    exporter = ExporterProcess(tmp_path / "run" / "gpumem", environment=pod.environment(), ready="/-/healthy")
-    try:
+    with closing(
+        ExporterProcess(tmp_path / "run" / "gpumem", environment=pod.environment(), ready="/-/healthy")
+    ) as exporter:
         assert exporter.socket.is_socket()
-    finally:
-        exporter.close()
