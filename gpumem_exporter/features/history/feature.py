@@ -19,7 +19,7 @@ def _build(node: Node) -> Parts:
         history.restore(node.past(node.wall_clock()))
     file = HistoryFile(history, node.folder) if node.folder is not None else None
     node.view.minima_of = history.minima
-    node.kv_cache_peaks = lambda: history.kv_cache_peaks
+    node.kv_cache_peaks = partial(getattr, history, "kv_cache_peaks")
     return Parts(
         routers=[history_router(history, node.renderer, node.hide_identities_from)],
         each_second={"history": history.add},
