@@ -112,11 +112,10 @@ class SelectedProcess:
     @property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """Its names by selector. A user has a uid and a name, as far as they are known."""
-        users = (self.facts.user,) if self.facts is not None and self.facts.user else ()
-        if self.reporter is None:
-            return {"pid": (str(self.pid),), "workload": (), "rank": (), "user": users}
         uids = () if self.owner_uid is None else (str(self.owner_uid),)
-        return {"pid": (str(self.pid),), "workload": (self.workload,), "rank": (self.rank,), "user": (*uids, *users)}
+        users = (self.facts.user,) if self.facts is not None and self.facts.user else ()
+        known = {"pid": (str(self.pid),), "workload": (), "rank": (), "user": (*uids, *users)}
+        return known if self.reporter is None else {**known, "workload": (self.workload,), "rank": (self.rank,)}
 
     @property
     def uuids(self) -> Sequence[str]:

@@ -47,6 +47,20 @@ def test_it_narrows_every_target(target: dict[str, Any], expected: list[int]) ->
     assert selected(Target(orphans=True, **target), "empty_cache") == [1]
 
 
+def test_a_user_has_the_same_processes_by_name_and_by_uid_also_those_that_only_the_driver_lists() -> None:
+    shown = snapshot({})
+    assert shown.node is not None
+    facts = {pid: ProcessFacts(pid, 1000, user="bob", uid=1002) for pid in (3, 4)}
+    shown = dataclasses.replace(shown, node=dataclasses.replace(shown.node, facts={**shown.node.facts, **facts}))
+    own = Caller(CallerKind.UNIX, Rights.OWN, uid=1002)
+    for caller in (Caller.policy("rule"), own):
+        for user in ("bob", 1002):
+            found = select(ActionRequest("terminate", Target(user=user)), caller, shown)
+            assert [one.pid for one in found] == [3, 4]
+    with pytest.raises(TargetNotFoundError, match="no such user '1002'"):
+        select(ActionRequest("terminate", Target(user=1002)), dataclasses.replace(own, uid=1003), shown)
+
+
 def test_a_process_that_is_not_an_orphan_is_not_found() -> None:
     with pytest.raises(TargetNotFoundError, match="orphan"):
         selected(Target(orphans=True, pid=2))
