@@ -208,7 +208,6 @@ class Dispatcher:
         finally:
             running.recorded = True
             self._offer(running, running.parts.values())
-            running.show_parts()
 
     # 2. The exporter itself acts, or a reporter receives its commands.
 
@@ -245,6 +244,7 @@ class Dispatcher:
             part.turn = part.turn._replace(at_step=at_step)
         if running.action.at_step is not None:
             running.action = replace(running.action, at_step=at_step)
+        running.show_parts()
 
     async def _act(self, part: Part) -> None:
         request, driver = part.running.request, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from gpumem_exporter.actions.dispatcher import GROUP_ANSWER_SECONDS
 from gpumem_exporter.actions.timing import GROUP_LEAD_SECONDS
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.samples import ReportingProcess
-from tests.support.builders.dispatching import EVERYBODY, Ranks
+from tests.support.builders.dispatching import EVERYBODY, Ranks, build_dispatcher
 
 
 @pytest.fixture
@@ -32,6 +33,15 @@ async def test_a_group_is_every_rank_of_the_workload_at_a_step_that_no_rank_has_
         (command,) = ranks.dispatcher.commands(process)
         assert (command.mode, command.at_step) == ("step", action.at_step)
     assert ranks.ask_group(at_step=123).at_step == 123
+
+
+def test_the_pending_ranks_have_the_step_that_they_are_sent(ranks: Ranks) -> None:
+    times = itertools.count(ranks.now, 0.06)  # a step ends while the request is checked
+    ranks.dispatcher = build_dispatcher(ranks.store, lambda: next(times))
+    action = ranks.ask_group()
+    for process in (ranks.first, ranks.second):
+        (command,) = ranks.dispatcher.commands(process)
+        assert {command.at_step, *(part.at_step for part in action.pending)} == {action.at_step}
 
 
 def test_a_group_step_is_two_steps_ahead_and_before_the_deadline(ranks: Ranks) -> None:
