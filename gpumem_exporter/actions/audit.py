@@ -116,7 +116,12 @@ class Audit:
                 _log.exception("cannot read a recorded action", extra={"fields": {"event": event.id}})
         for action_id, lost in requested.items():
             if (end := ended.get(action_id)) is not None:
-                ended[action_id] = replace(end, request=lost.request, idempotency_key=lost.idempotency_key)
+                ended[action_id] = replace(
+                    end,
+                    request=lost.request,
+                    deadline_seconds=lost.deadline_seconds,
+                    idempotency_key=lost.idempotency_key,
+                )
             elif action_id not in ended and dispatcher.get(action_id) is None:
                 ended[action_id] = lost
                 self.finished(lost)
@@ -189,7 +194,8 @@ def _values(action: Action, names: Iterable[str]) -> dict[str, Any]:
 
 def _action(detail: Mapping[str, Any], request: Mapping[str, Any], **ended: Any) -> Action:
     common = {name: detail[name] for name in _COMMON if name not in _OF_REQUEST}
-    return Action(request=ActionRequest(target=Target(**detail["target"]), **request), **common, **ended)
+    asked = ActionRequest(target=Target(**detail["target"]), **request)
+    return Action(request=asked, deadline_seconds=asked.deadline_seconds, **common, **ended)
 
 
 def place_of(results: Sequence[ActionResult]) -> dict[str, Any]:

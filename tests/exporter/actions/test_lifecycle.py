@@ -115,8 +115,13 @@ async def test_unreadable_earlier_actions_are_logged_and_delay_no_request(caplog
     assert "no JSON" in caplog.text
 
 
-def test_after_a_restart_an_action_without_an_end_has_failed_and_its_key_is_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "code"), [("now", "exporter_restarted"), ("idle", "unknown_mode")])
+def test_after_a_restart_an_action_without_an_end_has_failed_and_every_request_is_known(
+    tmp_path: Path, mode: str, code: str
+) -> None:
+    """The process does not support the mode `idle`, so that this action has ended before the restart."""
     request = {"action": "empty_cache", "target": {"pid": 7}, "wait_seconds": 0, "reason": "room"}
+    request.update(mode=mode, deadline_seconds=120)
     answers: list[dict[str, Any]] = []
     for _ in range(2):
         with running_exporter(storage_path=str(tmp_path / "state")) as exporter:
@@ -125,5 +130,6 @@ def test_after_a_restart_an_action_without_an_end_has_failed_and_its_key_is_know
             other = exporter.request("POST", ACTIONS, {**request, "target": {"pid": 8}}, Idempotency_Key="k")
             assert "'k'" in problem(other, 409)["detail"]
     first, again = answers
-    assert (again["id"], again["state"], again["reason"]) == (first["id"], "failed", "room")
-    assert [(row["pid"], row["reason_code"]) for row in again["results"]] == [(7, "exporter_restarted")]
+    assert again["state"] == "failed"
+    assert all(again[name] == first[name] for name in ("id", "reason", "mode", "deadline_seconds"))
+    assert [(row["pid"], row["reason_code"]) for row in again["results"]] == [(7, code)]
