@@ -109,7 +109,7 @@ class RuleState:
         since = self._met_since
         self._met_since = {key: since.get(key, each.process.sampled_seconds) for key, each in met.items()}
         present = {name for each in concerned for name in self._subjects_of(each)}
-        held = {self.subject_of(each) for each in met.values()}
+        held = {name for each in met.values() for name in self._subjects_of(each)}
         # An absent subject is kept for a while: a process that hung and continues is absent meanwhile.
         keep_seconds = max(self.rule.cooldown, _HOUR_SECONDS)
         kept = self.subjects.items()

@@ -387,6 +387,14 @@ def test_a_dry_run_acts_again_only_after_its_conditions_were_false_and_never_sto
     assert not bench.stops()
 
 
+def test_a_dry_run_on_a_rank_does_not_act_again_because_its_job_validates_for_a_while() -> None:
+    bench = Bench(rule(mode="auto", dry_run=True))
+    assert bench.hoarding(workload="train", rank="0", **STEPS).requests
+    bench.finish()
+    for steps in ({"step": 5}, STEPS):
+        assert only(bench.hoarding(20.0, workload="train", rank="0", **steps), "cooling")
+
+
 def test_a_refused_dry_run_acts_again_after_the_cooldown() -> None:
     bench = Bench(rule(dry_run=True))
     bench.dispatcher.refuses = True
