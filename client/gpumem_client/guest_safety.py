@@ -6,7 +6,6 @@ the client that fails with the same error again and again is turned off.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import signal
@@ -21,13 +20,14 @@ if TYPE_CHECKING:
 else:
     _Adapter = logging.LoggerAdapter
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 
 # Equal errors of one kind after which it is not tried again.
 _EQUAL_ERRORS = 3
 
 
-class guest_safety(contextlib.ContextDecorator):  # noqa: N801 - reads as a function, like contextlib.suppress
+class guest_safety:  # noqa: N801 - reads as a function, like contextlib.suppress
     """`with guest_safety():` swallows the errors of the block, except errors of a signal handler.
 
     `@guest_safety()` does the same for each call of a function, which then returns None. `report` is called with each
@@ -48,6 +48,19 @@ class guest_safety(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
         if self._report is not None:
             self._report(error)
         return True
+
+    def __call__(self, function: _Function) -> _Function:
+        """Return the function with each call inside the boundary."""
+
+        # Not by `contextlib.ContextDecorator`: all functions that it decorates share one code, and a signal handler of
+        # the user's code may be one of them. Each error of the client would then count as raised by that handler. And
+        # the search for owners skips the arguments of this code, which is the client's.
+        @functools.wraps(function)
+        def guarded(*arguments: Any, **named: Any) -> Any:
+            with self:
+                return function(*arguments, **named)
+
+        return guarded  # type: ignore[return-value]
 
 
 def raised_by_signal_handler(error: BaseException) -> bool:

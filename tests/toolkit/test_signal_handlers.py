@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import signal
@@ -75,6 +76,22 @@ def test_a_handler_may_be_any_callable(handler: Any) -> None:
     signal.signal(signal.SIGUSR1, handler)
     with pytest.raises(TooLateError), guest_safety():
         interrupted()
+
+
+def test_an_error_of_the_client_is_none_of_a_handler_that_contextlib_decorates() -> None:
+    @contextlib.contextmanager
+    def logged() -> Iterator[None]:
+        yield
+
+    signal.signal(signal.SIGUSR1, logged()(too_late))
+
+    @guest_safety()
+    def fails() -> None:
+        raise RuntimeError("a defect of the client")
+
+    fails()
+    with pytest.raises(TooLateError):
+        guest_safety()(interrupted)()
 
 
 def test_after_an_error_at_a_step_its_listener_stays() -> None:
