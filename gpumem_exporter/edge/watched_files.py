@@ -53,9 +53,10 @@ class WatchedFiles(Generic[Value]):
         try:
             self.value = self._read()
         except ConfigurationError as error:
-            if str(error) != self.error:
+            # Before the log, which may block: the token of a removed file is no longer valid.
+            before, self.error = self.error, str(error)
+            if self.error != before:
                 _log.error("%s: %s; %s is in force", self._where, error, self.in_force_if_invalid)
-            self.error = str(error)
         else:
             self.error = ""
             _log.info("%s: read again", self._where)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import threading
 from collections.abc import Collection
@@ -181,6 +182,21 @@ def test_an_error_is_logged_once_and_a_file_is_read_again_until_it_is_valid(
         watched.refresh()
     assert watched.error == ""
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_removed_token_is_invalid_before_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    token = token_file(tmp_path / "token", "right")
+    matched: list[bool] = []
+
+    def note(_: logging.LogRecord) -> bool:
+        matched.append(token.matches(b"right"))
+        return True
+
+    caplog.handler.addFilter(note)
+    token.path.unlink()
+    token.refresh()
+    caplog.handler.removeFilter(note)
+    assert matched == [False]
 
 
 def test_a_hung_disk_delays_neither_a_request_nor_the_exit(tmp_path: Path) -> None:
