@@ -86,15 +86,18 @@ class HistoryFile:
 
     def _keep(self) -> None:
         failures = FailureLog(_log, time.monotonic)
-        work, stopping = self.load, False
+        loaded = stopping = False
         while True:
             try:
-                work()
+                if not loaded:
+                    self.load()  # first: a save would lose the rows of a file that cannot be read now
+                if loaded or stopping:
+                    self.save()
+                loaded = True
             except (sqlite3.Error, OSError) as error:
                 failures.failed(str(self._path), f"the history cannot be read or saved: {error}")
             else:
                 failures.recovered(str(self._path))
-                work = self.save  # not before: it would lose the rows of a file that cannot be read now
             if stopping:
                 return
             stopping = self._stopping.wait(_SAVE_SECONDS)

@@ -14,6 +14,7 @@ import pytest
 from gpumem_exporter.features.history.history_file import FILE_NAME, HistoryFile
 from tests.support.builders.builders import UUIDS, node, reporting, sample
 from tests.support.builders.history_bench import HistoryBench, used
+from tests.support.waiting import patient
 
 READING = node(used(100, p7=50))
 JOB = reporting(7, owner_uid=1000, devices=(sample(),))
@@ -162,6 +163,21 @@ def test_a_file_that_cannot_be_read_now_is_kept(bench: HistoryBench, tmp_path: P
         file.stop(5.0)
     other.close()
     assert restarted(bench, tmp_path).values("used", seconds=600) == before
+
+
+def test_a_file_that_can_be_read_only_at_the_exit_gets_the_rows_of_this_run(
+    bench: HistoryBench, tmp_path: Path
+) -> None:
+    bench.again()
+    file = HistoryFile(bench.history, tmp_path / "new")
+    with sqlite3.connect(tmp_path / "new" / FILE_NAME, isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        file.start()
+        time.sleep(0.2)
+    other.close()
+    bench.run(5, JOB, reading=READING)
+    file.stop(patient(5.0))
+    assert set(restarted(bench, tmp_path).values("used", seconds=600).values()) == {100}
 
 
 def test_a_disk_that_hangs_at_the_end_delays_it_by_the_timeout_only(
