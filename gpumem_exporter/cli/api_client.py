@@ -140,8 +140,14 @@ class ExporterApi:
         return str(matching[0])
 
     def rights(self) -> Document:
-        """Read what the caller may do; without `rights` if the exporter is busy. Raises the errors of `get`."""
-        return self.get("/api/v1/caller", also=(503,))
+        """Read what the caller may do; empty after an error, because only a line beside a result needs it.
+
+        Raises ExporterUnreachableError if no address answers.
+        """
+        try:
+            return self.get("/api/v1/caller")
+        except ExporterAnswerError:
+            return {}
 
     def page_job(self, given: str) -> str:
         """Return the id on the page of the job that an id of Slurm or Ray stands for; another name stays as it is."""

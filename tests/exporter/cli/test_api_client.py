@@ -152,3 +152,11 @@ def test_a_file_without_one_token_is_an_error_that_does_not_show_the_content(tmp
 )
 def test_one_line_says_what_the_caller_may_do(rights: dict[str, Any], part: str) -> None:
     assert part in rights_line(rights, "clear")
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 500, 503])
+def test_a_result_needs_no_answer_about_the_rights_of_the_caller(
+    status: int, api_of: Callable[..., ExporterApi]
+) -> None:
+    api = api_of({"a": _Scripted(_answer(_PROBLEM, status))})
+    assert rights_line(api.rights()) == ""
