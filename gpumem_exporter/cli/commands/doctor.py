@@ -106,7 +106,7 @@ def diagnose(token_file: str | None) -> Iterator[Finding]:
         if nearby and not (health and health["nvml"]["released"]):
             yield from run_check("driver", partial(check_driver, health or {}))
         elif health is not None:
-            yield check_driver_elsewhere(health)
+            yield from run_check("driver", lambda: [check_driver_elsewhere(health)])
         yield reached
         for url in urls:
             if url.startswith("unix://"):
@@ -241,7 +241,8 @@ def reach(api: ExporterApi, tried: Sequence[str]) -> tuple[Finding, dict[str, An
         if error.status == 401:
             fix = "put user:password@ before the host of the address, or give the token for actions"
         return Finding("exporter", FAIL, f"{shown_url(api.url)} refuses: {error}", fix), None
-    if not {"version", "nvml", "checks"} <= health.keys():
+    nvml = health.get("nvml")
+    if not ({"version", "checks"} <= health.keys() and isinstance(nvml, dict) and {"up", "released"} <= nvml.keys()):
         return Finding("exporter", FAIL, f"the server at {shown_url(api.url)} is not a gpumem-exporter", fix), None
     silent = [shown_url(url) for url in tried[: tried.index(api.url)]]
     also_tried = f" (no answer at {', '.join(silent)})" if silent else ""

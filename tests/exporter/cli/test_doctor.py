@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.action_options import ACTIONS, DEFAULT_ACTIONS
@@ -186,6 +188,12 @@ def test_the_text_of_each_finding() -> None:
     assert not any("secret" in line for line in lines)
     assert healthy.closed
     assert_golden("doctor.txt", "\n".join(lines).replace(__version__, "VERSION") + "\n")
+
+
+@pytest.mark.parametrize("nvml", [None, 3, [], {}, {"up": True}])
+def test_a_server_with_another_document_at_the_route_of_the_health_is_not_an_exporter(nvml: Any) -> None:
+    finding, health = reach(_Api({**_health(), "nvml": nvml}), ["http://node:9844"])  # type: ignore[arg-type]
+    assert (finding.verdict, health) == (FAIL, None)
 
 
 def test_a_server_that_is_not_trusted_gets_no_token_to_check_permissions() -> None:
