@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from datetime import date, datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -199,7 +200,7 @@ def _row(action: Document) -> Sequence[str | Text]:
         action["id"][:8],
         _time(action),
         COMMAND_NAMES.get(action["action"], action["action"]),
-        Target(**action["target"]).describe(),
+        _target(action),
         caller_text(action["requested_by"]),
         plain(outcome, "green" if outcome == "done" else "red" if ended else ""),
         human_bytes(action["freed_bytes"] if action["action"] in _FREEING else None),
@@ -213,10 +214,15 @@ def _lines(action: Document) -> Iterator[RenderableType]:
     dry_run = ", a dry run" if action["dry_run"] else ""
     mode = f", in mode {action['mode']}" if action["mode"] not in ("auto", "now") else ""
     reason = f": {action['reason']}" if action["reason"] else ""
-    yield plain(f"Action {action['id']}: {name} of {Target(**action['target']).describe()}{mode}{dry_run}")
+    yield plain(f"Action {action['id']}: {name} of {_target(action)}{mode}{dry_run}")
     yield plain(f"Requested at {_time(action)} by {action['requested_by']}{reason}")
     yield from action_tables(action)
 
 
 def _time(action: Document) -> str:
     return local_time(datetime.fromisoformat(action["created"].replace("Z", "+00:00")).timestamp(), time.time())
+
+
+def _target(action: Document) -> str:
+    known = {each.name for each in fields(Target)}  # an exporter of a later version may have more
+    return Target(**{name: value for name, value in action["target"].items() if name in known}).describe()

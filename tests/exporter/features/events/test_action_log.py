@@ -82,6 +82,14 @@ def test_the_list_has_request_caller_outcome_and_sizes(api: _Api, capsys: pytest
     assert api.paths == ["/api/v1/actions?dry_run=false"]
 
 
+def test_a_target_of_a_later_exporter_is_shown_as_far_as_it_is_known(
+    api: _Api, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.actions[0]["target"]["partition"] = "a"
+    assert main(["actions", "list"]) == main(["actions", "show", "aa1"]) == 0
+    assert capsys.readouterr().out.count("workload=llm-pretrain") == 3
+
+
 def test_the_filters_are_sent_by_the_names_of_the_api(api: _Api, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--action clear,gc --action reset-peak --state done --job llm~1 --json"
     assert main(["actions", "list", *words.split()]) == 0
