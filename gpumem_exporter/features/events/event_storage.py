@@ -223,9 +223,11 @@ class Storage:
     def _opened(self) -> Iterator[sqlite3.Connection]:
         try:
             yield self._connection or self._open()
-        except (sqlite3.Error, OSError) as error:
+        except Exception as error:
             if self._path is not None:
                 self.close()
+            if not isinstance(error, (sqlite3.Error, OSError)):
+                raise
             reason = getattr(error, "strerror", None) or str(error)
             if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
                 reason = "another exporter uses it"

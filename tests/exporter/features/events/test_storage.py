@@ -8,11 +8,13 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.event import EVENT_TYPES, Event, Page, Query
+from gpumem_exporter.features.events import event_storage
 from gpumem_exporter.features.events.event_storage import FILE_NAME, MEMORY_BYTES, Storage
 from tests.support.builders.builders import UUIDS
 from tests.support.paths import REPOSITORY
@@ -237,6 +239,25 @@ def test_a_full_file_of_an_earlier_version_stays_within_its_limit(tmp_path: Path
     assert len(bench.page(after=0, limit=10, pid="19").events) == 10
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4 << 20
     bench.storage.close()
+
+
+def test_an_unexpected_error_while_the_file_is_opened_deletes_no_event(
+    on_disk: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk.put(*range(5))
+    on_disk.storage.close()
+    with sqlite3.connect(on_disk.folder / FILE_NAME) as connection:  # type: ignore[operator]
+        connection.execute("DELETE FROM about")
+    connection.close()
+    on_disk.now += 8 * DAY  # while no exporter ran
+    on_disk.again()
+    with monkeypatch.context() as patched:
+        patched.setattr(event_storage, "_names", Mock(side_effect=MemoryError))
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                on_disk.put(5)
+    on_disk.put(6)
+    assert on_disk.numbers() == [*range(5), 6]
 
 
 def test_a_damaged_text_is_read_as_far_as_possible(bench: Bench) -> None:
