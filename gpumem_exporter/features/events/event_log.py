@@ -119,6 +119,8 @@ class EventLog(Journal):
                 lost.append(next(each for each in reversed(self._waiting) if each.share == loser))
                 self._waiting.remove(lost[-1])
                 self._shares.drop(loser, lost[-1].size)
+            if lost:
+                self._failures.failed("event queue", "events are dropped; gpumem_events_dropped_total counts them")
         if self._queries.empty():
             self._queries.put(None)
         for each in lost:
@@ -209,6 +211,8 @@ class EventLog(Journal):
         self._error = ""
         self._due_seconds = monotonic() + _MAINTENANCE_SECONDS
         self._failures.recovered("events")
+        with self._lock:
+            self._failures.recovered("event queue")
         batch, self._batch = self._batch, []
         for each, is_new in zip(batch, outcomes, strict=True):
             if is_new is None:

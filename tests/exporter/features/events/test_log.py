@@ -146,7 +146,8 @@ def test_queries_do_not_delay_the_retries_of_a_failing_disk(bench: Bench) -> Non
     bench.until(tried_again)
 
 
-def test_the_owner_that_fills_the_queue_loses_its_latest_events() -> None:
+def test_the_owner_that_fills_the_queue_loses_its_latest_events(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     bench = Bench(max_waiting=40)
     first = bench.log.put(Event("oom", 0.0, owner="uid:2"))
     flood = [bench.log.put(Event("oom", 0.0, owner="uid:1")) for _ in range(60)]
@@ -159,6 +160,8 @@ def test_the_owner_that_fills_the_queue_loses_its_latest_events() -> None:
     bench.log.start()
     assert all(future.result(WAIT) for future in (first, large, *others, *flood[:18]))
     assert bench.log.stop(WAIT)
+    levels = [record.levelname for record in caplog.records if "event queue" in record.getMessage()]
+    assert levels == ["WARNING", "INFO"], "once when events start to be dropped, once when that ends"
 
 
 def test_an_event_that_cannot_be_stored_does_not_block_the_others(
