@@ -45,7 +45,8 @@ class RowTable(DataTable[Text]):
     @property
     def selected(self) -> Row | None:
         """The row under the cursor."""
-        return self.rows_shown[self.cursor_row] if self.cursor_row < len(self.rows_shown) else None
+        # In a table without rows, the cursor is at -1.
+        return self.rows_shown[self.cursor_row] if 0 <= self.cursor_row < len(self.rows_shown) else None
 
     def show(self, rows: Sequence[Row], width: int) -> None:
         """Show rows. Only the cells that differ are drawn again, and the list stays where it was scrolled to."""

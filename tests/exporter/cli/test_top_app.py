@@ -122,6 +122,16 @@ async def test_a_filter_hides_rows_in_every_table_while_it_is_typed() -> None:
         await until(lambda: len(world.titles) == 6, "all rows")
 
 
+async def test_a_table_without_rows_has_no_selected_row() -> None:
+    world = TopScreen()
+    async with world.on_screen(120) as pilot:
+        await pilot.press("slash", *"nothing", "enter")
+        await until(lambda: "No job matches." in world.text, "no rows")
+        await pilot.press(*("tab", "end") * 4)
+        assert world.table("devices").selected is None
+        assert "No job matches." in world.text
+
+
 async def test_the_same_job_stays_selected_until_it_ends() -> None:
     world = TopScreen()
     async with world.on_screen() as pilot:
