@@ -87,7 +87,8 @@ class Question(ModalScreen[bool]):
 
     def on_key(self, event: events.Key) -> None:
         event.stop()
-        self.dismiss(event.key in ("y", "Y"))
+        if self.is_current:  # a second key may arrive before the screen is gone
+            self.dismiss(event.key in ("y", "Y"))
 
 
 class Top(App[None]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from textual import events
 
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_exporter.cli.node_view import Node
@@ -120,6 +121,17 @@ async def test_a_filter_hides_rows_in_every_table_while_it_is_typed() -> None:
         await until(lambda: world.titles == [], "no row")
         await pilot.press("escape")
         await until(lambda: len(world.titles) == 6, "all rows")
+
+
+async def test_a_question_takes_the_first_of_two_keys() -> None:
+    world = TopScreen()
+    async with world.on_screen(120) as pilot:
+        await pilot.press("question_mark")
+        await until(lambda: "any key returns" in world.text, "the help")
+        for _ in range(2):
+            world.app.screen.post_message(events.Key("x", "x"))
+        await until(lambda: "any key returns" not in world.text, "the jobs")
+        await pilot.pause()
 
 
 async def test_a_table_without_rows_has_no_selected_row() -> None:
