@@ -69,7 +69,7 @@ class Cgroup:
 
 def _can_make_cgroups() -> bool:
     try:
-        cgroup = Cgroup("0" * 64)
+        cgroup = Cgroup(uuid4().hex * 2)  # other workers try at the same time
     except (AssertionError, OSError):
         return False
     cgroup.close()
