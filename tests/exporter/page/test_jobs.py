@@ -22,7 +22,7 @@ from gpumem_exporter.core.samples import (
 )
 from gpumem_exporter.node.job_ids import job_id, job_of_process
 from gpumem_exporter.page.documents import devices_document, processes_document
-from gpumem_exporter.page.jobs import HUES, Hues, Job, jobs_of
+from gpumem_exporter.page.jobs import HUES, Hues, Job, job_uuids, jobs_of
 from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
 
 ALICE, BOB = 1001, 1002
@@ -152,6 +152,12 @@ def test_a_lost_device_does_not_hide_its_jobs() -> None:
     assert job.sums["used_bytes"] is None
 
 
+def test_the_devices_of_a_job_are_in_the_order_of_their_indexes() -> None:
+    (job,) = jobs_of(snapshot(of(1, devices=tuple(sample(uuid, MIB) for uuid in UUIDS[:5]))))
+    gpus = dict(zip(UUIDS, ("10", "", "2", "0:10", "0:2"), strict=False))  # one has lost its index
+    assert [gpus[uuid] for uuid in job_uuids(job, gpus)] == ["0:2", "0:10", "2", "10", ""]
+
+
 def test_jobs_have_different_hues_as_long_as_there_are_hues() -> None:
     jobs = [f"job-{number}" for number in range(HUES)]
     assert sorted(Hues().of(jobs).values()) == list(range(HUES))
@@ -212,6 +218,8 @@ def test_each_process_is_listed_once_and_unknown_values_are_null() -> None:
     one = {**processes[100], **processes[100]["devices"][0]}
     assert [one[name] for name in ("step", "sample_age_seconds", "gpu", "k8s_pod")] == [7, 2.0, "0", "p"]
     assert (one["non_torch_bytes"], one["fragmented_bytes"]) == (440 * MIB, 10 * MIB)
+    for shown in (one_of_each(), snapshot(listed={300: MIB})):
+        assert {each["idle_cache_bytes"] for each in devices_document(shown, "nvml")["devices"]} == {None}
 
 
 def test_without_a_driver_the_reporting_processes_are_listed() -> None:
