@@ -262,7 +262,7 @@ def take_systemd_sockets(environ: MutableMapping[str, str] = os.environ) -> List
             if streams and sock.family in (socket.AF_INET, socket.AF_INET6):
                 continue
         raise BindError(
-            f"--web.systemd-socket: cannot use file descriptor {descriptor} of systemd: the exporter takes listening TCP "
-            "sockets and one unix stream socket with a path; use ListenStream= and Accept=no in the socket unit"
+            f"--web.systemd-socket: cannot use file descriptor {descriptor} of systemd: the exporter takes listening "
+            "TCP sockets and one unix stream socket with a path; use ListenStream= and Accept=no in the socket unit"
         )
     return listeners
