@@ -14,8 +14,9 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.history_series import Past
+from gpumem_exporter.core.readings import NodeReading
 from gpumem_exporter.core.recorders import Journal
-from gpumem_exporter.core.samples import NodeReading, ProcessKey, Snapshot
+from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.edge.fair_queue import HeldRequests
 from gpumem_exporter.edge.listeners import SocketFile, parse_listen_address

@@ -14,7 +14,8 @@ from gpumem_exporter.actions.kinds import KINDS
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.container import HERE, Place
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess, Snapshot, once_per_snapshot
+from gpumem_exporter.core.readings import ProcessFacts
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, once_per_snapshot
 from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpumem_exporter.core.samples import DeviceReading, DriverActivity, NodeReading
+from gpumem_exporter.core.readings import DeviceReading, DriverActivity, NodeReading
 
 _MPS_SERVER = "nvidia-cuda-mps-server"
 

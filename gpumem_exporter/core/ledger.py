@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import DeviceReading, ProcessMemory, ReportingProcess, Snapshot, once_per_snapshot
+from gpumem_exporter.core.readings import DeviceReading, ProcessMemory
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot, once_per_snapshot
 
 CATEGORIES = (
     "torch_allocated",

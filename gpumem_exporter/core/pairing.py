@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, giving_way
+from gpumem_exporter.core.readings import DeviceReading, NodeReading
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, giving_way
 
 MAX_WAIT_SECONDS = 5.0
 """The longest time for which a sample or a reading is kept in use after a newer one has arrived.

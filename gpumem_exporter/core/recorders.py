@@ -7,7 +7,8 @@ from concurrent.futures import Future
 
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.event import Event, Page, Query
-from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess
+from gpumem_exporter.core.readings import NodeReading
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 
 
 class Journal:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ReportingProcess, StartingEngine
+from gpumem_exporter.core.readings import NodeReading, ProcessFacts
+from gpumem_exporter.core.samples import ReportingProcess, StartingEngine
 
 TITLED_START_SECONDS = 900.0
 """The age at which an engine that is known by its title counts as started. Every user can choose a title, so this also

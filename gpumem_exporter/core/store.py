@@ -19,12 +19,11 @@ from gpumem_client.wire.protocol import Report
 from gpumem_exporter.core.activity import Activity
 from gpumem_exporter.core.container import UNKNOWN, Place
 from gpumem_exporter.core.pairing import Pairing
+from gpumem_exporter.core.readings import LostLauncher, NodeReading
 from gpumem_exporter.core.samples import (
     KV_PEAK_WINDOWS,
     KvCachePeak,
     LastOom,
-    LostLauncher,
-    NodeReading,
     ProcessKey,
     ReportingProcess,
     SilentReporter,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gpumem_client.allocator.components import Unmapped, without_unmapped
 from gpumem_client.allocator.simulated import Block, CachingAllocator
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import DeviceMemory, DeviceReading
+from gpumem_exporter.core.readings import DeviceMemory, DeviceReading
 
 TRACE_ENTRIES_MAX = 1000
 """The longest history of the standing recording on each device: at least ten seconds of a program."""

@@ -20,7 +20,7 @@ from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter import __version__
 from gpumem_exporter.core.container import HERE, Place
-from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.readings import DeviceMemory, DeviceReading, ProcessFacts, ProcessMemory
 from gpumem_exporter.demo.heap import take_profiles
 from gpumem_exporter.demo.memory import DeviceSlot, SimulatedDevice
 from gpumem_exporter.demo.past import LastMinute, past_of

@@ -21,7 +21,7 @@ from gpumem_client.reporter.report_loop import ReportLoop
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.core.readings import ProcessFacts
 from gpumem_exporter.demo.memory import DeviceSlot, SimulatedDevice, Tensor
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ the page. Ratios are from 0 to 1, except the ratio of an error.
 
 from __future__ import annotations
 
-from gpumem_exporter.core.samples import IDENTITY_FIELDS
+from gpumem_exporter.core.readings import IDENTITY_FIELDS
 from gpumem_exporter.metrics.collector_types import Metric
 
 _DEVICE = ("gpu", "uuid")

@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from gpumem_exporter.core.samples import DeviceReading, Names, NodeReading, Snapshot
+from gpumem_exporter.core.readings import DeviceReading, NodeReading
+from gpumem_exporter.core.samples import Names, Snapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)

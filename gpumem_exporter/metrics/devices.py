@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpumem_exporter.core.ledger import device_ledger, shares_on
-from gpumem_exporter.core.samples import DeviceReading
+from gpumem_exporter.core.readings import DeviceReading
 from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.collector_types import Collector, Sample, Samples, Series, Subject, View, listed
 

@@ -18,7 +18,8 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from gpumem_exporter.core.samples import DeviceReading, Snapshot
+from gpumem_exporter.core.readings import DeviceReading
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.allocators import TORCH
 from gpumem_exporter.metrics.collector_types import (

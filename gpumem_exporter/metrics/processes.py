@@ -6,14 +6,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from gpumem_exporter.core.naming import command_of
-from gpumem_exporter.core.samples import (
-    IDENTITY_FIELDS,
-    NodeReading,
-    ProcessFacts,
-    ProcessMemory,
-    ReportingProcess,
-    SilentReporter,
-)
+from gpumem_exporter.core.readings import IDENTITY_FIELDS, NodeReading, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.samples import ReportingProcess, SilentReporter
 from gpumem_exporter.metrics import catalog
 from gpumem_exporter.metrics.collector_types import Collector, Sample, Samples, Subject, View, listed
 

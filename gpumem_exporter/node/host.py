@@ -6,7 +6,7 @@ from typing import Protocol
 
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.container import Place
-from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.core.readings import ProcessFacts
 
 
 class Host(Protocol):

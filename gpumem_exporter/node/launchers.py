@@ -24,7 +24,7 @@ from gpumem_client.wire.procfs import (
     split_cmdline,
     started_by_multiprocessing,
 )
-from gpumem_exporter.core.samples import LostLauncher
+from gpumem_exporter.core.readings import LostLauncher
 from gpumem_exporter.node.containers import container_id
 from gpumem_exporter.node.proc_entries import HiddenError, ProcEntries
 

@@ -21,7 +21,7 @@ from gpumem_client.wire.procfs import (
 )
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
 from gpumem_exporter.core.container import Place
-from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.core.readings import ProcessFacts
 from gpumem_exporter.node.containers import Places, container_id, pod_uid, slurm_job, user_of_slice
 from gpumem_exporter.node.launchers import Launchers
 from gpumem_exporter.node.pid_namespaces import PidTranslator

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE, pid_namespace
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.core.samples import NodeReading
+from gpumem_exporter.core.readings import NodeReading
 from gpumem_exporter.node.proc_entries import HiddenError, ProcEntries
 
 _log = logging.getLogger(__name__)

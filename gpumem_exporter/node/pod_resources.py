@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
+from gpumem_exporter.core.readings import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.node.failures import FailureLog
 
 T = TypeVar("T")

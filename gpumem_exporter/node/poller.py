@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gpumem_exporter.core.samples import NodeReading
+from gpumem_exporter.core.readings import NodeReading
 from gpumem_exporter.node.failures import FailureLog
 from gpumem_exporter.node.host import Host
 from gpumem_exporter.node.provider import Provider

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ProcessMemory
+from gpumem_exporter.core.readings import DeviceMemory, DeviceReading, ProcessMemory
 
 
 class Provider(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 import pynvml
 
 from gpumem_client.wire.nvml_processes import ProcessListError, known_bytes, processes_on_device
-from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ProcessMemory
+from gpumem_exporter.core.readings import DeviceMemory, DeviceReading, ProcessMemory
 from gpumem_exporter.errors import (
     NvmlDeviceLostError,
     NvmlError,

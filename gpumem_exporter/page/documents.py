@@ -17,17 +17,8 @@ from gpumem_exporter.core.ledger import (
     node_shares,
 )
 from gpumem_exporter.core.naming import command_of, json_pid
-from gpumem_exporter.core.samples import (
-    IDENTITY_FIELDS,
-    DeviceReading,
-    LostLauncher,
-    NodeReading,
-    ProcessFacts,
-    ReportingProcess,
-    SilentReporter,
-    Snapshot,
-    plan_error_ratio,
-)
+from gpumem_exporter.core.readings import IDENTITY_FIELDS, DeviceReading, LostLauncher, NodeReading, ProcessFacts
+from gpumem_exporter.core.samples import ReportingProcess, SilentReporter, Snapshot, plan_error_ratio
 
 Document: TypeAlias = dict[str, Any]
 _SAMPLE_MAPPINGS = ("phase_peak_bytes", "component_bytes", "component_unmapped_bytes", "kv_cache_bytes")

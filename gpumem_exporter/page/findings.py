@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from gpumem_client.wire.units import human_bytes, human_seconds
 from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes
-from gpumem_exporter.core.samples import DeviceReading, LastOom, Snapshot
+from gpumem_exporter.core.readings import DeviceReading
+from gpumem_exporter.core.samples import LastOom, Snapshot
 from gpumem_exporter.page.documents import Part
 from gpumem_exporter.page.growth import GrowingPart
 from gpumem_exporter.page.jobs import Job, jobs_by_device

@@ -12,7 +12,8 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.procfs import nvml_interceptor
 from gpumem_client.wire.units import counted
-from gpumem_exporter.core.samples import NodeReading, Snapshot
+from gpumem_exporter.core.readings import NodeReading
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.replies import json_reply, json_response
 from gpumem_exporter.node.pid_namespaces import DriverPids
 from gpumem_exporter.node.poller import Poller, PollerStatus

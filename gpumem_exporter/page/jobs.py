@@ -13,7 +13,8 @@ from typing import Any
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.ledger import fragmented_bytes, sum_of_known
-from gpumem_exporter.core.samples import IDLE_SECONDS, NodeReading, ReportingProcess, Snapshot, once_per_snapshot
+from gpumem_exporter.core.readings import NodeReading
+from gpumem_exporter.core.samples import IDLE_SECONDS, ReportingProcess, Snapshot, once_per_snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.node.job_ids import job_id
 from gpumem_exporter.page.documents import JOB_NUMBERS, Part, SeenProcess, parts_of, seen_processes

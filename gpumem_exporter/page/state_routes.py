@@ -14,7 +14,8 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.caller import Caller, Rights
-from gpumem_exporter.core.samples import IDENTITY_FIELDS, DeviceMemory, DeviceReading, Snapshot
+from gpumem_exporter.core.readings import IDENTITY_FIELDS, DeviceMemory, DeviceReading
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.problems import problems
 from gpumem_exporter.edge.replies import Renderer, encoded, json_reply, json_response
 from gpumem_exporter.edge.request_guard import LIVE_PATH, Callers

@@ -36,6 +36,7 @@ CALLS_BESIDE = re.compile(r"housekeeping\.py:.*|edge/\w+\.py:(.*\.)?(main_loop|e
 VALUES = (
     "core/naming.py",
     "core/container.py",
+    "core/readings.py",
     "core/samples.py",
     "actions/action.py",
     "core/event.py",

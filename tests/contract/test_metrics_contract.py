@@ -19,21 +19,16 @@ from gpumem_client.wire.protocol import DeviceSample, EngineState, ProcessIdenti
 from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.core.event import EVENT_TYPES
-from gpumem_exporter.core.samples import (
+from gpumem_exporter.core.readings import (
     DeviceMemory,
     DeviceReading,
     DriverActivity,
-    KvCachePeak,
-    LastOom,
     LostLauncher,
     NodeReading,
     ProcessFacts,
-    ProcessKey,
     ProcessMemory,
-    ReportingProcess,
-    SilentReporter,
-    Snapshot,
 )
+from gpumem_exporter.core.samples import KvCachePeak, LastOom, ProcessKey, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.features.engines.engine_metrics import ENGINE
 from gpumem_exporter.features.events.event_log import DROPPED, EVENTS
 from gpumem_exporter.features.oom.oom_metrics import OOM

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import PROFILES_PATH, REPORTS_PATH
-from gpumem_exporter.core.samples import ProcessMemory
+from gpumem_exporter.core.readings import ProcessMemory
 from gpumem_exporter.edge.problems import ProblemCode
 from gpumem_exporter.main import main
 from tests.support.builders.builders import UUIDS, report, sample

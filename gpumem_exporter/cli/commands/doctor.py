@@ -36,7 +36,7 @@ from gpumem_exporter.errors import NvmlError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gpumem_exporter.core.samples import DeviceReading
+    from gpumem_exporter.core.readings import DeviceReading
 
 _EXAMPLES = """\b
 Examples:

@@ -28,7 +28,8 @@ from gpumem_exporter.actions.lifecycle import ActionRegistry, Part, RunningActio
 from gpumem_exporter.actions.results import DriverValues
 from gpumem_exporter.actions.selection import SelectedProcess, processes_of
 from gpumem_exporter.core.caller import Caller, CallerKind
-from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.readings import NodeReading
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.engines.engine_control import EngineControl, no_engine
 from gpumem_exporter.features.engines.engine_starts import engines_to_wait_for

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import human_bytes, human_seconds
 from gpumem_exporter.core.ledger import DeviceLedger
-from gpumem_exporter.core.samples import DeviceMemory, KvCachePeak, Snapshot, kv_cache_size_bytes
+from gpumem_exporter.core.readings import DeviceMemory
+from gpumem_exporter.core.samples import KvCachePeak, Snapshot, kv_cache_size_bytes
 from gpumem_exporter.page.documents import SeenProcess
 from gpumem_exporter.page.findings import Finding, finding, gpus_in_words
 from gpumem_exporter.page.job_document import caches_of, engine_title

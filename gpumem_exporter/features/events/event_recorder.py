@@ -14,8 +14,9 @@ from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity
 from gpumem_exporter.core.event import Event, Query, process_subject
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.naming import command_of, json_pid
+from gpumem_exporter.core.readings import NodeReading, ProcessFacts
 from gpumem_exporter.core.recorders import Journal, ProcessRecorder
-from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.node.host import Host
 from gpumem_exporter.node.job_ids import job_of_process

@@ -17,8 +17,8 @@ from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.actions.action_routes import KnownFields, words
 from gpumem_exporter.core.caller import Caller, Rights
 from gpumem_exporter.core.event import AUDIT_TYPES, EVENT_TYPES, Event, Page, Query
+from gpumem_exporter.core.readings import IDENTITY_FIELDS
 from gpumem_exporter.core.recorders import Journal
-from gpumem_exporter.core.samples import IDENTITY_FIELDS
 from gpumem_exporter.core.spelling import did_you_mean
 from gpumem_exporter.edge.connections import Exchange
 from gpumem_exporter.edge.problems import ProblemCode, ProblemError, problems

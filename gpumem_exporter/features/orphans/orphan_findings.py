@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
-from gpumem_exporter.core.samples import LostLauncher, Snapshot
+from gpumem_exporter.core.readings import LostLauncher
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.page.documents import SeenProcess
 from gpumem_exporter.page.findings import Finding, called, finding, gpus_in_words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from gpumem_exporter.core.samples import LostLauncher, ProcessMemory
+from gpumem_exporter.core.readings import LostLauncher, ProcessMemory
 from gpumem_exporter.metrics.collector_types import Collector, Metric, Samples, Subject, View, listed
 
 _ORPHAN = Metric(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from gpumem_exporter.core.samples import LostLauncher, NodeReading, ProcessFacts, ReportingProcess
+from gpumem_exporter.core.readings import LostLauncher, NodeReading, ProcessFacts
+from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 
 QUIET_SECONDS = 300.0

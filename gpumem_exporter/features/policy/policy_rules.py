@@ -31,7 +31,8 @@ from gpumem_exporter.actions.action_options import (
 )
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
 from gpumem_exporter.core.ledger import fragmented_bytes
-from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.readings import DeviceReading
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_error
 
 MAX_RULES = 100

@@ -12,7 +12,8 @@ from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.selection import select, unknown_names
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.container import Place
-from gpumem_exporter.core.samples import LostLauncher, ProcessFacts, Snapshot
+from gpumem_exporter.core.readings import LostLauncher, ProcessFacts
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import TargetNotFoundError
 from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample
 

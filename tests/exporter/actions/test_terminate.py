@@ -13,7 +13,7 @@ from gpumem_client.wire.procfs import start_time_ticks
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.core.readings import ProcessFacts
 from gpumem_exporter.node.linux import LinuxHost
 from tests.support.builders.builders import MIB, UUIDS
 

@@ -30,7 +30,7 @@ from gpumem_exporter.cli.commands.doctor import (
     reach,
     run_check,
 )
-from gpumem_exporter.core.samples import DeviceReading
+from gpumem_exporter.core.readings import DeviceReading
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.node import pynvml_provider
 from tests.support.builders.fleet_builders import process

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.ledger import CATEGORIES, DeviceLedger, fragmented_bytes, node_ledgers, node_shares
-from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.readings import DeviceReading
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from tests.support.builders.builders import UUIDS, device, node, reporting, sample
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import EngineState
-from gpumem_exporter.core.samples import DeviceReading, LostLauncher, NodeReading, ProcessFacts, Snapshot
+from gpumem_exporter.core.readings import DeviceReading, LostLauncher, NodeReading, ProcessFacts
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.starting_engines import (
     GROWTH_BYTES,
     GROWTH_PAUSE_SECONDS,

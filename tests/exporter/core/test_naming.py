@@ -12,7 +12,8 @@ from gpumem_exporter.actions.selection import SelectedProcess, matches, processe
 from gpumem_exporter.core.container import Place
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess, Snapshot
+from gpumem_exporter.core.readings import ProcessFacts
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.page.documents import processes_document
 from tests.support.builders.builders import MIB, device, node, reporting, sample
 

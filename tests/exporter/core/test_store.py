@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from gpumem_client.wire.protocol import CommandResult, OutOfMemory
 from gpumem_exporter.core.container import HERE, UNKNOWN, Place
-from gpumem_exporter.core.samples import NodeReading, ReportingProcess
+from gpumem_exporter.core.readings import NodeReading
+from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.shares import Shares
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError

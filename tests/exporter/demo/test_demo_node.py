@@ -11,7 +11,8 @@ from gpumem_client.profile.profile_types import Profile
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.wire.protocol import Command, CommandResult, Reply, Report
 from gpumem_exporter.core.ledger import fragmented_bytes, node_ledgers
-from gpumem_exporter.core.samples import NodeReading, PartKey, ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.core.readings import NodeReading
+from gpumem_exporter.core.samples import PartKey, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.demo import DemoNode, workloads_of
 from gpumem_exporter.demo.heap import take_profiles
 from gpumem_exporter.demo.node import TICK_SECONDS

@@ -18,7 +18,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.readings import NodeReading
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.features.events.event_log import EventLog
 from gpumem_exporter.features.policy import policy_routes
 from gpumem_exporter.features.policy.policy_runner import EVALUATIONS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.core.samples import LostLauncher
+from gpumem_exporter.core.readings import LostLauncher
 from gpumem_exporter.node.linux import LinuxHost
 from tests.support.builders.builders import Clock
 from tests.support.builders.proc_tree import Tree

@@ -18,7 +18,7 @@ import pytest
 
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.core.samples import NodeReading, ProcessFacts
+from gpumem_exporter.core.readings import NodeReading, ProcessFacts
 from gpumem_exporter.node.linux import LinuxHost
 from gpumem_exporter.node.pid_namespaces import DriverPids
 from gpumem_exporter.node.proc_entries import ProcEntries

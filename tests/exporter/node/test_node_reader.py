@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, NodeReading, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.readings import DeviceMemory, DeviceReading, NodeReading, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import (
     NvmlDeviceLostError,
     NvmlError,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.core.samples import NodeReading, ProcessFacts
+from gpumem_exporter.core.readings import NodeReading, ProcessFacts
 from gpumem_exporter.node.pod_resources import Container, DeviceAssignments, PodResources, name_containers
 from tests.support.builders.builders import UUIDS, device, node
 from tests.support.waiting import wait_for

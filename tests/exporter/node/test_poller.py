@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from gpumem_exporter.core.samples import NodeReading
+from gpumem_exporter.core.readings import NodeReading
 from gpumem_exporter.node.poller import Poller
 from tests.support.builders.builders import NobodyHost
 from tests.support.servers.running_exporter import ScriptedProvider

@@ -13,7 +13,7 @@ import pynvml
 import pytest
 
 from gpumem_exporter import errors
-from gpumem_exporter.core.samples import DeviceMemory, DeviceReading
+from gpumem_exporter.core.readings import DeviceMemory, DeviceReading
 from gpumem_exporter.node import driver_library as library_module
 from gpumem_exporter.node.driver_library import open_driver_files
 from gpumem_exporter.node.pynvml_provider import RETURN_CODES, PynvmlProvider

@@ -8,16 +8,8 @@ import pytest
 
 from gpumem_exporter.core.container import HERE
 from gpumem_exporter.core.ledger import node_ledgers
-from gpumem_exporter.core.samples import (
-    DeviceReading,
-    LastOom,
-    NodeReading,
-    ProcessKey,
-    ReportingProcess,
-    SilentReporter,
-    Snapshot,
-    StartingEngine,
-)
+from gpumem_exporter.core.readings import DeviceReading, NodeReading
+from gpumem_exporter.core.samples import LastOom, ProcessKey, ReportingProcess, SilentReporter, Snapshot, StartingEngine
 from gpumem_exporter.main import main
 from gpumem_exporter.page.findings import Finding, Since, find
 from gpumem_exporter.page.growth import GrowingPart, Growth

@@ -11,15 +11,8 @@ import pytest
 
 from gpumem_exporter.core.caller import Caller, CallerKind
 from gpumem_exporter.core.container import HERE, Place
-from gpumem_exporter.core.samples import (
-    DeviceReading,
-    JobKey,
-    ProcessFacts,
-    ProcessKey,
-    ReportingProcess,
-    SilentReporter,
-    Snapshot,
-)
+from gpumem_exporter.core.readings import DeviceReading, ProcessFacts
+from gpumem_exporter.core.samples import JobKey, ProcessKey, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.node.job_ids import job_id, job_of_process
 from gpumem_exporter.page.documents import devices_document, processes_document
 from gpumem_exporter.page.jobs import HUES, Hues, Job, job_uuids, jobs_of

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
+from gpumem_exporter.core.readings import DeviceReading
+from gpumem_exporter.core.samples import ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.node.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.page.health import Health, HealthDocument
 from gpumem_exporter.page.live import NodeView

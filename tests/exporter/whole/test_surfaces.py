@@ -7,7 +7,8 @@ import dataclasses
 from hypothesis import given, settings
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.readings import NodeReading
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.page.documents import devices_document, processes_document
 from gpumem_exporter.page.live import NodeView
 from gpumem_exporter.reports.report_schema import contradictions

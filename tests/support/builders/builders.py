@@ -8,15 +8,8 @@ from typing import Any
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
 from gpumem_exporter.actions.rate_limits import RateLimits
 from gpumem_exporter.core.container import HERE, Place
-from gpumem_exporter.core.samples import (
-    DeviceMemory,
-    DeviceReading,
-    NodeReading,
-    ProcessFacts,
-    ProcessKey,
-    ProcessMemory,
-    ReportingProcess,
-)
+from gpumem_exporter.core.readings import DeviceMemory, DeviceReading, NodeReading, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.edge.connections import Connection, Exchange, Limits
 from gpumem_exporter.edge.peer import Peer
 

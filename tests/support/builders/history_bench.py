@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpumem_exporter.core.samples import DeviceReading, NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.readings import DeviceReading, NodeReading
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.features.history.history import History
 from gpumem_exporter.features.history.history_route import history_document
 from tests.support.builders.builders import MIB, UUIDS, device, node

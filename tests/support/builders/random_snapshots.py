@@ -15,16 +15,12 @@ from gpumem_client.wire.protocol import (
     ProcessIdentity,
     Report,
 )
+from gpumem_exporter.core.readings import DeviceMemory, DeviceReading, NodeReading, ProcessFacts, ProcessMemory
 from gpumem_exporter.core.samples import (
     KV_PEAK_WINDOWS,
-    DeviceMemory,
-    DeviceReading,
     KvCachePeak,
     LastOom,
-    NodeReading,
-    ProcessFacts,
     ProcessKey,
-    ProcessMemory,
     ReportingProcess,
     SilentReporter,
     Snapshot,

@@ -8,8 +8,9 @@ from typing import Any
 
 from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_exporter.core.event import Event
+from gpumem_exporter.core.readings import DeviceReading
 from gpumem_exporter.core.recorders import Journal
-from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.features.events.event_recorder import Recorder
 from gpumem_exporter.features.oom.oom_recorder import OomRecorder

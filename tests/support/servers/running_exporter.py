@@ -17,7 +17,7 @@ from typing import Any
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
 from gpumem_exporter.core.history_series import Past
-from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.readings import DeviceMemory, DeviceReading, ProcessFacts, ProcessMemory
 from gpumem_exporter.edge.connections import Limits
 from gpumem_exporter.edge.listeners import bind
 from gpumem_exporter.edge.problems import ProblemCode

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gpumem_exporter.core.samples import NodeReading, ProcessFacts
+from gpumem_exporter.core.readings import NodeReading, ProcessFacts
 from gpumem_exporter.node.pod_resources import Container, PodResources, query_device_assignments
 from tests.support.builders.builders import UUIDS, device
 from tests.support.servers.kubelet import Kubelet

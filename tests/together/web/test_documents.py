@@ -17,7 +17,7 @@ import pytest
 from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.core.event import Event
-from gpumem_exporter.core.samples import ProcessMemory
+from gpumem_exporter.core.readings import ProcessMemory
 from tests.conftest import StartExporter
 from tests.support.builders.builders import MIB, UUIDS, report, sample
 from tests.support.servers.exporter_process import QUICK, token_file

@@ -17,7 +17,8 @@ import pytest
 from playwright.sync_api import Response
 
 from gpumem_client.wire.protocol import PROFILES_PATH, OutOfMemory
-from gpumem_exporter.core.samples import ProcessMemory, Snapshot
+from gpumem_exporter.core.readings import ProcessMemory
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.features.history.history import History
 from gpumem_exporter.features.history.history_file import HistoryFile

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.core.samples import ProcessFacts, Snapshot
+from gpumem_exporter.core.readings import ProcessFacts
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.edge.listeners import umask
 from gpumem_exporter.features.client_directory import client_directory
 from gpumem_exporter.features.client_directory.client_directory import ClientDirectoryError, put_client

@@ -19,7 +19,7 @@ from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.container import HERE, Place
-from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.readings import DeviceReading, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import ActionForbiddenError
 from gpumem_exporter.features.engines import engine_memory
 from gpumem_exporter.features.engines.vllm import Activity, EngineRefusedError

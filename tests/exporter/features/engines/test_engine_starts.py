@@ -13,7 +13,8 @@ from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import ACTIONS, Target
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
-from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
+from gpumem_exporter.core.readings import ProcessFacts
+from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import ActionForbiddenError
 from tests.support.builders.builders import MIB, UUIDS, device, node, sample
 from tests.support.builders.dispatching import Bench, Ranks

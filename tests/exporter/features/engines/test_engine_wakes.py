@@ -19,7 +19,8 @@ from gpumem_exporter.actions.action import Action
 from gpumem_exporter.actions.action_options import ACTIONS, Target
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
-from gpumem_exporter.core.samples import ProcessFacts, ProcessMemory, ReportingProcess
+from gpumem_exporter.core.readings import ProcessFacts, ProcessMemory
+from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.features.engines.vllm import Activity
 from tests.support.builders.builders import MIB, UUIDS, device, node, sample
 from tests.support.builders.dispatching import Bench

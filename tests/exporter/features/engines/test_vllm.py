@@ -18,7 +18,8 @@ from gpumem_client.wire.protocol import EngineState
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.selection import SelectedProcess
 from gpumem_exporter.core.container import HERE
-from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess
+from gpumem_exporter.core.readings import ProcessFacts
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.features.engines import vllm
 from gpumem_exporter.features.engines.engine_control import EngineControl
 from gpumem_exporter.features.engines.vllm import Activity, EngineRefusedError, Vllm

@@ -11,7 +11,7 @@ import pytest
 from gpumem_exporter.actions.action import Action, ActionResult
 from gpumem_exporter.actions.action_options import ActionRequest, Target
 from gpumem_exporter.actions.audit import Audit, action_event
-from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
+from gpumem_exporter.core.readings import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.features.events.event_entries import event_document
 from gpumem_exporter.features.events.event_recorder import MAX_STARTS_PER_MINUTE, Size
 from gpumem_exporter.features.oom.oom_events import MAX_OF_OWNER_PER_MINUTE

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.core.samples import ProcessFacts, Snapshot
+from gpumem_exporter.core.readings import ProcessFacts
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.page.growth import growth
 from gpumem_exporter.page.jobs import jobs_of
 from tests.support.builders.builders import MIB, UUIDS, device, node, reporting, sample

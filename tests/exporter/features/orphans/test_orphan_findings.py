@@ -9,7 +9,8 @@ import pytest
 
 from gpumem_exporter.core.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.ledger import node_ledgers
-from gpumem_exporter.core.samples import LostLauncher, ProcessFacts, Snapshot
+from gpumem_exporter.core.readings import LostLauncher, ProcessFacts
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.features.orphans.orphan_findings import orphans_left_behind
 from gpumem_exporter.main import main
 from gpumem_exporter.page.findings import Finding

@@ -14,7 +14,8 @@ from gpumem_exporter.actions.action_options import ACTIONS, ActionRequest, Targe
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.caller import Caller
 from gpumem_exporter.core.event import Event
-from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.core.readings import NodeReading
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.edge.replies import iso_time
 from gpumem_exporter.errors import TargetNotFoundError
 from gpumem_exporter.features.policy.policy_rules import FIELDS, Rule
