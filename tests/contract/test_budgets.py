@@ -38,9 +38,21 @@ BUDGETS = {
     "gpumem_exporter/features/webhook": 548,
     "client/gpumem_client": 11_803,
     "toolkit/gpumem_toolkit": 8_291,
-    "tests": 52_530,
+    "tests": 52_542,
 }
-"""Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only."""
+"""Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only.
+
+What stands against a smaller number, where the plan of the house had one:
+- `gpumem_exporter` (1,000): source and line of a wrong setting, reload by SIGHUP, a stop within two seconds, OpenAPI.
+- `actions` (2,900): ranks that act after one step, waits for the start of engines, settling, dry runs with the outcomes
+  of the action, records that survive a restart. The declarations that help, API and policies read are 640 lines.
+- `edge` (1,850): each row of "Limits of one client" in docs/security.md, the place of a peer, sockets of systemd.
+- `features/events` (1,700): shares of owners in file and queue, files of 0.3 in both directions.
+- `features/policy` (850): alerts that name rules, replies that Alertmanager repeats, cooldowns that survive a reload.
+- `client` (11,000): exact highest moments, the search for owners, trust, forks, older releases of torch.
+- `tests` (48,000): about half of the checks that seemed to be a second one were the only one that failed when the code
+  was broken by hand.
+"""
 
 
 def lines(files: Iterable[Path]) -> int:
