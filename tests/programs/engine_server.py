@@ -3,9 +3,9 @@
     engine_server.py NAME ANSWERS [OPTION…]
 
 Its command line has the engine's name and options. ANSWERS is a JSON object: "GET /path" to [status, body] or a list of
-them, of which the last one repeats; "hang", "huge" and "redirect" stand for those answers. CHILD_UID is the user of the
-child. The server
-writes a JSON line with its port and the pid of its child, and then one for each request: method, path, body, headers.
+them, of which the last one repeats; "hang", "huge" and "redirect" stand for those answers. It listens on PORT, and
+CHILD_UID is the user of the child. The server writes a JSON line with its port and the pid of its child, and then one
+for each request: method, path, body, headers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 def main() -> None:
     """Serve until the standard input ends."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler)
     child = os.fork()
     if child == 0:
         server.socket.close()

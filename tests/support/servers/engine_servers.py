@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tests.support.paths import REPOSITORY
+from tests.support.ports import free_port
 from tests.support.waiting import patient
 
 
@@ -46,7 +47,7 @@ def engine_servers() -> Iterator[Any]:
             [sys.executable, script, name, json.dumps(answers), *options],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **environment},
+            env={**os.environ, "PORT": str(free_port()), **environment},
         )
         started.append(popen)
         assert popen.stdout is not None
