@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.support.waiting import patient
 # Otherwise gRPC starts threads in every fork of a worker that has imported it, and a process with a second thread gets
 # no user namespace.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
+# A shell ignores SIGINT in what it starts in the background. Tests of Ctrl-C need Python's handler.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 __all__ = ["emulation", "make_node", "node", "start_exporter", "start_torch"]
 

@@ -38,7 +38,7 @@ BUDGETS = {
     "gpumem_exporter/features/webhook": 548,
     "client/gpumem_client": 11_803,
     "toolkit/gpumem_toolkit": 8_291,
-    "tests": 52_543,
+    "tests": 52_546,
 }
 """Rooms with modules beside folders, `gpumem_exporter` and `gpumem_exporter/features`, count the modules only.
 
