@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gpumem_client.wire.protocol import SnapshotFile
 from gpumem_exporter.actions.action_options import DEFAULT_DEADLINE_SECONDS, ActionRequest
@@ -184,6 +185,10 @@ class Action:
         for result in self.results:
             texts += [result.reason, "" if result.snapshot is None else result.snapshot.path]
         return _RESULT_BYTES * (1 + len(self.results)) + sum(len(text) + _TEXT_BYTES for text in texts)
+
+    def values(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return fields of the action by name, and fields of its request that the action itself does not have."""
+        return {name: getattr(self if hasattr(Action, name) else self.request, name) for name in names}
 
     def visible_to(self, caller: Caller) -> bool:
         """Return whether the audit log shows the action to a caller."""

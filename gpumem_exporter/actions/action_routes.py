@@ -214,7 +214,6 @@ class ActionsDocument(TypedDict):
 
 
 _COMPUTED = ("created", "target", "waits_for", "subject", "sentence", "results", "pending", "outcomes")
-_OF_REQUEST = ("action", "mode", "dry_run", "reason", "wait_idle_seconds", "settle_seconds")
 _COPIED = tuple(name for name in ActionDocument.__annotations__ if name not in _COMPUTED)
 _RESULT = tuple(field.name for field in fields(ActionResult))
 
@@ -222,7 +221,7 @@ _RESULT = tuple(field.name for field in fields(ActionResult))
 def action_document(action: Action) -> dict[str, Any]:
     """Return an action as an `ActionDocument`."""
     document = {
-        **{name: getattr(action.request if name in _OF_REQUEST else action, name) for name in _COPIED},
+        **action.values(_COPIED),
         "created": iso_time(action.created_unix_seconds),
         "target": action.request.target.document(),
         "waits_for": [asdict(engine) for engine in action.waits_for],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -57,7 +57,7 @@ class Audit:
         self.count(action)
         request = action.request
         fields = {
-            **_values(action, _LOGGED),
+            **action.values(_LOGGED),
             "target": request.target.describe(),
             "dry_run": str(request.dry_run).lower(),
             "outcomes": ",".join(f"{outcome}:{count}" for outcome, count in sorted(action.outcomes.items())),
@@ -116,12 +116,7 @@ class Audit:
                 _log.exception("cannot read a recorded action", extra={"fields": {"event": event.id}})
         for action_id, lost in requested.items():
             if (end := ended.get(action_id)) is not None:
-                ended[action_id] = replace(
-                    end,
-                    request=lost.request,
-                    deadline_seconds=lost.deadline_seconds,
-                    idempotency_key=lost.idempotency_key,
-                )
+                ended[action_id] = replace(end, **lost.values(("request", "deadline_seconds", "idempotency_key")))
             elif action_id not in ended and dispatcher.get(action_id) is None:
                 ended[action_id] = lost
                 self.finished(lost)
@@ -172,8 +167,8 @@ def read_requested(event: Event) -> Action:
         ActionResult(pid, workload, rank, "", "", "failed", _RESTARTED, ReasonCode.EXPORTER_RESTARTED)
         for pid, workload, rank in detail["processes"]
     )
-    action = _action(detail, detail["request"], state="failed", results=results)
-    return replace(action, idempotency_key=detail["idempotency_key"])
+    key = detail["idempotency_key"]
+    return _action(detail, detail["request"], state="failed", results=results, idempotency_key=key)
 
 
 def read_action(event: Event) -> Action:
@@ -185,11 +180,7 @@ def read_action(event: Event) -> Action:
 
 
 def _common_detail(action: Action) -> dict[str, Any]:
-    return {**_values(action, _COMMON), "target": action.request.target.document()}
-
-
-def _values(action: Action, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(action.request if name in _OF_REQUEST else action, name) for name in names}
+    return {**action.values(_COMMON), "target": action.request.target.document()}
 
 
 def _action(detail: Mapping[str, Any], request: Mapping[str, Any], **ended: Any) -> Action:

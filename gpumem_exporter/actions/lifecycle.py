@@ -348,7 +348,7 @@ class ActionRegistry:
 
     @property
     def _known(self) -> list[Action]:
-        """The actions of earlier runs of the exporter, of which some finished ones are, before those of this one."""
+        """All known actions; restored actions of earlier runs come before the actions of this run."""
         known = [*self._finished.actions.values(), *self._dry_runs.actions.values()]
         return known + [running.action for running in self.running.values()]
 

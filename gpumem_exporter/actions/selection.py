@@ -89,6 +89,10 @@ class SelectedProcess:
         """Where it runs. The driver's list has no places: in a container, a user may act only on what reports."""
         return self.reporter.key.place if self.reporter is not None else HERE
 
+    def permits(self, caller: Caller) -> bool:
+        """Return whether a caller may act on it."""
+        return caller.may_act_for(self.owner_uid, self.place)
+
     @property
     def share(self) -> str:
         """The holder of the share of each limit, as `ProcessKey.share`."""
@@ -165,10 +169,10 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> tuple[
     """
     # Only an action of the exporter itself reaches a process that does not report.
     reached = [one for one in processes_of(snapshot).values() if one.reporter or request.action in OUTSIDE_ACTIONS]
-    own = [one for one in reached if caller.may_act_for(one.owner_uid, one.place)]
+    own = [one for one in reached if one.permits(caller)]
     _require_known(request.target, caller, snapshot, reached, own)
     matching = matches(request.target, snapshot, reached)
-    selected = [one for one in matching if caller.may_act_for(one.owner_uid, one.place)]
+    selected = [one for one in matching if one.permits(caller)]
     if matching and not selected:
         raise ActionForbiddenError(
             f"{request.target.describe()} matches only processes of others, which needs {caller.missing_rights}; "
@@ -225,9 +229,7 @@ def _require_known(
     silent = {
         "pid": {*(str(one.pid) for one in every), *(name for name, _ in snapshot.names.silent)},
         # The page calls a job without a workload by its program.
-        "workload": {
-            one.title for one in every if one.reporter is None and caller.may_act_for(one.owner_uid, one.place)
-        },
+        "workload": {one.title for one in every if one.reporter is None and one.permits(caller)},
     }
     raise TargetNotFoundError(unknown_names(target, known, shown, silent))
 

@@ -154,7 +154,7 @@ _CAPTURE = (
 
 
 def graphs_living_and_dead(bench: Bench) -> Values:
-    """Memory of a deleted graph is reclaimable, that of a living graph is not; torch's snapshot shows both alike.
+    """Memory of a deleted graph is reclaimable, the memory of a living graph is not; torch's snapshot shows both alike.
 
     The output of one graph outlives the graph: memory of tensors in private pools is not reclaimable either.
     """

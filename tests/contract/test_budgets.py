@@ -16,7 +16,7 @@ EXPORTER = REPOSITORY / "gpumem_exporter"
 FEATURES = EXPORTER / "features"
 BUDGETS = {
     "gpumem_exporter": 1_591,
-    "gpumem_exporter/actions": 3_498,
+    "gpumem_exporter/actions": 3_495,
     "gpumem_exporter/cli": 3_606,
     "gpumem_exporter/core": 2_485,
     "gpumem_exporter/demo": 1_200,
@@ -36,7 +36,7 @@ BUDGETS = {
     "gpumem_exporter/features/policy": 909,
     "gpumem_exporter/features/profiles": 2_100,
     "gpumem_exporter/features/webhook": 548,
-    "client/gpumem_client": 11_803,
+    "client/gpumem_client": 11_802,
     "toolkit/gpumem_toolkit": 8_291,
     "tests": 52_546,
 }

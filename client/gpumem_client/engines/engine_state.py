@@ -89,8 +89,7 @@ class EngineClock:
 
 def known(what: str, function: Callable[[], _Result], otherwise: _Result) -> _Result:
     """Return what a reading of an engine's objects returns. If another version lacks them, one debug line says so."""
-    unknown = f"{what} are unknown"
-    with guest_safety(lambda error: _errors.note(f"{unknown}: {type(error).__name__}", error, logging.DEBUG)):
+    with guest_safety(lambda error: _errors.note(f"{what} are unknown: {type(error).__name__}", error, logging.DEBUG)):
         return function()
     return otherwise
 

@@ -282,7 +282,7 @@ def test_what_the_owner_of_a_process_does_not_allow_is_refused_at_once(bench: Be
     assert bench.dispatcher.commands(process) == ()
     bench.ask("empty_cache", Target(pid=3))
     assert len(bench.dispatcher.commands(process)) == 1
-    # A report that lists no actions is that of an old reporter, which supports all.
+    # An old reporter, which supports all actions, lists none in its reports.
     nothing = bench.put(3, devices=(sample(UUIDS[0], 10 * MIB),), denied_actions=COMMAND_ACTIONS)
     assert not nothing.clears
     assert bench.ask("empty_cache", Target(pid=3)).results[0].reason_code == "denied_by_owner"

@@ -209,7 +209,7 @@ def test_the_owner_with_the_most_loses(puts: list[tuple[str, int]], limit: int, 
             assert sizes[loser] == max(sizes.values())
             if of_owner is None or sizes[loser] <= of_owner:
                 assert sizes[loser] * len([each for each in OWNERS if sizes[each]]) > limit
-            if loser != owner:  # of equal owners, the one that put
+            if loser != owner:  # of equal owners, the owner that put
                 assert sizes[loser] > sizes[owner]
             shares.drop(loser, items[loser].pop(0))
         assert {owner: shares[owner] for owner in OWNERS} == {owner: sum(items[owner]) for owner in OWNERS}

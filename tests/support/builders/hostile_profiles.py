@@ -107,7 +107,7 @@ HOSTILE: Mapping[str, Callable[[int], bytes]] = {
 
 
 def main(*files: str) -> None:
-    """Render the difference of two profiles, and print the highest memory; `ru_maxrss` also has that of the parent."""
+    """Render the difference of two profiles, and print the highest memory; `ru_maxrss` counts the parent, too."""
     import gpumem_exporter.app  # noqa: F401 - an exporter has it loaded
     from gpumem_exporter.features.profiles.profile_diff import difference
     from gpumem_exporter.features.profiles.profile_formats import SUFFIXES, render

@@ -6,7 +6,8 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from gpumem_exporter.features.history.history_file import FILE_NAME, HistoryFile
 from tests.support.builders.builders import UUIDS, node, reporting, sample
 from tests.support.builders.history_bench import HistoryBench, used
-from tests.support.waiting import patient
+from tests.support.waiting import patient, wait_for
 
 READING = node(used(100, p7=50))
 JOB = reporting(7, owner_uid=1000, devices=(sample(),))
@@ -152,29 +153,28 @@ def test_a_failed_save_keeps_the_file(bench: HistoryBench, tmp_path: Path) -> No
         HistoryFile(bench.history, tmp_path / "file").save()
 
 
-def test_a_file_that_cannot_be_read_now_is_kept(bench: HistoryBench, tmp_path: Path) -> None:
-    before = bench.values("used", seconds=600)
+@contextmanager
+def failed_load(bench: HistoryBench, path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[HistoryFile]:
+    """Yield a started file that another connection has locked, after its first load has failed; then unlock it."""
     bench.again()
-    file = HistoryFile(bench.history, tmp_path / "new")
-    with sqlite3.connect(tmp_path / "new" / FILE_NAME, isolation_level=None) as other:
+    file = HistoryFile(bench.history, path.parent)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         file.start()
-        time.sleep(0.2)
-        file.stop(5.0)
-    other.close()
+        wait_for(lambda: "cannot be read" in caplog.text, "the load to fail")
+        yield file
+
+
+def test_a_locked_file_is_kept(bench: HistoryBench, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = bench.values("used", seconds=600)
+    with failed_load(bench, tmp_path / "new" / FILE_NAME, caplog) as file:
+        file.stop(patient(5.0))
     assert restarted(bench, tmp_path).values("used", seconds=600) == before
 
 
-def test_a_file_that_can_be_read_only_at_the_exit_gets_the_rows_of_this_run(
-    bench: HistoryBench, tmp_path: Path
-) -> None:
-    bench.again()
-    file = HistoryFile(bench.history, tmp_path / "new")
-    with sqlite3.connect(tmp_path / "new" / FILE_NAME, isolation_level=None) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        file.start()
-        time.sleep(0.2)
-    other.close()
+def test_an_exit_saves_after_a_late_load(bench: HistoryBench, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with failed_load(bench, tmp_path / "new" / FILE_NAME, caplog) as file:
+        pass
     bench.run(5, JOB, reading=READING)
     file.stop(patient(5.0))
     assert set(restarted(bench, tmp_path).values("used", seconds=600).values()) == {100}
